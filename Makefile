@@ -1,0 +1,90 @@
+# `make help` lists what there is.  Needs python3 >= 3.11 with its venv module, git and make; nothing else.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WANTED := setup.cfg pyproject.toml constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+PYTEST_ARGS ?=
+
+.PHONY: help setup setup-dev run demo test check format bench clean
+
+help: ## Show this list
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+
+setup: $(VENV)/.installed ## Make .venv and install the pinned dependencies
+
+run: setup ## Start everything on this machine, with two demo servers; Ctrl-C stops it
+	@exec $(BIN)/slotkeeper up
+
+demo: setup ## Start everything, run 20 mixed jobs, print the results, stop
+	@exec $(BIN)/slotkeeper up --exit-after-demo --demo-jobs 20
+
+test: setup-dev ## Install what the tests need and run them all (PYTEST_ARGS="-k lease")
+	@exec $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: setup-dev ## Format, lint, types, import contracts, Lua lint, tests
+	@step() { echo "== $$*"; "$$@"; }
+	step $(BIN)/ruff format --check .
+	step $(BIN)/ruff check .
+	step $(BIN)/mypy
+	step $(BIN)/lint-imports
+	$(lint-lua)
+	step $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+format: setup-dev ## Format the code and fix what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup-dev ## Measure (BENCH_ARGS="handoff"); takes minutes and wants a quiet machine
+	@exec $(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+clean: ## Remove .venv and what tools have left; the state in var/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+setup-dev: $(VENV)/.installed-dev
+
+$(VENV)/.installed-dev: $(WANTED) | $(VENV)/bin/python
+	@echo "Installing Slotkeeper and what its tests need into $(VENV) ..."
+	@$(PIP) --editable '.[dev]'
+	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed: $(WANTED) | $(VENV)/bin/python
+	@echo "Installing Slotkeeper into $(VENV) ..."
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/bin/python:
+	@$(check-python)
+	@echo "Making $(VENV) with $$($(PYTHON) --version) ..."
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# What is missing is said in one sentence, with the command that helps.
+define check-python
+if ! command -v $(PYTHON) >/dev/null; then
+	echo "Slotkeeper needs Python 3.11 or newer, and there is no '$(PYTHON)' here: install it (Debian, Ubuntu: apt install python3 python3-venv), or name one: make PYTHON=/path/to/python3" >&2; exit 1
+fi
+if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+	echo "Slotkeeper needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1): install a newer one beside it and name it: make PYTHON=python3.12" >&2; exit 1
+fi
+if ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then
+	echo "'$(PYTHON)' cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1
+fi
+endef
+
+# Scripts are checked as Redis gets them: with their fragments included, of which each uses only a part (211).
+define lint-lua
+if command -v luacheck >/dev/null; then
+	scripts=$$(mktemp -d); trap 'rm -rf "$$scripts"' EXIT
+	$(BIN)/python -c 'import sys, pathlib; from routing.scripts import assemble, names; [pathlib.Path(sys.argv[1], f"{name}.lua").write_text(assemble(name)) for name in names()]' "$$scripts"
+	step luacheck --quiet --std lua51 --read-globals redis cjson cmsgpack struct bit KEYS ARGV --ignore 211 --no-max-line-length "$$scripts"
+else
+	echo "== luacheck: skipped, it is not installed (Debian, Ubuntu: apt install lua-check)"
+fi
+endef

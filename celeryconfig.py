@@ -1,0 +1,64 @@
+"""Celery's settings: broker, routes, beat's schedule.  One file for worker, beat and Flower.
+
+A message is a wake-up and never the only copy of anything, so it is acknowledged early and may be lost.
+Jobs wait in the record and in the waiting room, never as ETA messages in a worker's memory.
+"""
+
+from datetime import timedelta
+
+from tasks.config import TaskSettings
+
+_settings = TaskSettings()
+
+broker_url = _settings.broker
+result_backend = _settings.results
+result_expires = timedelta(days=1)
+broker_connection_retry_on_startup = True
+broker_transport_options = {"visibility_timeout": 3600, "priority_steps": [0, 3, 6, 9]}
+
+accept_content = ["json"]
+task_serializer = "json"
+result_serializer = "json"
+timezone = "UTC"
+enable_utc = True
+
+worker_pool = "threads"
+worker_concurrency = _settings.threads
+worker_prefetch_multiplier = 1
+worker_disable_prefetch = True
+worker_send_task_events = True
+task_send_sent_event = False
+worker_hijack_root_logger = False
+worker_redirect_stdouts = False
+worker_cancel_long_running_tasks_on_connection_loss = False
+task_acks_late = False
+task_track_started = False
+task_create_missing_queues = True
+
+# A bare client publishes `infer` to Celery's own default queue; workers admit it from there.
+task_default_queue = "celery"
+task_routes = {
+    "maintenance.*": {"queue": "maintenance"},
+    "webhooks.*": {"queue": "webhooks"},
+}
+
+
+def _every(task: str, seconds: float, *args: object) -> dict[str, object]:
+    """A beat entry.  It expires with its period: a backlog of sweeps would help nobody."""
+    return {"task": task, "schedule": seconds, "args": args, "options": {"expires": max(seconds, 2)}}
+
+
+beat_scheduler = "celery.beat:Scheduler"
+beat_max_loop_interval = 1
+beat_schedule = {
+    "sweep": _every("maintenance.sweep", 2),
+    "keep-time": _every("maintenance.keep_time", 1),
+    "reap": _every("maintenance.reap", 1),
+    "check-servers": _every("maintenance.check_servers", 10),
+    "check-urgent-servers": _every("maintenance.check_servers", 2, False),
+    "sync-locks": _every("maintenance.sync_locks", 30),
+    "reconcile": _every("maintenance.reconcile", 300),
+    "scan-dlq": _every("maintenance.scan_dlq", 60),
+    "audit": _every("maintenance.audit", 60),
+    "send-webhooks": _every("webhooks.send_due", 5),
+}

@@ -1,0 +1,146 @@
+"""Bring the schema of a record to what this release needs, or say that it is not.
+
+The steps lie in the package `migrations`, beside this one; no alembic.ini is needed.  Several processes may
+call `upgrade` at once: one migrates, the others wait and find nothing left to do.
+"""
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy import Engine, NullPool, create_engine, make_url
+from sqlalchemy.exc import InterfaceError, OperationalError
+
+from jobs.errors import Conflict, RecordUnavailable
+
+# Found beside this package, not by its name: the working folder of a user may have `migrations` of its own.
+_STEPS = Path(__file__).resolve().parent.parent / "migrations"
+_LOCK_KEY = 0x510715EE9E4  # any number, as long as every release uses the same
+_PATIENCE_S = 120.0
+_LOOK_EVERY_S = 0.05
+
+
+def upgrade(url: str) -> None:
+    """Bring the record at `url` to the newest schema; a new SQLite file is created with its folder.
+
+    All or nothing.  Raises RecordUnavailable: the database cannot be reached, or is locked for too long;
+    Conflict: a newer release has migrated it.
+    """
+    with _answered(), _alone(url):
+        try:
+            command.upgrade(_config(url), "head")
+        except CommandError as error:
+            raise Conflict(check(url) or str(error)) from error
+
+
+def check(url: str) -> str | None:
+    """None: the schema is the one that this release needs.  Else a sentence that says what to do."""
+    steps = ScriptDirectory.from_config(_config(url))
+    needed = set(steps.get_heads())
+    found = _revisions(url)
+    if found == needed:
+        return None
+    if not found:
+        return "The database has no schema of Slotkeeper yet; run `slotkeeper migrate`."
+    here, there = ", ".join(sorted(found)), ", ".join(sorted(needed))
+    if found <= {step.revision for step in steps.walk_revisions()}:
+        return f"The database's schema is at {here} and this release needs {there}; run `slotkeeper migrate`."
+    return (
+        f"The database's schema is at {here}, which this release does not know (it needs {there}); "
+        "install the release that migrated it, or a newer one."
+    )
+
+
+def _config(url: str) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(_STEPS).replace("%", "%%"))
+    config.attributes["url"] = url
+    return config
+
+
+def _revisions(url: str) -> set[str]:
+    path = _sqlite_path(url)
+    if path is not None and not path.exists():
+        return set()  # Asking would create it.
+    with _answered(), _engine(url).connect() as connection:
+        return set(MigrationContext.configure(connection).get_current_heads())
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    try:
+        yield
+    except (OperationalError, InterfaceError) as error:
+        reason = (str(error.orig).strip().splitlines() or ["no reason given"])[0]
+        raise RecordUnavailable(f"The schema could not be read or changed ({reason}); try again.") from error
+
+
+def _alone(url: str) -> AbstractContextManager[None]:
+    path = _sqlite_path(url)
+    return _file_lock(path) if path is not None else _advisory_lock(url)
+
+
+@contextmanager
+def _file_lock(database: Path) -> Iterator[None]:
+    """Hold `<database>.migrate-lock`.  The file stays: removing it could let two in."""
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{database}.migrate-lock", "w") as file:
+        _wait_for(lambda: _locked(file.fileno()))
+        yield
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def _advisory_lock(url: str) -> Iterator[None]:
+    """Hold a lock of this session, on a connection of its own; it ends with the connection.
+
+    Asked for again and again, because a query that waits has a snapshot open, on which a step that creates an
+    index concurrently would wait in turn.  Needs a direct connection, not a pooler in transaction mode.
+    """
+    with _engine(url).connect() as connection:
+        autocommit = connection.execution_options(isolation_level="AUTOCOMMIT")
+        ask = f"SELECT pg_try_advisory_lock({_LOCK_KEY})"
+        _wait_for(lambda: bool(autocommit.exec_driver_sql(ask).scalar()))
+        yield
+
+
+def _wait_for(lock: Callable[[], bool]) -> None:
+    until = time.monotonic() + _PATIENCE_S
+    while not lock():
+        if time.monotonic() > until:
+            raise RecordUnavailable(
+                f"Another process has been migrating this database for over {_PATIENCE_S:.0f} s; "
+                "wait for it to end, or end it, and try again."
+            )
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _engine(url: str) -> Engine:
+    return create_engine(url, poolclass=NullPool)
+
+
+def _sqlite_path(url: str) -> Path | None:
+    """The file of an SQLite record; None: it is no SQLite."""
+    parsed = make_url(url)
+    if parsed.get_backend_name() != "sqlite":
+        return None
+    if parsed.database in (None, "", ":memory:"):
+        raise ValueError(
+            "A record in memory would be lost between two connections; name a file: sqlite:///var/record.db"
+        )
+    return Path(os.path.abspath(parsed.database))

@@ -1,0 +1,172 @@
+"""The tables of the record.  Times are milliseconds since the epoch, UTC; JSON is text.
+
+Migrations change these on disk; tests/migrations holds the two together.
+"""
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Column,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    text,
+)
+
+from jobs.states import ACTIVE, State
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+# SQLite counts on by itself only for a plain INTEGER key; there it holds 64 bits all the same.
+_Serial = BigInteger().with_variant(Integer, "sqlite")
+
+
+def _one_of(column: str, words: list[str]) -> str:
+    return f"{column} IN ({', '.join(repr(str(word)) for word in words)})"
+
+
+_DUE = text("due_ms IS NOT NULL")
+_MAY_EXPIRE = text(f"deadline_ms IS NOT NULL AND {_one_of('state', sorted(ACTIVE))}")
+_FINISHED = text("finished_ms IS NOT NULL")
+_PENDING = text("state = 'pending'")
+
+jobs = Table(
+    "jobs",
+    metadata,
+    # Acceptance order.  From the record and not from Redis, so that it survives an emptied Redis (ORDER-1).
+    Column("seq", _Serial, primary_key=True, autoincrement=True),
+    Column("id", Text, nullable=False, unique=True),
+    Column("model", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("why", Text, nullable=False),
+    Column("tier", Integer, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("attempt", Integer, nullable=False, server_default="0"),  # starts; the fencing token
+    Column("waits", Integer, nullable=False, server_default="0"),  # starts that met no server
+    Column("failures", Integer, nullable=False, server_default="0"),
+    Column("crashes", Integer, nullable=False, server_default="0"),
+    Column("created_ms", BigInteger, nullable=False),
+    Column("started_ms", BigInteger),
+    Column("finished_ms", BigInteger),
+    Column("due_ms", BigInteger),  # delayed: when it may be queued
+    Column("deadline_ms", BigInteger),
+    Column("server", Text),
+    Column("slot", Text),
+    Column("lease", Text),  # running: the lease it runs under, so that a lost Redis can be rebuilt
+    Column("remote_id", Text),  # the server's own id, stored before the first poll
+    Column("sent_ms", BigInteger),  # when the server took it up
+    Column("cancel_requested_ms", BigInteger),
+    Column("callback_url", Text),
+    Column("source", Text, nullable=False),
+    Column("error_code", Text),
+    Column("error_message", Text),
+    Column("envelope", Text),
+    Column("payload", Text, nullable=False),
+    Column("result", Text),
+    CheckConstraint(_one_of("state", [s.value for s in State]), name="state"),
+    CheckConstraint("tier BETWEEN 1 AND 9", name="tier"),
+    Index("ix_jobs_state_seq", "state", "seq"),
+    Index("ix_jobs_due", "due_ms", sqlite_where=_DUE, postgresql_where=_DUE),
+    Index("ix_jobs_deadline", "deadline_ms", sqlite_where=_MAY_EXPIRE, postgresql_where=_MAY_EXPIRE),
+    Index("ix_jobs_finished", "finished_ms", sqlite_where=_FINISHED, postgresql_where=_FINISHED),
+    sqlite_autoincrement=True,
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("id", _Serial, primary_key=True, autoincrement=True),
+    Column("job_id", Text, nullable=False, index=True),
+    Column("type", Text, nullable=False),
+    Column("at_ms", BigInteger, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("data", Text, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+webhooks = Table(
+    "webhooks",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("job_id", Text, nullable=False, index=True),
+    Column("url", Text, nullable=False),
+    Column("status", Text, nullable=False),  # the state that the job ended in
+    Column("state", Text, nullable=False),  # pending, delivered, given_up
+    Column("tries", Integer, nullable=False, server_default="0"),
+    Column("next_ms", BigInteger, nullable=False),
+    Column("last_status", Integer),
+    Column("last_error", Text),
+    Column("created_ms", BigInteger, nullable=False),
+    Column("delivered_ms", BigInteger),
+    CheckConstraint(_one_of("state", ["pending", "delivered", "given_up"]), name="state"),
+    Index("ix_webhooks_next", "next_ms", sqlite_where=_PENDING, postgresql_where=_PENDING),
+)
+
+idempotency_keys = Table(
+    "idempotency_keys",
+    metadata,
+    Column("tenant", Text, primary_key=True),
+    Column("key", Text, primary_key=True),
+    Column("job_id", Text, nullable=False),
+    Column("fingerprint", Text, nullable=False),
+    Column("expires_ms", BigInteger, nullable=False, index=True),
+)
+
+models = Table(
+    "models",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("fleet", Text, nullable=False),
+    Column("overrides", Text, nullable=False, server_default="{}"),
+    Column("created_ms", BigInteger, nullable=False),
+)
+
+servers = Table(
+    "servers",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("fleet", Text, nullable=False),
+    Column("slots", Integer, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("created_ms", BigInteger, nullable=False),
+    CheckConstraint(_one_of("state", ["online", "draining", "paused"]), name="state"),
+    CheckConstraint("slots > 0", name="slots"),
+)
+
+endpoints = Table(
+    "endpoints",
+    metadata,
+    Column("server", Text, ForeignKey("servers.name", ondelete="CASCADE"), primary_key=True),
+    Column("model", Text, ForeignKey("models.name"), primary_key=True),
+    Column("url", Text, nullable=False),
+)
+
+tenants = Table(
+    "tenants",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("key_hash", Text, nullable=False, unique=True),
+    Column("admin", Integer, nullable=False, server_default="0"),
+    Column("rate_per_s", Integer),
+    Column("burst", Integer),
+    Column("created_ms", BigInteger, nullable=False),
+)
+
+# Small numbers that must change in the transaction of what they count.
+counters = Table(
+    "counters",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("value", BigInteger, nullable=False),
+)

@@ -1,0 +1,169 @@
+"""Frozen values handed around: what goes into the record and what comes out.
+
+Times are integers, milliseconds since the epoch, UTC; their names end in `_ms`.
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import uuid_utils
+
+from jobs.states import State, Why
+
+TIER_MOST_URGENT, TIER_DEFAULT, TIER_LEAST_URGENT = 1, 5, 9
+
+
+def now_ms() -> int:
+    """The wall clock, in milliseconds since the epoch."""
+    return time.time_ns() // 1_000_000
+
+
+def new_job_id() -> str:
+    """A UUIDv7: unique, and close to sorted by time, which keeps the index of ids dense."""
+    return str(uuid_utils.uuid7())
+
+
+def storable(text: str, longest: int) -> str:
+    """What a stranger wrote, as both databases take it: no NUL, no half of a surrogate pair, and not too much."""
+    return text[:longest].replace("\0", "").encode(errors="replace").decode()
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A valid job that has not been accepted yet."""
+
+    id: str
+    model: str
+    payload: str  # compact JSON
+    tier: int = TIER_DEFAULT
+    tenant: str = "default"
+    callback_url: str | None = None
+    not_before_ms: int | None = None
+    deadline_ms: int | None = None
+    idempotency_key: str | None = None
+    fingerprint: str = ""  # hash of the request, compared when the key is used again
+    source: str = "rest"
+    envelope: str | None = None  # JSON: Celery's links, chord and group, to be sent along with the task
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Answer to a submit, once committed.  `deduplicated`: the job had been accepted before."""
+
+    id: str
+    seq: int
+    state: State
+    deduplicated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What the waiting room must know of a queued job."""
+
+    id: str
+    seq: int
+    model: str
+    tier: int
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A job that has just been started: everything its worker needs.
+
+    `attempt` is the fencing token: whatever is written about this run is written under it (LEASE-3).
+    `remote_id` is set when an earlier worker had already handed the job to this server: resume, do not rerun.
+    """
+
+    job: Waiting
+    payload: str
+    attempt: int
+    failures: int
+    crashes: int
+    deadline_ms: int | None
+    remote_id: str | None
+    sent_ms: int | None  # when the server took up `remote_id`
+    server: str
+    slot: str
+    started_ms: int
+    cancel_requested: bool
+    envelope: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One row of the record, as it stands.  `payload` and `result` are JSON texts; None: not loaded or none."""
+
+    id: str
+    seq: int
+    model: str
+    state: State
+    why: Why
+    tier: int
+    tenant: str
+    attempt: int
+    waits: int
+    failures: int
+    crashes: int
+    created_ms: int
+    started_ms: int | None
+    finished_ms: int | None
+    due_ms: int | None
+    deadline_ms: int | None
+    server: str | None
+    slot: str | None
+    lease: str | None
+    remote_id: str | None
+    cancel_requested_ms: int | None
+    callback_url: str | None
+    source: str
+    error_code: str | None
+    error_message: str | None
+    envelope: str | None = None
+    payload: str | None = None
+    result: str | None = None
+
+    @property
+    def attempts(self) -> int:
+        """Runs that a server really took up; starts that met a busy or absent server do not count (R101)."""
+        return self.attempt - self.waits
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One transition, written in its transaction (JOB-2)."""
+
+    id: int
+    job_id: str
+    type: str
+    at_ms: int
+    attempt: int
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Webhook:
+    """One message owed to a client.  `id` stays the same however often it is sent (HOOK-1)."""
+
+    id: str
+    job_id: str
+    url: str
+    status: State
+    tries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An inference process: its slots, its state, and the endpoint of each model that it serves."""
+
+    name: str
+    fleet: str
+    slots: int
+    state: str  # online, draining, paused
+    endpoints: dict[str, str]  # model -> URL
+    created_ms: int
+
+    @property
+    def slot_names(self) -> list[str]:
+        return [f"{self.name}-slot{n}" for n in range(self.slots)]

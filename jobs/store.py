@@ -1,0 +1,564 @@
+"""The only writer of `jobs.state`.
+
+Every transition is one UPDATE that names the state, and for a running job the attempt, that it expects to
+find; its row count is the answer.  The event and, at the end of a job, the webhook row stand in the same
+transaction.  What may follow what is read from states.TRANSITIONS and nowhere else.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from sqlalchemy import (
+    ColumnElement,
+    Select,
+    Update,
+    bindparam,
+    case,
+    delete,
+    exists,
+    func,
+    insert,
+    select,
+    update,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+
+from jobs import events
+from jobs.db import Database, Transaction
+from jobs.errors import IdempotencyConflict
+from jobs.models import counters, idempotency_keys, jobs, webhooks
+from jobs.models import events as _events
+from jobs.record import Accepted, Event, Job, NewJob, Run, Waiting, storable
+from jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, Edge, State, Why, edge
+
+Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are named at the statements
+
+# A worker may die and its job go on at the server: these transitions keep what is needed to resume it.
+_KEEPS_REMOTE = frozenset({Why.LEASE_EXPIRED, Why.HANDED_BACK})
+_MAX_ERROR = 2000
+
+_WAITING_COLUMNS = (jobs.c.id, jobs.c.seq, jobs.c.model, jobs.c.tier, jobs.c.tenant)
+_MOVED_COLUMNS = (
+    *_WAITING_COLUMNS,
+    jobs.c.attempt,
+    jobs.c.failures,
+    jobs.c.crashes,
+    jobs.c.deadline_ms,
+    jobs.c.remote_id,
+    jobs.c.sent_ms,
+    jobs.c.started_ms,
+    jobs.c.cancel_requested_ms,
+    jobs.c.callback_url,
+    jobs.c.envelope,
+)
+_LISTED_COLUMNS = tuple(column for column in jobs.c if column.name not in {"payload", "result", "envelope"})
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A transition that has been committed."""
+
+    job: Waiting
+    to: State
+    attempt: int
+    failures: int
+    crashes: int
+    remote_id: str | None
+    webhook_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Why a run did not succeed: a stable word and a sentence."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """One prepared transition."""
+
+    edge: Edge
+    statement: Update
+    names: frozenset[str]  # of the parameters that the statement takes
+
+
+def _waiting(row: Row) -> Waiting:
+    return Waiting(row.id, row.seq, row.model, row.tier, row.tenant)
+
+
+def _values(state: State, why: Why, to: State) -> dict[str, Any]:
+    """Columns that a transition sets, beside `state`, `why` and the budget's counter."""
+    stopped: dict[str, Any] = {"slot": None, "lease": None}
+    forgotten: dict[str, Any] = {} if why in _KEEPS_REMOTE else {"server": None, "remote_id": None, "sent_ms": None}
+    error: dict[str, Any] = {"error_code": bindparam("p_error_code"), "error_message": bindparam("p_error_message")}
+    match to:
+        case State.RUNNING:
+            return {
+                "attempt": jobs.c.attempt + 1,  # LEASE-2: the token grows with every start
+                "started_ms": bindparam("p_now"),
+                "server": bindparam("p_server"),
+                "slot": bindparam("p_slot"),
+                "lease": bindparam("p_lease"),
+                # A remote id means something only to the server that gave it.
+                "remote_id": _if_same_server(jobs.c.remote_id),
+                "sent_ms": _if_same_server(jobs.c.sent_ms),
+            }
+        case State.QUEUED if state is State.DEAD:
+            cleared = dict.fromkeys(
+                ("finished_ms", "error_code", "error_message", "deadline_ms", "cancel_requested_ms")
+            )
+            return stopped | forgotten | cleared | {"failures": 0, "crashes": 0}
+        case State.QUEUED if state is State.DELAYED:
+            return {"due_ms": None}
+        case State.QUEUED:
+            return stopped | forgotten | error
+        case State.DELAYED:
+            return stopped | forgotten | error | {"due_ms": bindparam("p_due")}
+        case _:
+            return error | {
+                "finished_ms": bindparam("p_now"),
+                "result": bindparam("p_result"),
+                "due_ms": None,
+                "lease": None,
+            }
+
+
+def _if_same_server(column: ColumnElement[Any]) -> ColumnElement[Any]:
+    return case((jobs.c.server == bindparam("p_server"), column), else_=None)
+
+
+def _move(state: State, why: Why) -> _Move:
+    found = edge(state, why)
+    statement = update(jobs).where(jobs.c.id == bindparam("p_id"), jobs.c.state == state.value)
+    if state is State.RUNNING:  # LEASE-3: only under the token of this very run
+        statement = statement.where(jobs.c.attempt == bindparam("p_attempt"))
+    values = _values(state, why, found.to)
+    if found.costs is not Budget.NOTHING:
+        values[found.costs.value] = jobs.c[found.costs.value] + 1
+    columns = (*_MOVED_COLUMNS, jobs.c.payload) if found.to is State.RUNNING else _MOVED_COLUMNS
+    statement = statement.values(state=found.to.value, why=why.value, **values).returning(*columns)
+    names = {name for name in statement.compile().params if name.startswith("p_")}
+    return _Move(found, statement, frozenset(names))
+
+
+_MOVES: dict[tuple[State, Why], _Move] = {
+    (state, why): _move(state, why) for (state, why) in TRANSITIONS if state is not None
+}
+
+_NOTE_REMOTE = (
+    update(jobs)
+    .where(
+        jobs.c.id == bindparam("p_id"),
+        jobs.c.state == State.RUNNING.value,
+        jobs.c.attempt == bindparam("p_attempt"),
+    )
+    .values(
+        remote_id=bindparam("p_remote_id"),
+        sent_ms=case((jobs.c.remote_id == bindparam("p_remote_id"), jobs.c.sent_ms), else_=bindparam("p_now")),
+    )
+)
+_REQUEST_CANCEL = (
+    update(jobs)
+    .where(jobs.c.id == bindparam("p_id"), jobs.c.state == State.RUNNING.value)
+    .values(cancel_requested_ms=func.coalesce(jobs.c.cancel_requested_ms, bindparam("p_now")))
+)
+_KNOWN_KEY = select(idempotency_keys.c.job_id, idempotency_keys.c.fingerprint, idempotency_keys.c.expires_ms).where(
+    idempotency_keys.c.tenant == bindparam("p_tenant"), idempotency_keys.c.key == bindparam("p_key")
+)
+_FORGET_KEY = delete(idempotency_keys).where(
+    idempotency_keys.c.tenant == bindparam("p_tenant"), idempotency_keys.c.key == bindparam("p_key")
+)
+_BRIEF = select(jobs.c.id, jobs.c.seq, jobs.c.state).where(jobs.c.id == bindparam("p_id"))
+_LISTED = select(*_LISTED_COLUMNS)
+_WHOLE = select(jobs).where(jobs.c.id == bindparam("p_id"))
+_HEADERS = select(jobs.c.model, jobs.c.tier, jobs.c.failures, jobs.c.envelope).where(jobs.c.id == bindparam("p_id"))
+_QUEUED_BY_MODEL = select(jobs.c.model, func.count()).where(jobs.c.state == State.QUEUED.value).group_by(jobs.c.model)
+_COUNTS = select(jobs.c.state, func.count()).group_by(jobs.c.state)
+
+
+class Store:
+    """The record of jobs.  Every method is one transaction, or one read."""
+
+    def __init__(self, database: Database, idempotency_window_s: int = 86_400) -> None:
+        self.database = database
+        self._window_ms = idempotency_window_s * 1000
+        dialect = {"sqlite": sqlite, "postgresql": postgresql}[database.engine.dialect.name]
+        self._insert = dialect.insert(jobs).on_conflict_do_nothing(index_elements=["id"]).returning(jobs.c.seq)
+
+    # -- accepting -------------------------------------------------------------------------------------------
+
+    def submit(self, new: Sequence[NewJob], now: int) -> list[Accepted]:
+        """Accept all of `new` or none of them; one answer each, in order.
+
+        A job whose id, or whose (tenant, Idempotency-Key) within the window, is known already is not accepted
+        again.  Raises IdempotencyConflict when the key came with another request, RecordUnavailable.
+        """
+        return self.database.write(lambda tx: [self._accept(tx, job, now) for job in new])
+
+    def _accept(self, tx: Transaction, job: NewJob, now: int) -> Accepted:
+        if job.idempotency_key is not None:
+            known = self._claim_key(tx, job, now)
+            if known is not None:
+                return known
+        why = Why.SUBMITTED if job.not_before_ms is None else Why.SCHEDULED
+        to = edge(None, why).to
+        seq = tx.connection.execute(self._insert, _new_row(job, why, to, now)).scalar()
+        if seq is None:  # the same id again: a doubled message
+            count(tx, "doubled")  # It took a number all the same, which the ledger must not miss.
+            return _accepted(tx.connection.execute(_BRIEF, {"p_id": job.id}).one())
+        data = {"why": why, "model": job.model, "tier": job.tier, "tenant": job.tenant}
+        events.append(tx, job.id, to, now, 0, data)
+        return Accepted(job.id, seq, to)
+
+    def _claim_key(self, tx: Transaction, job: NewJob, now: int) -> Accepted | None:
+        """Bind the key to this job, or find the job that it is bound to (R21: in one transaction)."""
+        whose = {"p_tenant": job.tenant, "p_key": job.idempotency_key}
+        known = tx.connection.execute(_KNOWN_KEY, whose).first()
+        if known is not None and known.expires_ms > now:
+            if known.fingerprint != job.fingerprint:
+                raise IdempotencyConflict(
+                    "This Idempotency-Key came with a different request before; "
+                    "send the same request again, or use a new key.",
+                    job_id=known.job_id,
+                )
+            row = tx.connection.execute(_BRIEF, {"p_id": known.job_id}).first()
+            if row is not None:
+                return _accepted(row)
+        if known is not None:
+            tx.connection.execute(_FORGET_KEY, whose)
+        tx.connection.execute(
+            insert(idempotency_keys),
+            {
+                "tenant": job.tenant,
+                "key": job.idempotency_key,
+                "job_id": job.id,
+                "fingerprint": job.fingerprint,
+                "expires_ms": now + self._window_ms,
+            },
+        )
+        return None
+
+    # -- transitions -----------------------------------------------------------------------------------------
+
+    def start(self, job_id: str, server: str, slot: str, lease: str, now: int, offer: int = 0) -> Run | None:
+        """Give a queued job to the caller; None: it is not queued (any more)."""
+
+        def unit(tx: Transaction) -> Row | None:
+            data = {"server": server, "slot": slot, "offer": offer}
+            placed = {"p_server": server, "p_slot": slot, "p_lease": lease}
+            return self._transition(tx, State.QUEUED, Why.STARTED, job_id, now, data, placed)
+
+        # A start is no promise: after a power cut the job is queued again, as it is after any crash.
+        row = self.database.write(unit, relaxed=True)
+        return None if row is None else _run(row, server, slot)
+
+    def settle(
+        self,
+        job_id: str,
+        attempt: int,
+        why: Why,
+        now: int,
+        *,
+        result: str | None = None,
+        error: Error | None = None,
+        due_ms: int | None = None,
+    ) -> Moved | None:
+        """End the run `attempt` for the reason `why`; None: that run is over already, nothing was changed.
+
+        `result`: JSON text, for FINISHED.  `due_ms`: when a delayed job may run again, for SERVER_ERROR.
+        """
+        if why is Why.SERVER_ERROR and due_ms is None:
+            raise ValueError("due_ms is missing: a delayed job without it would never be queued again")
+
+        def unit(tx: Transaction) -> Moved | None:
+            fields = _fields(result, error, due_ms) | {"p_attempt": attempt}
+            return self._moved(tx, State.RUNNING, why, job_id, now, _event_data(error, due_ms, now), fields)
+
+        return self.database.write(unit)
+
+    def end_waiting(self, job_id: str, why: Why, now: int, error: Error | None = None) -> Moved | None:
+        """End a queued or delayed job (CANCEL_REQUESTED, DEADLINE_PASSED); None: it is neither."""
+
+        def unit(tx: Transaction) -> Moved | None:
+            fields, data = _fields(None, error, None), _event_data(error, None, now)
+            for state in (State.QUEUED, State.DELAYED):
+                moved = self._moved(tx, state, why, job_id, now, data, fields)
+                if moved is not None:
+                    return moved
+            return None
+
+        return self.database.write(unit)
+
+    def request_cancel(self, job_id: str, now: int) -> bool:
+        """Note beside a running job that it shall be canceled.  False: it is not running."""
+        return self.database.write(
+            lambda tx: tx.connection.execute(_REQUEST_CANCEL, {"p_id": job_id, "p_now": now}).rowcount == 1
+        )
+
+    def note_remote(self, job_id: str, attempt: int, remote_id: str, now: int) -> bool:
+        """Store the server's own id of the job, before the first poll.  False: this run is over."""
+        params = {"p_id": job_id, "p_attempt": attempt, "p_remote_id": remote_id, "p_now": now}
+        return self.database.write(lambda tx: tx.connection.execute(_NOTE_REMOTE, params).rowcount == 1)
+
+    def promote_due(self, now: int, limit: int = 1000) -> list[Waiting]:
+        """Queue the delayed jobs whose time has come, soonest first; answer those that this call queued."""
+        due = select(jobs.c.id).where(jobs.c.due_ms <= now).order_by(jobs.c.due_ms, jobs.c.seq).limit(limit)
+
+        def unit(tx: Transaction) -> list[Waiting]:
+            moved = [
+                self._transition(tx, State.DELAYED, Why.DUE, job_id, now, {}, {})
+                for job_id in tx.connection.execute(due).scalars().all()
+            ]
+            return [_waiting(row) for row in moved if row is not None]
+
+        return self.database.write(unit)
+
+    def revive(self, job_id: str, now: int) -> Waiting | None:
+        """Queue a dead job again, with fresh budgets, at its own place; None: it is not dead."""
+        row = self.database.write(lambda tx: self._transition(tx, State.DEAD, Why.REVIVED, job_id, now, {}, {}))
+        return None if row is None else _waiting(row)
+
+    def _moved(
+        self,
+        tx: Transaction,
+        state: State,
+        why: Why,
+        job_id: str,
+        now: int,
+        data: dict[str, Any],
+        fields: dict[str, Any],
+    ) -> Moved | None:
+        row = self._transition(tx, state, why, job_id, now, data, fields)
+        if row is None:
+            return None
+        to = edge(state, why).to
+        webhook_id = self._owe_webhook(tx, row, to, now) if to in FINAL and row.callback_url else None
+        return Moved(_waiting(row), to, row.attempt, row.failures, row.crashes, row.remote_id, webhook_id)
+
+    def _transition(
+        self,
+        tx: Transaction,
+        state: State,
+        why: Why,
+        job_id: str,
+        now: int,
+        data: dict[str, Any],
+        fields: dict[str, Any],
+    ) -> Row | None:
+        """The one place that changes a state: guarded by it, with its event beside it."""
+        move = _MOVES[(state, why)]
+        given = fields | {"p_id": job_id, "p_now": now}
+        row = tx.connection.execute(move.statement, {name: given[name] for name in move.names}).first()
+        if row is not None:
+            events.append(tx, job_id, move.edge.to, now, row.attempt, {"why": why, **data})
+        return row
+
+    def _owe_webhook(self, tx: Transaction, row: Row, to: State, now: int) -> str:
+        # A dead job may be revived and end again before its next start: the same attempt, another message.
+        webhook_id = f"msg_{row.id}_{row.attempt}_{to.value}"
+        tx.webhooks.append(
+            {
+                "id": webhook_id,
+                "job_id": row.id,
+                "url": row.callback_url,
+                "status": to.value,
+                "state": "pending",
+                "next_ms": now,
+                "created_ms": now,
+            }
+        )
+        return webhook_id
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def get(self, job_id: str) -> Job | None:
+        """The whole job, with payload and result."""
+        with self.database.read() as connection:
+            row = connection.execute(_WHOLE, {"p_id": job_id}).first()
+        return None if row is None else _job(row)
+
+    def state_of(self, job_id: str) -> State | None:
+        """Only where the job stands: cheap enough to be asked again and again."""
+        with self.database.read() as connection:
+            row = connection.execute(_BRIEF, {"p_id": job_id}).first()
+        return None if row is None else State(row.state)
+
+    def headers(self, job_id: str) -> tuple[str, int, int, str | None] | None:
+        """(model, tier, failures, envelope): what a task message says about a job."""
+        with self.database.read() as connection:
+            row = connection.execute(_HEADERS, {"p_id": job_id}).first()
+        return None if row is None else tuple(row)
+
+    def find(
+        self,
+        *,
+        state: State | None = None,
+        model: str | None = None,
+        tenant: str | None = None,
+        before_seq: int | None = None,
+        limit: int = 50,
+    ) -> list[Job]:
+        """Jobs without payload and result, newest first; `before_seq` is the cursor: the last one's `seq`."""
+        query = _LISTED.order_by(jobs.c.seq.desc()).limit(limit)
+        for column, value in ((jobs.c.state, state), (jobs.c.model, model), (jobs.c.tenant, tenant)):
+            if value is not None:
+                query = query.where(column == str(value))
+        if before_seq is not None:
+            query = query.where(jobs.c.seq < before_seq)
+        return self._jobs(query)
+
+    def running(self) -> list[Job]:
+        """All running jobs, in order of acceptance."""
+        return self._jobs(_LISTED.where(jobs.c.state == State.RUNNING.value).order_by(jobs.c.seq))
+
+    def queued(self, models: Sequence[str], after_seq: int = 0, limit: int = 1000) -> list[Waiting]:
+        """Queued jobs of these models, in order of acceptance, from `after_seq` on."""
+        query = (
+            select(*_WAITING_COLUMNS)
+            .where(jobs.c.state == State.QUEUED.value, jobs.c.seq > after_seq, jobs.c.model.in_(models))
+            .order_by(jobs.c.seq)
+            .limit(limit)
+        )
+        with self.database.read() as connection:
+            return [_waiting(row) for row in connection.execute(query)]
+
+    def overdue(self, now: int, limit: int = 1000) -> list[Job]:
+        """Jobs that have not ended although their deadline has passed."""
+        states = [state.value for state in sorted(ACTIVE)]
+        return self._jobs(_LISTED.where(jobs.c.deadline_ms <= now, jobs.c.state.in_(states)).limit(limit))
+
+    def events_of(self, job_id: str) -> list[Event]:
+        """The job's events, oldest first."""
+        with self.database.read() as connection:
+            return events.of_job(connection, job_id)
+
+    def queued_by_model(self) -> Counter[str]:
+        """How many jobs of each model are queued."""
+        with self.database.read() as connection:
+            return Counter(dict(tuple(row) for row in connection.execute(_QUEUED_BY_MODEL)))
+
+    def counts(self) -> dict[State, int]:
+        """How many jobs stand in each state."""
+        with self.database.read() as connection:
+            found = {State(state): count for state, count in connection.execute(_COUNTS)}
+        return {state: found.get(state, 0) for state in State}
+
+    def _jobs(self, query: Select[Any]) -> list[Job]:
+        with self.database.read() as connection:
+            return [_job(row) for row in connection.execute(query)]
+
+    # -- removing --------------------------------------------------------------------------------------------
+
+    def forget_keys(self, now: int) -> int:
+        """Remove the Idempotency-Keys whose window is over; answers how many."""
+        old = delete(idempotency_keys).where(idempotency_keys.c.expires_ms <= now)
+        return self.database.write(lambda tx: tx.connection.execute(old).rowcount)
+
+    def purge(self, ended_before_ms: int, limit: int = 1000) -> int:
+        """Remove jobs that ended before that time, and what hangs on them; answers how many.
+
+        A job whose webhook is still owed stays until that is delivered or given up (HOOK-1).
+        """
+        owed = exists().where(webhooks.c.job_id == jobs.c.id, webhooks.c.state == "pending")
+        old = (
+            select(jobs.c.id, jobs.c.state)
+            .where(jobs.c.finished_ms < ended_before_ms, jobs.c.state.in_([s.value for s in sorted(FINAL)]), ~owed)
+            .limit(limit)
+        )
+        return self.database.write(lambda tx: _remove(tx, [tuple(row) for row in tx.connection.execute(old)]))
+
+    def delete_dead(self, job_id: str) -> bool:
+        """Remove a dead job for good.  False: it is not dead."""
+        dead = select(jobs.c.id, jobs.c.state).where(jobs.c.id == job_id, jobs.c.state == State.DEAD.value)
+        return self.database.write(lambda tx: _remove(tx, [tuple(row) for row in tx.connection.execute(dead)])) == 1
+
+
+def _remove(tx: Transaction, found: Sequence[tuple[str, str]]) -> int:
+    """Delete ended jobs, counting them by state, so that the ledger (JOB-3) still balances."""
+    removed = 0
+    for job_id, state in found:
+        gone = tx.connection.execute(delete(jobs).where(jobs.c.id == job_id, jobs.c.state == state)).rowcount
+        if gone:
+            tx.connection.execute(delete(_events).where(_events.c.job_id == job_id))
+            tx.connection.execute(delete(webhooks).where(webhooks.c.job_id == job_id))
+            count(tx, f"purged.{state}")
+        removed += gone
+    return removed
+
+
+def count(tx: Transaction, name: str, by: int = 1) -> None:
+    """Raise a counter of the record."""
+    raised = update(counters).where(counters.c.name == name).values(value=counters.c.value + by)
+    if tx.connection.execute(raised).rowcount == 0:
+        tx.connection.execute(insert(counters), {"name": name, "value": by})
+
+
+def _new_row(job: NewJob, why: Why, to: State, now: int) -> dict[str, Any]:
+    return {
+        "id": job.id,
+        "model": job.model,
+        "state": to.value,
+        "why": why.value,
+        "tier": job.tier,
+        "tenant": job.tenant,
+        "created_ms": now,
+        "due_ms": job.not_before_ms,
+        "deadline_ms": job.deadline_ms,
+        "callback_url": job.callback_url,
+        "source": job.source,
+        "envelope": job.envelope,
+        "payload": job.payload,
+    }
+
+
+def _fields(result: str | None, error: Error | None, due_ms: int | None) -> dict[str, Any]:
+    return {
+        "p_result": result,
+        "p_error_code": error.code if error else None,
+        "p_error_message": storable(error.message, _MAX_ERROR) if error else None,
+        "p_due": due_ms,
+    }
+
+
+def _event_data(error: Error | None, due_ms: int | None, now: int) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    if error is not None:
+        data["error"] = {"code": error.code, "message": storable(error.message, _MAX_ERROR)}
+    if due_ms is not None:
+        data["retry_in_ms"] = max(0, due_ms - now)
+    return data
+
+
+def _accepted(row: Row) -> Accepted:
+    return Accepted(row.id, row.seq, State(row.state), deduplicated=True)
+
+
+def _run(row: Row, server: str, slot: str) -> Run:
+    return Run(
+        job=_waiting(row),
+        payload=row.payload,
+        attempt=row.attempt,
+        failures=row.failures,
+        crashes=row.crashes,
+        deadline_ms=row.deadline_ms,
+        remote_id=row.remote_id,
+        sent_ms=row.sent_ms,
+        server=server,
+        slot=slot,
+        started_ms=row.started_ms,
+        cancel_requested=row.cancel_requested_ms is not None,
+        envelope=row.envelope,
+    )
+
+
+def _job(row: Row) -> Job:
+    found = row._mapping
+    return Job(
+        **{name: found[name] for name in Job.__dataclass_fields__ if name in found and name not in {"state", "why"}},
+        state=State(row.state),
+        why=Why(row.why),
+    )

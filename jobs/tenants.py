@@ -1,0 +1,79 @@
+"""Who may submit, who may administer: keys, of which the record holds only the hash.
+
+A key is 256 random bits, so a plain SHA-256 of it cannot be guessed back; slow hashes are for passwords.
+"""
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+
+from sqlalchemy import delete, insert, select
+
+from jobs.db import Database, Transaction
+from jobs.errors import Conflict, NotFound
+from jobs.models import tenants
+
+_KEY_PREFIX = "sk_"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who pays.  `rate_per_s`, `burst`: submits per second and at once; None: no limit."""
+
+    name: str
+    admin: bool
+    rate_per_s: int | None = None
+    burst: int | None = None
+
+
+# Used while keys are not asked for, which only a server on the loopback address may do.
+LOCAL = Tenant("default", admin=True)
+
+
+def hash_key(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+class Tenants:
+    """Reads and changes tenants."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    def by_key(self, key: str) -> Tenant | None:
+        with self.database.read() as connection:
+            row = connection.execute(select(tenants).where(tenants.c.key_hash == hash_key(key))).first()
+        return None if row is None else Tenant(row.name, bool(row.admin), row.rate_per_s, row.burst)
+
+    def all(self) -> list[Tenant]:
+        with self.database.read() as connection:
+            rows = connection.execute(select(tenants).order_by(tenants.c.name)).all()
+        return [Tenant(row.name, bool(row.admin), row.rate_per_s, row.burst) for row in rows]
+
+    def add(self, tenant: Tenant, now: int) -> str:
+        """Create a tenant and answer its key, which cannot be read again.  Raises Conflict if there is one."""
+        key = _KEY_PREFIX + secrets.token_urlsafe(32)
+        row = {
+            "name": tenant.name,
+            "key_hash": hash_key(key),
+            "admin": int(tenant.admin),
+            "rate_per_s": tenant.rate_per_s,
+            "burst": tenant.burst,
+            "created_ms": now,
+        }
+
+        def unit(tx: Transaction) -> None:
+            if tx.connection.execute(select(tenants.c.name).where(tenants.c.name == tenant.name)).first():
+                raise Conflict(f"There is a tenant {tenant.name!r} already; remove it first, or take another name.")
+            tx.connection.execute(insert(tenants), row)
+
+        self.database.write(unit)
+        return key
+
+    def remove(self, name: str) -> None:
+        """Forget a tenant; its key stops working at once.  Raises NotFound."""
+        gone = self.database.write(
+            lambda tx: tx.connection.execute(delete(tenants).where(tenants.c.name == name)).rowcount
+        )
+        if not gone:
+            raise NotFound(f"There is no tenant {name!r}.")

@@ -1,0 +1,92 @@
+"""Messages owed to clients, and what came of each try (HOOK-1).
+
+The row is written with the job's last transition.  A try begins with a claim: a guarded UPDATE that sets the
+next try past the time this one can take, so that a doubled wake-up does not send the message twice.
+"""
+
+from sqlalchemy import bindparam, select, update
+
+from jobs.db import Database
+from jobs.models import webhooks
+from jobs.record import Webhook, storable
+from jobs.states import State
+
+_MAX_ERROR = 500
+
+_CLAIM = (
+    update(webhooks)
+    .where(
+        webhooks.c.id == bindparam("p_id"),
+        webhooks.c.state == "pending",
+        webhooks.c.next_ms <= bindparam("p_now"),
+    )
+    .values(tries=webhooks.c.tries + 1, next_ms=bindparam("p_until"))
+    .returning(webhooks.c.id, webhooks.c.job_id, webhooks.c.url, webhooks.c.status, webhooks.c.tries)
+)
+_END = (
+    update(webhooks)
+    .where(
+        webhooks.c.id == bindparam("p_id"),
+        webhooks.c.state == "pending",
+        webhooks.c.tries == bindparam("p_tries"),
+    )
+    .values(
+        state=bindparam("p_state"),
+        next_ms=bindparam("p_next"),
+        last_status=bindparam("p_status"),
+        last_error=bindparam("p_error"),
+        delivered_ms=bindparam("p_delivered"),
+    )
+)
+
+
+class Webhooks:
+    """Reads and changes the messages."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    def claim(self, webhook_id: str, now: int, until: int) -> Webhook | None:
+        """Begin a try that will be over by `until`; None: it is not due, or somebody else is at it."""
+        params = {"p_id": webhook_id, "p_now": now, "p_until": until}
+        row = self.database.write(lambda tx: tx.connection.execute(_CLAIM, params).first())
+        return None if row is None else Webhook(row.id, row.job_id, row.url, State(row.status), row.tries)
+
+    def delivered(self, webhook: Webhook, now: int, status: int) -> bool:
+        return self._end(webhook, "delivered", now, status, None, delivered=now)
+
+    def failed(self, webhook: Webhook, next_ms: int | None, status: int | None, error: str) -> bool:
+        """Note a failed try; `next_ms` None: give up."""
+        state = "given_up" if next_ms is None else "pending"
+        return self._end(webhook, state, next_ms or 0, status, storable(error, _MAX_ERROR), delivered=None)
+
+    def _end(
+        self,
+        webhook: Webhook,
+        state: str,
+        next_ms: int,
+        status: int | None,
+        error: str | None,
+        delivered: int | None,
+    ) -> bool:
+        params = {
+            "p_id": webhook.id,
+            "p_tries": webhook.tries,
+            "p_state": state,
+            "p_next": next_ms,
+            "p_status": status,
+            "p_error": error,
+            "p_delivered": delivered,
+        }
+        return self.database.write(lambda tx: tx.connection.execute(_END, params).rowcount == 1)
+
+    def due(self, now: int, limit: int = 500) -> list[str]:
+        """Ids of the messages whose next try is due, oldest first."""
+        query = (
+            select(webhooks.c.id)
+            .where(webhooks.c.state == "pending", webhooks.c.next_ms <= now)
+            .order_by(webhooks.c.next_ms)
+            .limit(limit)
+        )
+        with self.database.read() as connection:
+            return list(connection.execute(query).scalars())

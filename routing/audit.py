@@ -1,0 +1,67 @@
+"""Audit: every invariant that can be seen from outside, checked against what is really there.
+
+A difference that is seen once may be a job on its way; one that is seen twice in a row is a finding.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from jobs import ledger
+from routing.dispatcher import Dispatcher
+from routing.leases import Held
+from routing.policies.identity import ServerReport
+from routing.reconcile import suspects
+
+
+class Check(StrEnum):
+    """What can differ."""
+
+    LEDGER = "ledger_unbalanced"  # JOB-3
+    ROOM = "queued_not_in_room"  # QUEUE-1: the record's and the room's counts of a fleet
+    LEASE = "lease_without_run"  # a claimed lease, and the record knows no such run
+    RUN = "run_without_lease"  # a running job whose lease Redis does not have
+    SLOT = "slot_differs"  # SLOT-1: a server does not know the job that holds its slot
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Finding:
+    """One difference; `subject` is a job id, or a fleet's or the ledger's name."""
+
+    check: Check
+    subject: str
+
+
+def look(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> set[Finding]:
+    """All differences at this moment."""
+    found = {Finding(Check.SLOT, job.id) for job in suspects(dispatcher, reports)}
+    if not ledger.read(dispatcher.store.database).balanced:
+        found.add(Finding(Check.LEDGER, "ledger"))
+    leases = {fleet: dispatcher.leases.all(fleet) for fleet in dispatcher.fleet.snapshot().fleets()}
+    return found | _runs(dispatcher, leases) | _rooms(dispatcher, leases)
+
+
+def _runs(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Held, int]]]) -> set[Finding]:
+    claimed = {held.job_id: held.tag for fleet in leases.values() for held, _ in fleet if held.owner}
+    running = {job.id: job.lease for job in dispatcher.store.running()}
+    without_run = {Finding(Check.LEASE, job) for job, tag in claimed.items() if running.get(job) != tag}
+    return without_run | {Finding(Check.RUN, job) for job in running.keys() - claimed.keys()}
+
+
+def _rooms(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Held, int]]]) -> set[Finding]:
+    queued = dispatcher.store.queued_by_model()
+    catalog = dispatcher.fleet.snapshot()
+    found = set()
+    for fleet, held in leases.items():
+        recorded = sum(queued[model] for model in catalog.models_of(fleet))
+        in_room = sum(dispatcher.queues.depths(fleet).lanes.values()) + sum(not lease.owner for lease, _ in held)
+        if recorded > in_room:
+            found.add(Finding(Check.ROOM, fleet))
+    return found
+
+
+def count(findings: set[Finding]) -> dict[str, int]:
+    """How many of each; zero included, so that a gauge falls back."""
+    counted = Counter(finding.check for finding in findings)
+    return {check.value: counted[check] for check in Check}

@@ -1,0 +1,45 @@
+"""Settings of routing: where Redis is, and how long things are held."""
+
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class RoutingSettings(BaseSettings):
+    """Environment: SLOTKEEPER_REDIS_URL, SLOTKEEPER_LEASE_MS, …"""
+
+    model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore")
+
+    redis_port: int = Field(6399, ge=1, le=65535)
+    """Port of the embedded Valkey."""
+    redis_url: str = ""
+    """A Redis of one's own; empty: the embedded one."""
+    redis_prefix: str = Field("slotkeeper", pattern=r"^[A-Za-z0-9_.:-]{1,64}$")
+    """Every key begins with it, so that installations can share a Redis."""
+    redis_timeout_s: float = Field(3.0, gt=0)
+    """How long one call may take."""
+    lease_ms: int = Field(6_000, ge=200)
+    """A worker that has not renewed for this long has lost its slots."""
+    renew_every_ms: int = Field(1_500, ge=50)
+    """How often a worker renews: two renewals in a row may be lost."""
+    offer_ms: int = Field(5_000, ge=200)
+    """How long an offer waits for a worker before the job goes back to its place."""
+    busy_rest_ms: int = Field(500, ge=0)
+    """How long a slot rests after its server answered "busy" without a Retry-After."""
+    busy_rest_max_ms: int = Field(30_000, ge=0)
+    """Longest Retry-After that is honoured."""
+    unreachable_rest_ms: int = Field(1_000, ge=1)
+    """How long a server's slots rest when it cannot be reached; doubled each time in a row …"""
+    unreachable_rest_max_ms: int = Field(30_000, ge=1)
+    """… up to this."""
+    catalog_refresh_s: float = Field(1.0, ge=0)
+    """How old a process's copy of the catalog may grow."""
+
+    @model_validator(mode="after")
+    def _relations(self) -> "RoutingSettings":
+        if self.renew_every_ms * 2 >= self.lease_ms:
+            raise ValueError("SLOTKEEPER_RENEW_EVERY_MS must be under half of SLOTKEEPER_LEASE_MS")
+        return self
+
+    @property
+    def room_url(self) -> str:
+        return self.redis_url or f"redis://127.0.0.1:{self.redis_port}/0"

@@ -1,0 +1,303 @@
+"""The use cases: submit, start, settle, cancel, revive.
+
+Each writes the record first and Redis after it.  If Redis fails in between, the record is right and
+routing.reconcile brings Redis to it; nothing here waits for that.
+"""
+
+import random
+import secrets
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+from redis.exceptions import RedisError
+
+from jobs.crash import crash_at
+from jobs.errors import Conflict, InvalidJob, JobNotFound
+from jobs.record import Accepted, NewJob, Run, Waiting, now_ms
+from jobs.states import FINAL, State, Why
+from jobs.store import Error, Moved, Store
+from jobs.tenants import Tenant
+from routing.admission import Admission
+from routing.config import RoutingSettings
+from routing.fleet import Fleet
+from routing.leases import Held, Leases
+from routing.policies import retry
+from routing.policies.verdict import Verdict
+from routing.queues import Offer, Queues
+from routing.slots import Slots
+from routing.submission import Submission, UrlCheck, prepare
+
+log = structlog.get_logger(__name__)
+
+
+class Announcer(Protocol):
+    """How the outside is told.  Any of it may fail without harm: the record knows, and a sweep says it again."""
+
+    def offered(self, offer: Offer) -> None:
+        """Wake a worker for an open offer; if it is lost, the offer expires and is made again."""
+
+    def ended(self, moved: Moved, *, by_worker: bool) -> None:
+        """A job has ended; `by_worker`: in a task whose own result will say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Answer to a submit.  `waiting`: the job as the waiting room knows it."""
+
+    accepted: Accepted
+    waiting: Waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A started job, and the lease under which it runs."""
+
+    run: Run
+    held: Held
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What came of a run.  `moved` None: the run was over before, and nothing was stored."""
+
+    moved: Moved | None
+    next: Offer | None  # already claimed by this worker
+
+
+class Dispatcher:
+    """Brings the record, the waiting room and the leases together."""
+
+    def __init__(
+        self,
+        store: Store,
+        fleet: Fleet,
+        queues: Queues,
+        leases: Leases,
+        slots: Slots,
+        admission: Admission,
+        settings: RoutingSettings,
+        announcer: Announcer,
+        check_url: UrlCheck,
+    ) -> None:
+        self.store = store
+        self.fleet = fleet
+        self.queues = queues
+        self.leases = leases
+        self.slots = slots
+        self.admission = admission
+        self.settings = settings
+        self._announcer = announcer
+        self._check_url = check_url
+        self.swept: dict[str, tuple[int, int]] = {}
+        """Fleet -> `seq` of the last queued job at the sweep before the last, and at the last; missing: look at all."""
+
+    # -- submit ----------------------------------------------------------------------------------------------
+
+    def submit(self, asked: Sequence[Submission], tenant: Tenant | None = None) -> list[Receipt]:
+        """Accept jobs, all or none.  Answers once they are committed; that Redis is away delays them, no more.
+
+        Raises InvalidJob (its fact `index` says which of them), UnknownModel, TooMany, IdempotencyConflict,
+        RecordUnavailable.
+        """
+        now = now_ms()
+        new = [self._prepare(index, one, now) for index, one in enumerate(asked)]
+        self.admission.check(new, tenant)
+        accepted = self.store.submit(new, now)
+        crash_at("submit_committed")
+        receipts = [
+            Receipt(it, Waiting(it.id, it.seq, job.model, job.tier, job.tenant))
+            for job, it in zip(new, accepted, strict=True)
+        ]
+        self.enqueue(
+            [
+                receipt.waiting
+                for receipt in receipts
+                if receipt.accepted.state is State.QUEUED and not receipt.accepted.deduplicated
+            ]
+        )
+        return receipts
+
+    def _prepare(self, index: int, asked: Submission, now: int) -> NewJob:
+        try:
+            return prepare(asked, self.fleet.model(asked.model), self._check_url, now)
+        except InvalidJob as error:
+            error.facts["index"] = index
+            raise
+
+    def enqueue(self, waiting: Sequence[Waiting]) -> None:
+        """Put queued jobs into the room, and publish what that offers.  Failures are left to the reconciler."""
+        snapshot = self.fleet.snapshot()
+        by_fleet: dict[str, list[Waiting]] = defaultdict(list)
+        for job in waiting:
+            model = snapshot.models.get(job.model)
+            if model is not None:
+                by_fleet[model.fleet].append(job)
+        if self.queues.away:
+            self.swept.clear()
+            return
+        for fleet, jobs in by_fleet.items():
+            try:
+                offers = self.queues.enqueue(fleet, jobs, self.fleet.policies())
+                crash_at("submit_enqueued")
+                self.publish(offers)
+                crash_at("offer_published")
+            except RedisError as error:
+                self.swept.clear()
+                # A Redis that does not answer costs its time-out once, not at every submit.
+                self.queues.note_away()
+                log.warning("enqueue_postponed", fleet=fleet, jobs=len(jobs), error=str(error))
+
+    def publish(self, offers: Sequence[Offer]) -> None:
+        """Wake workers for open offers."""
+        for offer in offers:
+            try:
+                self._announcer.offered(offer)
+            except Exception as error:
+                log.warning("publish_failed", job_id=offer.job_id, error=str(error))
+
+    def announce_end(self, moved: Moved, *, by_worker: bool = False) -> None:
+        """Tell the outside that a job has ended, if it has."""
+        if moved.to not in FINAL:
+            return
+        try:
+            self._announcer.ended(moved, by_worker=by_worker)
+        except Exception as error:
+            log.warning("announcement_failed", job_id=moved.job.id, error=str(error))
+
+    # -- start -----------------------------------------------------------------------------------------------
+
+    def start(self, offer: Offer, owner: str) -> Task | None:
+        """Begin the offered job; None: the offer or the job is gone.  An open offer is claimed first."""
+        claimed = offer if offer.owner == owner else self.leases.claim(offer, owner)
+        if claimed is None:
+            return None
+        crash_at("start_claimed")
+        held = Held(claimed.fleet, claimed.job_id, claimed.lease, owner, claimed.slot)
+        run = self.store.start(claimed.job_id, claimed.server, claimed.slot, held.tag, now_ms(), claimed.number)
+        crash_at("start_committed")
+        return None if run is None else Task(run, held)
+
+    # -- settle ----------------------------------------------------------------------------------------------
+
+    def settle(
+        self,
+        task: Task,
+        verdict: Verdict,
+        *,
+        result: str | None = None,
+        error: Error | None = None,
+        wish_s: float | None = None,
+        taker: str = "",
+    ) -> Settled:
+        """End a run: the record first, then the slot is freed and the next offer made in one step.
+
+        `taker`: the worker that takes the next job at once; "": all offers are published.
+        Raises RecordUnavailable; the lease is held on then.
+        """
+        run, now = task.run, now_ms()
+        due_ms = None
+        if verdict.why is Why.SERVER_ERROR:
+            config = self.fleet.model(run.job.model).config
+            due_ms = now + retry.delay_ms(run.failures, config, random.random(), wish_s)
+        moved = self.store.settle(run.job.id, run.attempt, verdict.why, now, result=result, error=error, due_ms=due_ms)
+        crash_at("settle_committed")
+        back = moved is not None and moved.to is State.QUEUED
+        following = self.free(task.held, verdict, back=back, taker=taker)
+        crash_at("settle_released")
+        if moved is not None:  # after the slot is free (R132)
+            self.announce_end(moved, by_worker=True)
+        crash_at("settle_announced")
+        return Settled(moved, following)
+
+    def hand_back(self, task: Task) -> bool:
+        """Let another worker resume a run that its server goes on with: the slot stays taken, the offer is open."""
+        moved = self.store.settle(task.run.job.id, task.run.attempt, Why.HANDED_BACK, now_ms())
+        if moved is None:
+            self.free(task.held, back=False)
+        else:
+            self.offer_again(task.held, task.run.job.model)
+        return moved is not None
+
+    def offer_again(self, held: Held, model: str) -> None:
+        """Open a lease for whoever resumes its job on the same slot."""
+        try:
+            open_ = self.leases.seize(held, "", self.settings.offer_ms, only_expired=False)
+        except RedisError as error:
+            log.warning("offer_postponed", job_id=held.job_id, error=str(error))
+            return
+        if open_ is not None:
+            self.publish([Offer(open_.fleet, open_.job_id, open_.lease, open_.slot, open_.server, model, 0)])
+
+    def free(
+        self, held: Held, verdict: Verdict | None = None, *, back: bool, taker: str = "", rest_ms: int = 0
+    ) -> Offer | None:
+        """Free a slot, which may have to rest, and hand it on; answers the offer that `taker` now owns."""
+        rest_ms = max(rest_ms, self._rest_ms(verdict))
+        try:
+            if verdict is not None and verdict.penalty:
+                rest_ms = self.slots.rest(held.fleet, held.server)
+            _, offers = self.leases.release(held, back=back, rest_ms=rest_ms, taker=taker)
+        except RedisError as error:
+            log.warning("release_postponed", job_id=held.job_id, error=str(error))
+            return None
+        mine = next((offer for offer in offers if taker and offer.owner == taker), None)
+        self.publish([offer for offer in offers if offer is not mine])
+        return mine
+
+    def _rest_ms(self, verdict: Verdict | None) -> int:
+        if verdict is None or verdict.why is not Why.SERVER_BUSY:
+            return 0
+        wish_ms = self.settings.busy_rest_ms if verdict.rest_s is None else round(verdict.rest_s * 1000)
+        return min(wish_ms, self.settings.busy_rest_max_ms)
+
+    # -- cancel, revive --------------------------------------------------------------------------------------
+
+    def cancel(self, job_id: str) -> State:
+        """Cancel a job: at once while it waits, as soon as its server lets go while it runs.
+
+        Answers the state it is in now.  Raises JobNotFound, Conflict (it has ended).
+        """
+        now = now_ms()
+        moved = self.store.end_waiting(
+            job_id, Why.CANCEL_REQUESTED, now, Error("canceled", "Canceled before it was started.")
+        )
+        if moved is not None:
+            self.withdraw(moved.job)
+            self.announce_end(moved)
+            return moved.to
+        if self.store.request_cancel(job_id, now):
+            job = self.store.get(job_id)
+            if job is not None:
+                self.withdraw(Waiting(job.id, job.seq, job.model, job.tier, job.tenant))
+            return State.RUNNING
+        job = self.store.get(job_id)
+        if job is None:
+            raise JobNotFound(f"There is no job {job_id!r}.", job_id=job_id)
+        if job.state not in FINAL:  # It came back from its server between the two looks.
+            return self.cancel(job_id)
+        raise Conflict(f"Job {job_id!r} has ended already: it is {job.state}.", job_id=job_id, status=job.state)
+
+    def withdraw(self, job: Waiting) -> None:
+        """Take a job out of the room, or tell the worker that runs it."""
+        try:
+            self.queues.withdraw(self.fleet.model(job.model).fleet, job)
+        except RedisError as error:
+            log.warning("withdraw_postponed", job_id=job.id, error=str(error))
+
+    def revive(self, job_id: str) -> None:
+        """Queue a dead job again.  Raises JobNotFound, Conflict."""
+        waiting = self.store.revive(job_id, now_ms())
+        if waiting is None:
+            job = self.store.get(job_id)
+            if job is None:
+                raise JobNotFound(f"There is no job {job_id!r}.", job_id=job_id)
+            raise Conflict(f"Job {job_id!r} is {job.state}; only a dead job can be retried.", status=job.state)
+        self.enqueue([waiting])
+
+
+def new_owner(name: str) -> str:
+    """A worker process's name for its leases: unlike that of any process before it."""
+    return f"{name}/{secrets.token_hex(4)}"

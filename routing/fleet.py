@@ -1,0 +1,58 @@
+"""The registry as processes use it: a copy of the catalog, never older than a moment.
+
+The record holds the truth.  Each process asks for its version at most once a second, and reads it again when
+it has changed; the copy in Redis is written by whoever changes the catalog, and by the sweep.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+from jobs.catalog import Catalog, Model, Snapshot
+from jobs.config import Policy
+from jobs.errors import RecordUnavailable, UnknownModel
+
+
+class Fleet:
+    """A process's view of models and servers.  Safe between threads."""
+
+    def __init__(self, catalog: Catalog, refresh_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._catalog = catalog
+        self._refresh_s = refresh_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._snapshot: Snapshot | None = None
+        self._checked = 0.0
+
+    def snapshot(self) -> Snapshot:
+        """The catalog, at most `refresh_s` old.  Raises RecordUnavailable only if it was never read."""
+        found = self._snapshot
+        if found is not None and self._clock() - self._checked < self._refresh_s:
+            return found
+        return self.refresh()
+
+    def refresh(self) -> Snapshot:
+        """The catalog as it stands now; the last one known while the database is away."""
+        with self._lock:
+            self._checked = self._clock()
+            try:
+                if self._snapshot is None or self._catalog.version() != self._snapshot.version:
+                    self._snapshot = self._catalog.snapshot()
+            except RecordUnavailable:
+                if self._snapshot is None:
+                    raise
+            return self._snapshot
+
+    def model(self, name: str) -> Model:
+        """Raises UnknownModel, after a second look for one that was registered just now."""
+        found = self.snapshot().models.get(name) or self.refresh().models.get(name)
+        if found is None:
+            raise UnknownModel(
+                "model",
+                f"No model {name!r} is registered; GET /admin/servers lists what there is, "
+                "POST /admin/register adds a server for it.",
+            )
+        return found
+
+    def policies(self) -> dict[str, Policy]:
+        return {name: model.config.policy for name, model in self.snapshot().models.items()}

@@ -1,0 +1,37 @@
+"""The names of all keys in Redis.  They are born here and nowhere else.
+
+All keys of one fleet carry one hash tag, so that every script also works on a Redis Cluster.  Keys that
+belong to a member of an index are named by lua/lib/fleet.lua: `<key of the index>:<member>`.
+"""
+
+# In this order every script gets them as KEYS; lua/lib/fleet.lua gives them their names there.
+FLEET_KEYS = (
+    "lanes",  # zset  lane -> order key of the job at its head; lanes:<lane> zset job -> seq
+    "offsets",  # hash  lane -> what the policy adds to seq to get the order key
+    "free",  # zset  slot -> since when it is free, ms
+    "resting",  # zset  slot -> until when it rests, ms
+    "slots",  # hash  slot -> job, of the slots that hold a lease
+    "leases",  # zset  job -> when its lease expires, ms; leases:<job> hash of the lease
+    "servers",  # hash  server -> "<state> <slots>\n<model>\n…\n"
+    "meta",  # hash  epoch, offers (a count), catalog (a version), failures:<server>
+)
+
+
+class Keys:
+    """Builds the keys below one prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._fleets: dict[str, list[str]] = {}
+
+    def fleet(self, fleet: str) -> list[str]:
+        """The fleet's keys, in the order of FLEET_KEYS."""
+        found = self._fleets.get(fleet)
+        if found is None:
+            found = [f"{self._prefix}:{{{fleet}}}:{name}" for name in FLEET_KEYS]
+            self._fleets[fleet] = found
+        return found
+
+    def rate(self, tenant: str) -> str:
+        """string: when the tenant's next submit is due by its rate, ms."""
+        return f"{self._prefix}:rate:{tenant}"

@@ -1,0 +1,17 @@
+--[[ claim: make an open offer one's own.
+  KEYS[1..8]  the fleet's keys, see lib/fleet
+  ARGV[1] job   ARGV[2] lease   ARGV[3] owner, not empty   ARGV[4] lease_ms
+  Returns {"claimed", slot, server, number} | {"lost"}      Writes only on "claimed"
+  Claiming again what one has claimed answers "claimed" again
+  Clock Redis TIME    Cost O(log leases)    Upholds LEASE-1 ]]
+-- @include lib/now_ms
+-- @include lib/fleet
+-- @include lib/lease
+
+local job, lease, owner = ARGV[1], ARGV[2], ARGV[3]
+if not (is_held(job, lease, "") or is_held(job, lease, owner)) then return { "lost" } end
+
+redis.call("HSET", lease_key(job), "owner", owner)
+redis.call("ZADD", LEASES, exact(now_ms() + tonumber(ARGV[4])), job)
+local held = redis.call("HMGET", lease_key(job), "slot", "offer")
+return { "claimed", held[1], server_of(held[1]), tonumber(held[2]) }

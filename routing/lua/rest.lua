@@ -1,0 +1,26 @@
+--[[ rest: offer a server's free slots to nobody for a while, longer each time; or wake them.
+  KEYS[1..8]  the fleet's keys, see lib/fleet
+  ARGV[1] server   ARGV[2] first_ms: the first rest, doubled each time in a row; 0: wake, all is well
+  ARGV[3] max_ms
+  Returns {rest_ms, slots moved}
+  Clock Redis TIME    Cost O(slots log slots) ]]
+-- @include lib/now_ms
+-- @include lib/fleet
+
+local server, first, now = ARGV[1], tonumber(ARGV[2]), now_ms()
+local from, rest_ms, moved = RESTING, 0, 0
+if first > 0 then
+  from = FREE
+  local times = redis.call("HINCRBY", META, "failures:" .. server, 1)
+  rest_ms = math.min(first * 2 ^ math.min(times - 1, 30), tonumber(ARGV[3]))
+else
+  redis.call("HDEL", META, "failures:" .. server)
+end
+for _, slot in ipairs(redis.call("ZRANGE", from, 0, -1)) do
+  if server_of(slot) == server then
+    redis.call("ZREM", from, slot)
+    return_slot(slot, now, rest_ms)
+    moved = moved + 1
+  end
+end
+return { rest_ms, moved }

@@ -1,0 +1,65 @@
+"""What a server says it runs, held against the leases that we hold on it.
+
+match     both know the job
+ghost     we hold a lease, the server does not know the job: free it, unless it is too young to be known
+orphan    the server runs a job of ours whose lease is gone: its slot stays counted as taken
+foreign   the server runs what is not ours (direct traffic): so many fewer slots can be offered
+unknown   the server did not say: nothing is freed
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+# A lease younger than this may precede the server's own count of the job (R115).
+YOUNG_MS = 5_000
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReport:
+    """What a server says of itself.  None: it did not say."""
+
+    up: bool
+    active_jobs: int | None = None  # running ones
+    job_ids: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseView:
+    """A lease as the comparison needs it.  `names`: what the server may call the job."""
+
+    job_id: str
+    names: frozenset[str]
+    age_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`strangers`: ids that the server runs and no lease of ours covers; `uncounted`: how many runs are so."""
+
+    ghosts: tuple[str, ...] = ()
+    strangers: tuple[str, ...] = ()
+    uncounted: int = 0
+
+
+def compare(leases: Collection[LeaseView], report: ServerReport) -> Comparison:
+    """The five cases.  On "unknown" everything is empty: nothing is freed, nothing is withheld."""
+    if not report.up:
+        return Comparison()
+    if report.job_ids is not None:
+        return _by_ids(leases, report.job_ids)
+    if report.active_jobs is None:
+        return Comparison()
+    return _by_count(leases, report.active_jobs)
+
+
+def _by_ids(leases: Collection[LeaseView], running: frozenset[str]) -> Comparison:
+    ours = frozenset[str]().union(*(lease.names for lease in leases))
+    ghosts = tuple(lease.job_id for lease in leases if not lease.names & running and lease.age_ms >= YOUNG_MS)
+    strangers = tuple(sorted(running - ours))
+    return Comparison(ghosts, strangers, len(strangers))
+
+
+def _by_count(leases: Collection[LeaseView], active: int) -> Comparison:
+    """A count tells who runs only when it is zero (R114)."""
+    ghosts = tuple(lease.job_id for lease in leases if active == 0 and lease.age_ms >= YOUNG_MS)
+    return Comparison(ghosts, (), max(0, active - len(leases)))

@@ -1,0 +1,56 @@
+"""What an outcome means for the job, its slot and its server: the separate budgets, in one table.
+
+the server is busy          costs nothing; the slot rests a moment
+it cannot be reached        costs the job nothing; the server's slots rest, longer each time
+it answered wrongly         costs one of max_retries
+it died under the job       costs one of max_crashes
+the request is wrong        final at once
+"""
+
+from dataclasses import dataclass
+
+from jobs.config import ModelConfig
+from jobs.states import Why
+from routing.outcome import Kind, Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`penalty`: the server, not the job, is to blame; its slots rest.  `rest_s`: this slot rests."""
+
+    why: Why
+    rest_s: float | None = None
+    penalty: bool = False
+
+
+def judge(
+    outcome: Outcome, failures: int, crashes: int, canceling: bool, config: ModelConfig, *, overdue: bool = False
+) -> Verdict:
+    """The verdict on a run's last outcome; `failures` and `crashes` count those before this run.
+
+    PENDING and UNKNOWN are no verdicts: the worker holds on until they become something else.
+    """
+    match outcome.kind:
+        case Kind.DONE:
+            return Verdict(Why.FINISHED)
+        case Kind.FAILED:
+            return Verdict(Why.INVALID_REQUEST)
+        case _ if overdue:  # Whatever went wrong, there is no time left to try again.
+            return Verdict(Why.DEADLINE_PASSED)
+        case Kind.CANCELED if canceling:
+            return Verdict(Why.CANCEL_REQUESTED)
+        case Kind.BUSY:
+            return Verdict(Why.SERVER_BUSY, rest_s=outcome.retry_after_s)
+        case Kind.UNREACHABLE:
+            return Verdict(Why.SERVER_UNREACHABLE, penalty=True)
+        case Kind.LOST:
+            return Verdict(crashed(crashes, config))
+        case Kind.RETRY | Kind.CANCELED:
+            return Verdict(Why.RETRIES_EXHAUSTED if failures >= config.max_retries else Why.SERVER_ERROR)
+        case _:
+            raise ValueError(f"{outcome.kind} is not the end of a run")
+
+
+def crashed(crashes: int, config: ModelConfig, lost: Why = Why.SERVER_LOST) -> Why:
+    """Back to its place, or, after `max_crashes` deaths under it, to the dead: it may be what kills them."""
+    return Why.CRASHES_EXHAUSTED if crashes + 1 >= config.max_crashes else lost

@@ -1,0 +1,95 @@
+"""Lua scripts: one file for each atomic act, assembled from shared fragments.
+
+A line `-- @include lib/<name>` is replaced by that fragment, once.  Scripts run by their hash; a Redis that
+does not know the hash is sent the text.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError
+from redis.retry import Retry
+
+from routing.keys import Keys
+
+_INCLUDE = re.compile(r"^-- @include (lib/\w+)$", re.MULTILINE)
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """The names of all scripts."""
+    folder = files("routing").joinpath("lua")
+    return tuple(sorted(entry.name.removesuffix(".lua") for entry in folder.iterdir() if entry.name.endswith(".lua")))
+
+
+@cache
+def source(name: str) -> str:
+    """The text of `lua/<name>.lua` as it stands in its file."""
+    return files("routing").joinpath("lua", *f"{name}.lua".split("/")).read_text("utf-8")
+
+
+def assemble(name: str, fragments: Mapping[str, str] | None = None) -> str:
+    """The text that Redis gets.  `fragments` replaces included fragments by name, as tests do with the clock."""
+    replaced = fragments or {}
+
+    def include(match: re.Match[str]) -> str:
+        return replaced.get(match[1]) or source(match[1])
+
+    return _INCLUDE.sub(include, source(name))
+
+
+def connect(url: str, timeout_s: float) -> Redis:
+    """A client for scripts that change something: it never sends one twice.
+
+    redis-py retries by default, and a script that was only slow would run again and again.
+    """
+    return Redis.from_url(
+        url,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),
+        health_check_interval=30,
+    )
+
+
+class Scripts:
+    """Runs scripts on the keys of one fleet at a time."""
+
+    def __init__(self, redis: Redis, keys: Keys, fragments: Mapping[str, str] | None = None) -> None:
+        self.redis = redis
+        self.keys = keys
+        self._fragments = fragments
+        self._hashes: dict[str, str] = {}
+
+    def run(self, name: str, fleet: str, args: Sequence[Any] = ()) -> Any:
+        """Run a script on a fleet's keys; answers what it returns, texts as bytes.  Raises redis errors."""
+        return self._run(name, self.keys.fleet(fleet), args)
+
+    def failures(self, fleet: str, server: str) -> int:
+        """How often in a row a server failed, as lua/rest.lua counts it."""
+        return int(self.redis.hget(self.keys.fleet(fleet)[-1], f"failures:{server}") or 0)
+
+    def admit(self, tenant: str, count: int, interval_ms: float, burst: int) -> int:
+        """Run `admit`, the one script that belongs to a tenant and not to a fleet; answers ms to wait."""
+        return int(self._run("admit", [self.keys.rate(tenant)], [count, interval_ms, burst]))
+
+    def _run(self, name: str, keys: list[str], args: Sequence[Any]) -> Any:
+        sha = self._hashes.get(name)
+        try:
+            if sha is None:
+                raise NoScriptError
+            return self.redis.evalsha(sha, len(keys), *keys, *args)
+        except NoScriptError:
+            text = assemble(name, self._fragments)
+            self._hashes[name] = _sha1(text)
+            return self.redis.eval(text, len(keys), *keys, *args)
+
+
+def _sha1(text: str) -> str:
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()

@@ -1,0 +1,70 @@
+"""Settings of the workers."""
+
+import base64
+import os
+import secrets
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from jobs.config import RecordSettings
+from jobs.once import once
+from routing.config import RoutingSettings
+
+
+class TaskSettings(BaseSettings):
+    """Environment: SLOTKEEPER_BROKER_URL, SLOTKEEPER_THREADS, …"""
+
+    model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore")
+
+    broker_url: str = ""
+    """A broker of one's own; empty: the Redis of the waiting room."""
+    result_url: str = ""
+    """Celery's result backend; empty: the Redis of the waiting room."""
+    threads: int = Field(64, ge=1, le=2000)
+    """Jobs that one worker process runs at once."""
+    secret: str = Field("", repr=False)
+    """Base64 of at least 24 bytes; signs webhooks and callback tokens.  Empty: one is kept in `home`."""
+    webhook_allow: str = ""
+    """Networks inside that webhooks may reach, as CIDRs with commas."""
+    webhook_timeout_s: float = Field(10.0, gt=0)
+    webhook_max_tries: int = Field(12, ge=1)
+    """Tries of one webhook: the last comes about a day after the first."""
+    public_url: str = ""
+    """Where inference servers reach us for callbacks; empty: http://127.0.0.1:<port>."""
+    port: int = Field(8000, ge=1, le=65535)
+    grace_s: float = Field(20.0, ge=0)
+    """How long a worker that is told to stop waits for its jobs before it hands them back."""
+
+    @property
+    def broker(self) -> str:
+        return self.broker_url or RoutingSettings().room_url
+
+    @property
+    def results(self) -> str:
+        return self.result_url or RoutingSettings().room_url
+
+    @property
+    def callback_base(self) -> str:
+        return (self.public_url or f"http://127.0.0.1:{self.port}").rstrip("/")
+
+
+@once
+def signing_secret() -> str:
+    """The installation's secret: from the settings, else from `home`, where the first to ask makes it."""
+    given = TaskSettings().secret
+    return given or _kept_secret(RecordSettings().home / "secret")
+
+
+def _kept_secret(path: Path) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix="secret.")  # readable for its owner only
+    with os.fdopen(handle, "w") as file:
+        file.write(base64.b64encode(secrets.token_bytes(32)).decode())
+    with suppress(FileExistsError):
+        os.link(draft, path)  # Only the first of several processes succeeds; all read the same.
+    os.unlink(draft)
+    return path.read_text().strip()

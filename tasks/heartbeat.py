@@ -1,0 +1,121 @@
+"""Heartbeat: one thread in each worker process keeps all of its leases alive.
+
+A lease that cannot be renewed because Redis is away is kept on: the record decides in the end whether the
+run still counts.  A lease that another has taken is lost, and its run is told so.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import structlog
+from redis.exceptions import RedisError
+
+from routing.leases import Held, Leases, Renewal
+
+log = structlog.get_logger(__name__)
+
+
+class Hold:
+    """One lease while its job runs.  A run waits on it, and is woken when something happens to it."""
+
+    def __init__(self, held: Held) -> None:
+        self.held = held
+        self.lost = False  # another has the lease: whatever comes of this run does not count
+        self.cancel = False  # the job shall be canceled
+        self.stop = False  # this worker is going down: hand the job back if that can be done
+        self.on_cancel: Callable[[], None] | None = None  # how to tell the server, from another thread
+        self._wake = threading.Event()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but not past the moment in which one of the flags is raised."""
+        self._wake.wait(seconds)
+        self._wake.clear()
+
+    def raise_flag(self, name: str) -> None:
+        if not getattr(self, name):
+            setattr(self, name, True)
+            self._wake.set()
+
+
+class Heartbeat:
+    """Renews the leases of one owner."""
+
+    def __init__(self, leases: Leases, owner: str, every_ms: int) -> None:
+        self._leases = leases
+        self._owner = owner
+        self._every_s = every_ms / 1000
+        self._holds: dict[str, Hold] = {}
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but not past the end of this worker."""
+        self._ended.wait(seconds)
+
+    def add(self, held: Held) -> Hold:
+        """Keep this lease alive from now on."""
+        hold = Hold(held)
+        with self._lock:
+            self._holds[held.job_id] = hold
+        return hold
+
+    def remove(self, hold: Hold) -> None:
+        with self._lock:
+            if self._holds.get(hold.held.job_id) is hold:
+                del self._holds[hold.held.job_id]
+
+    @contextmanager
+    def holding(self, held: Held) -> Iterator[Hold]:
+        hold = self.add(held)
+        try:
+            yield hold
+        finally:
+            self.remove(hold)
+
+    def stop_all(self) -> None:
+        """Tell all runs that this worker is going down."""
+        for hold in self._all():
+            hold.raise_flag("stop")
+
+    def beat(self) -> None:
+        """Renew everything once."""
+        by_fleet: dict[str, list[Hold]] = defaultdict(list)
+        for hold in self._all():
+            by_fleet[hold.held.fleet].append(hold)
+        for fleet, holds in by_fleet.items():
+            try:
+                answers = self._leases.renew(fleet, self._owner, [hold.held for hold in holds])
+            except RedisError as error:
+                log.warning("renewal_failed", fleet=fleet, leases=len(holds), error=str(error))
+                continue
+            for hold, answer in zip(holds, answers, strict=True):
+                _tell(hold, answer)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._every_s):
+            try:
+                self.beat()
+            except Exception:
+                log.exception("heartbeat_failed")
+
+    def _all(self) -> list[Hold]:
+        with self._lock:
+            return list(self._holds.values())
+
+
+def _tell(hold: Hold, answer: Renewal) -> None:
+    if answer is Renewal.LOST:
+        hold.raise_flag("lost")
+    elif answer is Renewal.CANCEL and not hold.cancel:
+        hold.raise_flag("cancel")
+        if hold.on_cancel is not None:
+            threading.Thread(target=hold.on_cancel, name="cancel", daemon=True).start()

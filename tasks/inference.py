@@ -1,0 +1,316 @@
+"""`infer`: the task that runs one job.  Python clients call it too: their call is a submit like any other.
+
+    infer.delay("zimg", {"prompt": "a sunset"}).get(timeout=60)
+
+What a worker receives is a wake-up for an offer, with the job's id as the task's id.  A message from a client
+without this code carries no offer; the worker that gets it submits the job in its stead.
+"""
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import orjson
+import structlog
+from celery import Task as CeleryTask
+from celery.exceptions import Ignore, Reject, Retry
+from celery.result import AsyncResult
+from celery.worker.request import Request
+
+from jobs.crash import crash_at
+from jobs.errors import RecordUnavailable, SlotkeeperError
+from jobs.record import new_job_id, now_ms
+from jobs.states import State, Why
+from jobs.store import Error
+from routing.dispatcher import Settled, Task
+from routing.outcome import Kind, Outcome
+from routing.policies.verdict import Verdict, judge
+from routing.submission import Submission
+from tasks import messages
+from tasks.announce import JobFailed
+from tasks.celery_app import celery
+from tasks.heartbeat import Hold
+from tasks.runner import HandBack, LeaseLost, Watch
+from tasks.wiring import dispatcher
+from tasks.worker import this_worker
+
+log = structlog.get_logger(__name__)
+
+_STORE_AGAIN_S = 1.0
+_ADMIT_TRIES = 30
+
+
+class ServerFault(Exception):
+    """The server answered with an error or with nonsense: (code, message).  Costs one of max_retries."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(code, message)
+        self.run: tuple[Task, Hold, Outcome] | None = None
+
+
+class InferRequest(Request):
+    """Acknowledges a wake-up as soon as a thread has it, a bare client's message only when it is recorded."""
+
+    def __init__(self, message: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(message, *args, **kwargs)
+        self._eta = None  # A job waits in the record, never in this worker's memory.
+
+    def on_accepted(self, pid: Any, time_accepted: Any) -> None:
+        super().on_accepted(pid, time_accepted)
+        if messages.HEADER in self.request_dict:
+            self.acknowledge()
+
+
+class InferTask(CeleryTask):
+    """`apply_async` submits, `retry` lets the job wait in the record; the rest is Celery's."""
+
+    Request = "tasks.inference:InferRequest"
+    # S1's figures (R95, R96).  A model's configuration overrides them; ±10 % of jitter is added by the policy.
+    autoretry_for = (ServerFault,)
+    retry_backoff = 1
+    retry_backoff_max = 30
+    retry_jitter = False
+    max_retries = 50
+    acks_late = True  # see InferRequest
+    typing = False
+
+    def apply_async(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: Any = None,
+        **options: Any,
+    ) -> AsyncResult:
+        """Submit a job: args (model, payload), options priority (tier), expires, countdown, eta, callback_url.
+
+        Raises what dispatcher.submit raises.  Answers once the job is recorded.
+        """
+        job_id = task_id or new_job_id()
+        envelope = {
+            **options,
+            "callbacks": _signatures(link),
+            "errbacks": _signatures(link_error),
+            **_parentage(options),
+        }
+        dispatcher().submit([_submission(job_id, args or (), kwargs or {}, options, envelope)])
+        result: AsyncResult = AsyncResult(job_id, backend=self.backend, app=celery)
+        if options.get("add_to_parent", True) and celery.current_worker_task is not None:
+            celery.current_worker_task.add_trail(result)
+        return result
+
+    def retry(  # type: ignore[override]
+        self, args: Any = None, kwargs: Any = None, exc: Any = None, **options: Any
+    ) -> Retry:
+        """Settle a run that went wrong; Celery's autoretry calls this.  Always raises: Retry, or `exc` at the end."""
+        if not isinstance(exc, ServerFault) or exc.run is None:
+            raise exc or RuntimeError("infer is retried by its own faults only")
+        settled = _settle(*exc.run)
+        crash_at("retry_committed")
+        if settled.moved is not None and settled.moved.to is State.DELAYED:
+            raise Retry("The server answered wrongly; the job waits in the record.", exc)
+        raise exc
+
+
+def _signatures(link: Any) -> list[Any] | None:
+    if not link:
+        return None
+    return list(link) if isinstance(link, list | tuple) else [link]
+
+
+def _parentage(options: dict[str, Any]) -> dict[str, Any]:
+    """Which task called this one, as Celery's own apply_async would say."""
+    parent = celery.current_worker_task
+    if parent is None:
+        return {}
+    return {
+        "parent_id": options.get("parent_id") or parent.request.id,
+        "root_id": options.get("root_id") or parent.request.root_id,
+    }
+
+
+def _submission(
+    job_id: str, args: Any, kwargs: dict[str, Any], options: dict[str, Any], envelope: dict[str, Any]
+) -> Submission:
+    """Read the arguments of a task as a submit.  Raises TypeError for arguments that `infer` does not have."""
+    given = _arguments(*args, **kwargs)
+    return Submission(
+        id=job_id,
+        priority=options.get("priority"),
+        ttl_s=_seconds_until(options.get("expires")),
+        delay_s=options.get("countdown") or _seconds_until(options.get("eta")),
+        source="task",
+        envelope=messages.pack_envelope(envelope),
+        **given,
+    )
+
+
+def _arguments(model: str, payload: Any = None, callback_url: str | None = None) -> dict[str, Any]:
+    return {"model": model, "payload": {} if payload is None else payload, "callback_url": callback_url}
+
+
+def _seconds_until(when: Any) -> float | None:
+    """Celery gives times as seconds from now, as datetimes, and in messages as ISO texts."""
+    if when is None or isinstance(when, int | float):
+        return when
+    if isinstance(when, str):
+        when = datetime.fromisoformat(when)
+    if when.tzinfo is None:
+        when = when.replace(tzinfo=UTC)
+    return max((when - datetime.now(UTC)).total_seconds(), 0.0)
+
+
+@celery.task(bind=True, base=InferTask, name=messages.TASK)
+def infer(self: InferTask, *args: Any, **kwargs: Any) -> Any:
+    """Run the job that this wake-up offers.  A second delivery finds nothing to start and ends."""
+    offer = messages.read_offer(str(self.request.id), args[0], self.request.headers) if args else None
+    if offer is None:
+        _admit(self, args, kwargs)
+        raise Ignore
+    worker = this_worker()
+    task = worker.start(offer)
+    if task is None:
+        raise Ignore
+    with worker.heartbeat.holding(task.held) as hold:
+        outcome = _carry_out(task, hold)
+        try:
+            return _conclude(self, task, hold, outcome)
+        except RecordUnavailable as error:  # The lease is gone, or this worker is: another will run it again.
+            log.error("result_not_stored", job_id=task.run.job.id, error=str(error))
+            raise Ignore from None
+
+
+def _admit(self: InferTask, args: Any, kwargs: Any) -> None:
+    """Submit for a client that could not.  Its message is acknowledged only after this has committed."""
+    request = self.request
+    options = {"priority": _tier_of(request), "expires": request.expires, "eta": request.eta}
+    envelope = {
+        "group_id": request.group,
+        "group_index": request.group_index,
+        "chord": request.chord,
+        "callbacks": request.callbacks,
+        "errbacks": request.errbacks,
+        "root_id": request.root_id,
+        "parent_id": request.parent_id,
+    }
+    try:
+        _submit_patiently(_submission(str(request.id), args, kwargs, options, envelope))
+    except (SlotkeeperError, TypeError) as error:
+        raise JobFailed(getattr(error, "code", "invalid_job"), str(error)) from None
+
+
+def _submit_patiently(submission: Submission) -> None:
+    """Until it is recorded, the message is the only copy: wait for the database, then leave it to the broker."""
+    for _ in range(_ADMIT_TRIES):
+        try:
+            dispatcher().submit([submission])
+            return
+        except RecordUnavailable:
+            this_worker().heartbeat.wait(_STORE_AGAIN_S)
+    raise Reject("the database is away", requeue=True)
+
+
+def _tier_of(request: Any) -> int | None:
+    priority = (request.delivery_info or {}).get("priority")
+    return priority if priority in range(1, 10) else None
+
+
+def _carry_out(task: Task, hold: Hold) -> Outcome:
+    try:
+        if task.run.cancel_requested:
+            return Outcome(Kind.CANCELED, message="Canceled before it was sent.")
+        return Watch(task, hold, dispatcher().store, dispatcher().fleet).outcome()
+    except HandBack:
+        _hand_back(task)
+        raise Ignore from None
+    except LeaseLost:
+        return Outcome(Kind.UNKNOWN, code="lease_lost")
+    except Exception as error:
+        log.exception("run_failed", job_id=task.run.job.id)
+        return Outcome(Kind.LOST, code="internal_error", message=f"The worker failed under it: {type(error).__name__}.")
+
+
+def _hand_back(task: Task) -> None:
+    """Let another worker resume: the server goes on with the job, the slot stays taken."""
+    settled = dispatcher().hand_back(task)
+    log.info("handed_back", job_id=task.run.job.id, stored=settled)
+
+
+def _conclude(self: InferTask, task: Task, hold: Hold, outcome: Outcome) -> Any:
+    """Settle, hand on, and say in Celery's words what came of it."""
+    if outcome.kind is Kind.UNKNOWN:
+        return _ended_elsewhere(self, task)
+    if outcome.kind is Kind.RETRY or (outcome.kind is Kind.CANCELED and not _canceling(task, hold)):
+        fault = ServerFault(outcome.code or "server_error", outcome.message)
+        fault.run = task, hold, outcome
+        raise fault  # on to InferTask.retry, by Celery's autoretry
+    settled = _settle(task, hold, outcome, canceling=_canceling(task, hold))
+    if settled.moved is None:
+        return _ended_elsewhere(self, task)
+    match settled.moved.to:
+        case State.COMPLETED:
+            return outcome.result
+        case State.QUEUED:
+            raise Retry(f"Back to its place: {outcome.message or outcome.kind}")
+        case State.CANCELED | State.EXPIRED as ended:
+            self.send_event("task-revoked", terminated=False, signum=None, expired=ended is State.EXPIRED)
+            dispatcher().announce_end(settled.moved)  # Nothing that this task may return would say so.
+            raise Ignore
+        case _:
+            raise JobFailed(outcome.code or outcome.kind.value, outcome.message)
+
+
+def _canceling(task: Task, hold: Hold) -> bool:
+    return hold.cancel or task.run.cancel_requested
+
+
+def _settle(task: Task, hold: Hold, outcome: Outcome, canceling: bool = False) -> Settled:
+    worker, config = this_worker(), dispatcher().fleet.model(task.run.job.model).config
+    verdict = judge(outcome, task.run.failures, task.run.crashes, canceling, config, overdue=_is_overdue(task))
+    settle = partial(
+        dispatcher().settle,
+        task,
+        verdict,
+        result=orjson.dumps(outcome.result).decode() if outcome.kind is Kind.DONE else None,
+        error=_error(outcome, verdict),
+        wish_s=outcome.retry_after_s,
+        taker=worker.taker,
+    )
+    settled = _when_stored(settle, hold)
+    worker.hand_on(settled.next)
+    return settled
+
+
+def _when_stored(settle: Callable[[], Settled], hold: Hold) -> Settled:
+    """Keep a result while the database is away, for as long as the lease is held.  Raises RecordUnavailable."""
+    while True:
+        try:
+            return settle()
+        except RecordUnavailable:
+            if hold.lost or hold.stop:
+                raise
+            hold.wait(_STORE_AGAIN_S)
+
+
+def _is_overdue(task: Task) -> bool:
+    return task.run.deadline_ms is not None and now_ms() >= task.run.deadline_ms
+
+
+def _error(outcome: Outcome, verdict: Verdict) -> Error | None:
+    if verdict.why is Why.FINISHED:
+        return None
+    return Error(outcome.code or outcome.kind.value, outcome.message or f"The run ended: {outcome.kind}.")
+
+
+def _ended_elsewhere(self: InferTask, task: Task) -> Any:
+    """This run no longer counts: its lease was lost, or the server's push was quicker than the poll."""
+    worker = this_worker()
+    worker.hand_on(dispatcher().free(task.held, back=False, taker=worker.taker))
+    job = dispatcher().store.get(task.run.job.id)
+    if job is not None and job.state is State.COMPLETED and job.attempt == task.run.attempt:
+        return orjson.loads(job.result) if job.result else None
+    raise Ignore

@@ -1,0 +1,82 @@
+"""The wake-up message for an offer: a Celery task message that carries ids, never the job itself.
+
+The same message goes to the broker, or straight into this worker's own pool (handoff.py).
+"""
+
+from typing import Any
+
+from celery.app.amqp import task_message
+from kombu.utils import json
+
+from jobs.record import Run
+from routing.queues import Offer
+from tasks.celery_app import celery
+
+TASK = "infer"
+HEADER = "slotkeeper"
+
+# What Celery knows of a task beside its arguments: links, chord, group.  It waits in the record as JSON.
+_ENVELOPE = ("group_id", "group_index", "chord", "callbacks", "errbacks", "root_id", "parent_id")
+
+
+def queue_of(model: str) -> str:
+    return f"gpu.{model}"
+
+
+def pack_envelope(options: dict[str, Any]) -> str:
+    """The parts of apply_async's options that must travel with the job, as JSON."""
+    return json.dumps({name: options[name] for name in _ENVELOPE if options.get(name) is not None})
+
+
+def unpack_envelope(envelope: str | None) -> dict[str, Any]:
+    return json.loads(envelope) if envelope else {}
+
+
+def build(offer: Offer, failures: int, envelope: str | None) -> task_message:
+    """The message for an offer; `failures` is what Celery and Flower know as retries.
+
+    A job without an envelope came by another door than Celery's: nobody waits for it at the result backend,
+    and its result stands in the record.
+    """
+    message = celery.amqp.as_task_v2(
+        offer.job_id,
+        TASK,
+        args=(offer.model,),
+        retries=failures,
+        ignore_result=envelope is None,
+        argsrepr=f"({offer.model!r},)",
+        kwargsrepr="{}",
+        **unpack_envelope(envelope),
+    )
+    message.headers[HEADER] = {
+        "fleet": offer.fleet,
+        "lease": offer.lease,
+        "slot": offer.slot,
+        "server": offer.server,
+        "number": offer.number,
+        "owner": offer.owner,
+    }
+    return message
+
+
+def build_for_run(offer: Offer, run: Run) -> task_message:
+    return build(offer, run.failures, run.envelope)
+
+
+def read_offer(job_id: str, model: str, headers: dict[str, Any] | None) -> Offer | None:
+    """The offer that a message carries; None: it is a bare task from a client without this code."""
+    found = (headers or {}).get(HEADER)
+    return None if found is None else Offer(job_id=job_id, model=model, **found)
+
+
+def publish(offer: Offer, tier: int, failures: int, envelope: str | None) -> None:
+    """Send the wake-up to the model's queue.  Raises what kombu raises."""
+    with celery.producer_or_acquire() as producer:
+        celery.amqp.send_task_message(
+            producer,
+            TASK,
+            build(offer, failures, envelope),
+            queue=queue_of(offer.model),
+            priority=tier,
+            retry=False,  # The offer expires and is made again; nobody shall wait for a broker that is away.
+        )

@@ -1,0 +1,96 @@
+"""A server tells the end of a run by itself, instead of being polled.
+
+Whether the push shows the right token is for the door to check, before.  Everything else is as if a worker had
+been told: the same verdict, the same guarded write.  The worker that still polls finds its run over.
+"""
+
+import orjson
+
+from jobs.record import Job, Run, Waiting
+from jobs.states import FINAL, State, Why
+from jobs.store import Error
+from routing.dispatcher import Task
+from routing.leases import Held
+from routing.outcome import Kind, Outcome
+from routing.policies.verdict import judge
+from tasks import callbacks
+from tasks.runner import server_for
+from tasks.servers import Call
+from tasks.wiring import dispatcher
+
+# What a push can say about the end of a run.  Of anything else the polling worker makes more.
+_ENDS = frozenset({Kind.DONE, Kind.FAILED, Kind.RETRY, Kind.CANCELED})
+_FETCH_S = 30.0  # for a description that has the result fetched from elsewhere
+
+
+def read(job: Job, body: bytes) -> Outcome | None:
+    """What the push says; None: not the end of the run, or its server is not known any more."""
+    server = dispatcher().fleet.snapshot().servers.get(job.server or "")
+    url = server.endpoints.get(job.model) if server else None
+    if url is None:
+        return None
+    outcome = server_for(url, dispatcher().fleet.model(job.model).config).pushed(_call(job), job.remote_id, body)
+    return outcome if outcome.kind in _ENDS else None
+
+
+def push(job: Job, outcome: Outcome) -> bool:
+    """End the run that `job` shows, as the worker would.  False: it is over already, and nothing was changed.
+
+    Raises RecordUnavailable.
+    """
+    task = _task(job)
+    if task is None:
+        return False
+    canceling = job.cancel_requested_ms is not None
+    verdict = judge(outcome, job.failures, job.crashes, canceling, dispatcher().fleet.model(job.model).config)
+    settled = dispatcher().settle(
+        task,
+        verdict,
+        result=orjson.dumps(outcome.result).decode() if outcome.kind is Kind.DONE else None,
+        error=None if verdict.why is Why.FINISHED else _error(outcome),
+        wish_s=outcome.retry_after_s,
+    )
+    moved = settled.moved
+    if moved is not None and moved.to in FINAL and moved.to is not State.COMPLETED:
+        # Of a completed job its worker's task gives the stored result; of any other end it says nothing.
+        dispatcher().announce_end(moved)
+    return moved is not None
+
+
+def _call(job: Job) -> Call:
+    return Call(
+        job_id=job.id,
+        attempt=job.attempt,
+        payload=orjson.loads(job.payload or "{}"),
+        callback_url=callbacks.url(job.id),
+        callback_token=callbacks.token(job.id, job.attempt),
+        deadline_s=_FETCH_S,
+    )
+
+
+def _task(job: Job) -> Task | None:
+    """The run as its worker knows it; None: the job does not run."""
+    if job.state is not State.RUNNING or not job.lease or not job.slot or not job.server:
+        return None
+    lease, owner = job.lease.split(" ", 1)
+    fleet = dispatcher().fleet.model(job.model).fleet
+    run = Run(
+        job=Waiting(job.id, job.seq, job.model, job.tier, job.tenant),
+        payload=job.payload or "{}",
+        attempt=job.attempt,
+        failures=job.failures,
+        crashes=job.crashes,
+        deadline_ms=job.deadline_ms,
+        remote_id=job.remote_id,
+        sent_ms=None,
+        server=job.server,
+        slot=job.slot,
+        started_ms=job.started_ms or job.created_ms,
+        cancel_requested=job.cancel_requested_ms is not None,
+        envelope=job.envelope,
+    )
+    return Task(run, Held(fleet, job.id, lease, owner, job.slot))
+
+
+def _error(outcome: Outcome) -> Error:
+    return Error(outcome.code or outcome.kind.value, outcome.message or f"The run ended: {outcome.kind}.")

@@ -1,0 +1,114 @@
+"""What came back over the wire, before it is judged: an Answer, or a Broken exchange."""
+
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from enum import StrEnum
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from tasks.servers.patterns import TEXT_LIMIT
+
+NOT_JSON: Final[Any] = type("NotJson", (), {"__repr__": lambda self: "NOT_JSON", "__slots__": ()})()
+MAX_MESSAGE = 500  # characters
+MAX_RETRY_AFTER_S = 3600.0
+MAX_ID = 256  # characters
+_SEEN_OF_A_TEXT = 64 * 1024  # characters of an error text that are looked at, at most
+
+
+class Break(StrEnum):
+    """How an exchange broke off.  Only CONNECT and UNSENDABLE promise that nothing was sent."""
+
+    CONNECT = "connect"  # no connection was established: refused, no such host, time-out, TLS
+    TIMEOUT = "timeout"  # the request may have been sent, and no whole answer came in time
+    RESET = "reset"  # the request may have been sent, and the connection broke or spoke no HTTP
+    TOO_LARGE = "too_large"  # the answer was longer than allowed
+    UNSENDABLE = "unsendable"  # nothing was sent: no HTTP request can be made of this
+
+
+class Broken(NamedTuple):
+    """An exchange without a (whole) answer."""
+
+    how: Break
+    message: str  # says nothing about addresses or headers: they may hold secrets
+
+
+class Answer:
+    """A whole answer.  Its body is parsed at most once, and only if somebody asks."""
+
+    __slots__ = ("_json", "body", "headers", "status")
+
+    def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """`headers` is looked up with the names as they stand in the HTTP specifications."""
+        self.status, self.headers, self.body = status, headers, body
+        self._json: Any = self  # itself: not parsed yet
+
+    @property
+    def json(self) -> Any:
+        """The body's JSON value, whatever its content type says, or NOT_JSON (also for NaN)."""
+        if self._json is self:
+            self._json = parse_json(self.body)
+        return self._json
+
+    @property
+    def text(self) -> str:
+        """The body as text; what is not UTF-8 is replaced."""
+        return self.body.decode("utf-8", "replace")
+
+    @property
+    def head(self) -> str:
+        """The beginning of the body as text, for patterns and messages."""
+        return self.body[: 4 * TEXT_LIMIT].decode("utf-8", "replace")[:TEXT_LIMIT]
+
+
+def parse_json(body: bytes) -> Any:
+    """The JSON value, or NOT_JSON.  NaN, Infinity and numbers beyond doubles are not JSON."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return NOT_JSON
+
+
+def id_text(value: Any) -> str | None:
+    """An id as servers give them, a text or a whole number, as text; None if it cannot be one."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    text = str(value)
+    if not 0 < len(text) <= MAX_ID or not text.isprintable() or text in (".", ".."):
+        return None
+    return text
+
+
+def retry_after_s(header: str | None, now_s: float) -> float | None:
+    """Seconds from a Retry-After header (a number or an HTTP date), 0 to 3600, or None."""
+    if not header:
+        return None
+    text = header.strip()
+    wish = float(text) if re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", text) else _seconds_until(text, now_s)
+    return None if wish is None else min(max(wish, 0.0), MAX_RETRY_AFTER_S)
+
+
+def _seconds_until(http_date: str, now_s: float) -> float | None:
+    try:
+        then: datetime = parsedate_to_datetime(http_date)
+        return (then if then.tzinfo else then.replace(tzinfo=UTC)).timestamp() - now_s
+    except (ValueError, TypeError, IndexError, OverflowError):
+        return None
+
+
+def clean(text: str, secrets: Iterable[str] = ()) -> str:
+    """A message for people: one line, no control characters, no secrets, at most 500 characters."""
+    text = "".join(_visible(ch) for ch in text[:_SEEN_OF_A_TEXT])
+    for secret in secrets:
+        text = text.replace(secret, "***")  # before cutting, or half a secret could stay
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 1] + "…"
+
+
+def _visible(ch: str) -> str:
+    if ch in "\n\r\t":
+        return " "
+    return "" if unicodedata.category(ch)[0] == "C" else ch

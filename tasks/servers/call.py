@@ -1,0 +1,45 @@
+"""What goes into an exchange with an inference server, and what its health check says."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One attempt of one job, as far as a server needs to know of it."""
+
+    job_id: str
+    attempt: int  # counted from 1
+    payload: Any  # a JSON value
+    callback_url: str | None = None  # where the server may push its answer; ours, never the client's
+    callback_token: str | None = None  # the secret that such a push must show
+    traceparent: str | None = None  # W3C trace context
+    deadline_s: float = 600.0  # seconds for one exchange in total, however it trickles
+
+    @property
+    def attempt_id(self) -> str:
+        """Names this attempt among all attempts of all jobs."""
+        return f"{self.job_id}-{self.attempt}"
+
+
+class HealthKind(StrEnum):
+    """What a health check can tell."""
+
+    UP = "up"  # it answers, and as described
+    BUSY = "busy"  # it is there but too occupied (or still loading) to say more: not dead
+    DOWN = "down"  # nobody answers there
+    FOREIGN = "foreign"  # something answers that does not know this health path
+    GARBAGE = "garbage"  # it answers, but nothing that can be understood
+    UNKNOWN = "unknown"  # its description has no health check
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """A server's own report.  None means "it did not say", which is not zero."""
+
+    kind: HealthKind
+    active_jobs: int | None = None
+    job_ids: frozenset[str] | None = None
+    running_count: bool = False  # True: active_jobs counts running jobs, not waiting ones too
+    message: str = ""

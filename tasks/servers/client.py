@@ -1,0 +1,214 @@
+"""Speaking to one inference server.  Which server it is and how it answers is data (description.py)."""
+
+import re
+import time
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+import requests
+
+from routing.outcome import Kind, Outcome
+from tasks.servers.answers import Answer, Break, Broken
+from tasks.servers.call import Call, Health, HealthKind
+from tasks.servers.description import DEFAULT, Description
+from tasks.servers.plan import Plan, Request, Step, compile_plan
+from tasks.servers.rules import About
+from tasks.servers.templates import SecretLookup, TemplateError, Values, to_json
+from tasks.servers.wire import Limits, exchange, shared_session
+
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+MAX_HEALTH_BYTES = 1024 * 1024
+
+_CONTENT_TYPE = "Content-Type"
+_OURS = {"X-Source": "dispatcher"}
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}[!-~]{0,100}")
+_MAX_DEADLINE_S = 7 * 86_400.0  # sockets take no endless time-outs
+
+
+class Server:
+    """One inference server.  Safe to share between threads; keep it, since building it compiles.
+
+    endpoint: the full URL a job is submitted to; other paths are below its scheme, host and port.
+    session: from new_session(); the process's own one by default.
+    secret: looks secrets up by name.  What it gives is sent, never kept, logged or repeated.
+    Raises ValueError for an endpoint that is no http(s) URL.  No method raises for what a server,
+    a payload or a description can do: it all becomes an Outcome.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        description: Description | Plan = DEFAULT,
+        *,
+        session: requests.Session | None = None,
+        secret: SecretLookup | None = None,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
+    ) -> None:
+        self._endpoint, self._base = split_endpoint(endpoint)
+        self._plan = compile_plan(description) if isinstance(description, Description) else description
+        self._session = session
+        self._secret = secret
+        self._max_bytes = max_answer_bytes
+
+    @property
+    def description(self) -> Description:
+        """What this server is spoken to by."""
+        return self._plan.description
+
+    def known_id(self, call: Call) -> str | None:
+        """The id under which the server knows this attempt if it is us who give it, else None."""
+        template = self.description.given_id
+        if template is None:
+            return None
+        return call.job_id if template == "{{job/id}}" else call.attempt_id
+
+    def submit(self, call: Call) -> Outcome:
+        """Hand the job over, once.
+
+        UNREACHABLE: certainly nothing was sent, or a gateway said 502/504 (`bad_gateway`).
+        UNKNOWN: it may be running there; do not send it again before that is known.
+        """
+        asked = self.known_id(call)
+        values = Values(call, asked, self._secret)
+        try:
+            outcome = self._ask(self._plan.submit, values, _end_of(call))
+        except TemplateError as error:
+            return Outcome(error.kind, code=error.code, message=str(error))
+        return outcome or Outcome(Kind.RETRY, code="bad_answer")
+
+    def status(self, call: Call, remote_id: str) -> Outcome:
+        """Ask how the job is.  Whatever goes wrong with asking is PENDING: the caller holds the clock.
+
+        If the description says so, a finished job's result is fetched here.  Reading it may destroy
+        it on the server, so store it before anything else.
+        """
+        values, end = Values(call, remote_id, self._secret), _end_of(call)
+        try:
+            outcome = self._first_verdict(values, end)
+            return self._with_result(outcome, values, end)
+        except TemplateError as error:
+            return Outcome(Kind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
+
+    def cancel(self, call: Call, remote_id: str | None = None) -> bool:
+        """Ask to give the job up; True if the server said yes.
+
+        A yes is not a promise: whether it frees the slot stands in description.cancel.frees_slot.
+        Without the server's id, the job's own is used, which it was told in X-Job-Id.
+        """
+        if self._plan.cancel is None:
+            return False
+        values = Values(call, remote_id or self.known_id(call) or call.job_id, self._secret)
+        try:
+            outcome = self._ask(self._plan.cancel, values, _end_of(call))
+        except TemplateError:
+            return False
+        return outcome is not None and outcome.kind is Kind.CANCELED
+
+    def pushed(
+        self, call: Call, remote_id: str | None, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> Outcome:
+        """Read what the server pushed to the callback URL.  PENDING if it does not tell the end.
+
+        Whether the push carries the right token is for the caller to check, before.
+        """
+        values = Values(call, remote_id or self.known_id(call), self._secret)
+        outcome = self._plan.callback.outcome(Answer(200, headers or {}, body), self._about(values))
+        try:
+            return self._with_result(outcome, values, _end_of(call))
+        except TemplateError as error:
+            return Outcome(Kind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
+
+    def health(self) -> Health:
+        """The server's own report.  DOWN says that nobody answers, not that no job runs there."""
+        if self._plan.health is None:
+            return Health(HealthKind.UNKNOWN, message="this server's description has no health check")
+        request, judge = self._plan.health
+        end = time.monotonic() + request.connect_s + min(request.read_s, 60.0)
+        values = Values(None, None, self._secret)
+        try:
+            reply = self._send(request, values, dict(_OURS), end, MAX_HEALTH_BYTES)
+            if isinstance(reply, Broken) and reply.how is Break.RESET:
+                # Perhaps only a kept connection that the server was closing: ask once more.
+                reply = self._send(request, values, dict(_OURS), end, MAX_HEALTH_BYTES)
+        except TemplateError as error:
+            return Health(HealthKind.UNKNOWN, message=str(error))
+        return judge.health(reply)
+
+    def _first_verdict(self, values: Values, end: float) -> Outcome:
+        for step in self._plan.status:
+            outcome = self._ask(step, values, end)
+            if outcome is not None:
+                return outcome
+        return Outcome(Kind.PENDING, code="bad_answer", remote_id=values.remote_id)
+
+    def _with_result(self, outcome: Outcome | None, values: Values, end: float) -> Outcome:
+        if outcome is None:
+            return Outcome(Kind.PENDING, code="bad_answer", remote_id=values.remote_id)
+        if outcome.kind is not Kind.DONE or self._plan.result is None:
+            return outcome
+        return self._ask(self._plan.result, values, end) or outcome
+
+    def _ask(self, step: Step, values: Values, end: float) -> Outcome | None:
+        """One step, asked and judged.  Raises TemplateError; then nothing was sent."""
+        assert values.call is not None
+        headers = _job_headers(values.call)
+        if step is self._plan.submit:
+            headers |= _submit_headers(values.call)
+        reply = self._send(step.request, values, headers, end, self._max_bytes)
+        return step.judge.outcome(reply, self._about(values))
+
+    def _send(
+        self, request: Request, values: Values, headers: dict[str, str], end: float, max_bytes: int
+    ) -> Answer | Broken:
+        url = self._endpoint if request.path is None else self._base + request.path.fill(values)
+        body = self._body(request, values, headers)
+        if request.headers is not None:
+            headers |= request.headers.fill(values)
+        limits = Limits(request.connect_s, request.read_s, end, max_bytes)
+        return exchange(self._session or shared_session(), request.method, url, headers, body, limits)
+
+    def _body(self, request: Request, values: Values, headers: dict[str, str]) -> bytes | None:
+        is_payload = request is self._plan.submit.request and request.body is None and request.method != "GET"
+        if not is_payload and request.body is None:
+            return None
+        headers[_CONTENT_TYPE] = "application/json"
+        if is_payload and values.call is not None:
+            return to_json(values.call.payload)
+        return to_json(request.body.fill(values)) if request.body else None
+
+    def _about(self, values: Values) -> About:
+        assert values.call is not None
+        token = values.call.callback_token
+        secrets = (*values.used_secrets, *([token] if token else ()))
+        return About(values.call.job_id, values.remote_id, secrets, time.time())
+
+
+def split_endpoint(endpoint: str) -> tuple[str, str]:
+    """The endpoint without its fragment, and its scheme://host:port.  Raises ValueError."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname or not endpoint.isprintable():
+        raise ValueError("an endpoint is a full URL, such as http://gpu1:9001/generate")
+    _ = parts.port  # raises ValueError if it is no number up to 65535
+    return endpoint.partition("#")[0], f"{parts.scheme}://{parts.netloc}"
+
+
+def _end_of(call: Call) -> float:
+    return time.monotonic() + min(call.deadline_s, _MAX_DEADLINE_S)
+
+
+def _job_headers(call: Call) -> dict[str, str]:
+    headers = {**_OURS, "X-Job-Id": call.job_id, "X-Attempt": str(call.attempt)}
+    if call.traceparent and _TRACEPARENT.fullmatch(call.traceparent):  # it may come from a client
+        headers["traceparent"] = call.traceparent
+    return headers
+
+
+def _submit_headers(call: Call) -> dict[str, str]:
+    # The same key for every attempt: a server that keeps its latest results by key can answer a
+    # repeated attempt from there instead of running the job twice.
+    headers = {"Idempotency-Key": call.job_id}
+    if call.callback_url:
+        headers["X-Callback-Url"] = call.callback_url
+    if call.callback_token:
+        headers["X-Callback-Token"] = call.callback_token
+    return headers

@@ -1,0 +1,288 @@
+"""A server's description: how to speak to it, and how to read its answers, as data.
+
+To add a foreign server: write a description, no code.  Every field has the slot protocol's value as
+its default, and default rules (defaults.py) follow the description's own, so that most servers need
+two or three rules.  Everything is checked here, when a description is stored; nothing is at a call.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+
+from tasks.servers.patterns import compile_pattern
+from tasks.servers.pointers import parse
+from tasks.servers.templates import Body, Headers, Path, to_json
+
+MAX_BODY_BYTES = 64 * 1024  # of a body template
+MAX_RULES = 50  # per step
+
+# What each kind of request can be filled from.
+SUBMIT_SOURCES = frozenset({"payload", "job", "callback_url", "callback_token", "secret"})
+JOB_SOURCES = frozenset({"payload", "job", "id", "secret"})
+HEALTH_SOURCES = frozenset({"secret"})
+
+# Ours, or of the connection: a description that set these could break the framing of the request,
+# hide who is calling, or undo the protection against running a job twice.
+RESERVED_HEADERS = frozenset(
+    {
+        *("x-source", "x-job-id", "x-attempt", "idempotency-key", "traceparent"),
+        *("x-callback-url", "x-callback-token", "host", "content-length", "content-encoding"),
+        *("transfer-encoding", "connection", "keep-alive", "te", "trailer", "upgrade", "expect"),
+        *("proxy-connection", "proxy-authorization", "accept-encoding", "cookie"),
+    }
+)
+
+
+def _pointer(text: str) -> str:
+    parse(text)
+    return text
+
+
+def _pattern(text: str) -> str:
+    compile_pattern(text)
+    return text
+
+
+def _as_tuple(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+PointerText = Annotated[str, BeforeValidator(lambda v: _pointer(v) if isinstance(v, str) else v)]
+PatternText = Annotated[str, BeforeValidator(lambda v: _pattern(v) if isinstance(v, str) else v)]
+Scalar = bool | int | float | str | None
+Status = Annotated[int, Field(ge=100, le=599)] | Annotated[str, Field(pattern=r"^([1-5]xx|[1-5]\d\d-[1-5]\d\d)$")]
+Connection = Literal["connect", "timeout", "reset"]
+Word = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")]
+HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]{0,63}$")]
+HeaderText = Annotated[str, Field(pattern=r"^[\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?$", max_length=2000)]
+Method = Literal["GET", "POST", "PUT", "DELETE"]
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True, serialize_by_alias=True
+    )
+
+
+class Condition(_Data):
+    """When a rule applies: all that is given must hold.  Connection errors stand alone."""
+
+    status: Annotated[tuple[Status, ...], BeforeValidator(_as_tuple)] = ()  # 503, "5xx", "500-599"
+    pointer: PointerText | None = None  # into the answer's JSON; alone: "is there"
+    value: Annotated[tuple[Scalar, ...], BeforeValidator(_as_tuple)] = ()  # at the pointer: one of these
+    text: PatternText | None = None  # a regular expression found in the first 4 KiB of the answer
+    mentions_id: bool = False  # the answer's text contains the id that was asked for
+    connection: Annotated[tuple[Connection, ...], BeforeValidator(_as_tuple)] = ()
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        about_answer = bool(self.status or self.text or self.mentions_id or self.pointer is not None)
+        if about_answer == bool(self.connection):
+            raise ValueError("a condition is about an answer or about a connection error")
+        if self.value and self.pointer is None:
+            raise ValueError("a value needs a pointer that tells where it stands")
+        return self
+
+    @model_validator(mode="after")
+    def _ranges_go_upwards(self) -> Self:
+        if any(isinstance(s, str) and "-" in s and s[:3] > s[4:] for s in self.status):
+            raise ValueError("a range of statuses goes from the lower to the higher")
+        return self
+
+
+class _Rule(_Data):
+    when: Condition = Field(alias="if")
+    code: Word | None = None  # a stable word for programs; the default depends on the outcome
+    message: str | None = Field(default=None, max_length=200)
+
+
+class Rule(_Rule):
+    """If `when` holds, then the exchange means this.  "next": ask the next status step."""
+
+    then: Literal["done", "pending", "failed", "retry", "busy", "canceled", "lost", "unknown", "unreachable", "next"]
+
+    @model_validator(mode="after")
+    def _results_come_in_answers(self) -> Self:
+        if self.when.connection and self.then in ("done", "next"):
+            raise ValueError(f"a connection error cannot mean {self.then!r}")
+        return self
+
+
+class HealthRule(_Rule):
+    """If `when` holds, then the server is in this state."""
+
+    then: Literal["up", "busy", "down", "foreign", "garbage"]
+
+
+Rules = Annotated[tuple[Rule, ...], Field(max_length=MAX_RULES)]
+
+
+class _Reading(_Data):
+    """How to read an answer."""
+
+    meanings: ClassVar[frozenset[str]]  # what `then` may say here
+    rules: Rules = ()
+    result: PointerText = "/result"  # "" takes the whole answer
+    result_as: Literal["json", "text"] = "json"  # text: the whole body as a string
+    error: PointerText | None = None  # None: /error, /detail or /message
+    echo: bool = True  # where the answer names a job, it must be ours
+
+    @model_validator(mode="after")
+    def _rules_fit(self) -> Self:
+        for rule in self.rules:
+            if rule.then not in self.meanings:
+                raise ValueError(f"{rule.then!r} means nothing here; there is: {', '.join(sorted(self.meanings))}")
+        return self
+
+
+class _Asking(_Data):
+    """How to ask.  A template in a path is percent-encoded; secrets stand in headers and bodies only."""
+
+    sources: ClassVar[frozenset[str]]
+    method: Method = "GET"
+    path: str | None = None
+    headers: dict[HeaderName, HeaderText] = Field(default_factory=dict, max_length=30)
+    body: JsonValue = None
+    connect_s: Annotated[float, Field(gt=0, le=60)] = 3.0
+    read_s: Seconds | None = 10.0  # between two pieces of an answer; None: only the call's deadline counts
+
+    @model_validator(mode="after")
+    def _templates_fit(self) -> Self:
+        if self.path is not None:
+            Path(self.path, self.sources - {"secret", "callback_token"})  # addresses end up in logs
+        Headers(self.headers, self.sources)
+        Body(self.body, self.sources)
+        if len(to_json(self.body)) > MAX_BODY_BYTES:
+            raise ValueError(f"a body template has at most {MAX_BODY_BYTES} bytes")
+        return self
+
+    @model_validator(mode="after")
+    def _headers_are_its_own(self) -> Self:
+        taken = sorted(name for name in self.headers if name.lower() in RESERVED_HEADERS)
+        if taken:
+            raise ValueError(f"these headers cannot be set: {', '.join(taken)}")
+        return self
+
+
+class Submit(_Asking, _Reading):
+    """Handing the job over.  No path: the registered endpoint.  No body: the payload itself."""
+
+    sources = SUBMIT_SOURCES
+    meanings = frozenset(["done", "pending", "failed", "retry", "busy", "canceled", "unknown", "unreachable"])
+    method: Method = "POST"
+    read_s: Seconds | None = None
+    id: PointerText = "/job_id"  # where the server says how it calls the job
+
+
+class StatusStep(_Asking, _Reading):
+    """Asking how the job is.  `next` goes on to the next step of the list."""
+
+    sources = JOB_SOURCES
+    meanings = frozenset(["done", "pending", "failed", "retry", "canceled", "lost", "next"])
+    path: str | None = "/status/{{id}}"
+
+
+class Result(_Asking, _Reading):
+    """Fetching the result, on a server whose status answer does not hold it."""
+
+    sources = JOB_SOURCES
+    meanings = frozenset(["done", "pending", "failed", "retry", "canceled", "lost"])
+    path: str | None = "/result/{{id}}"
+
+
+class Cancel(_Asking, _Reading):
+    """Asking to give the job up.  `canceled` means it said yes, `failed` that it said no."""
+
+    sources = JOB_SOURCES
+    meanings = frozenset({"canceled", "failed"})
+    method: Method = "POST"
+    path: str | None = "/cancel/{{id}}"
+    echo: bool = False  # the id may not be known yet, and a yes or no is all there is to lose
+    # Whether a yes frees the slot.  A cancel can lie: "eventual" waits for status or health to agree.
+    frees_slot: Literal["immediate", "eventual", "no"] = "eventual"
+
+
+class Callback(_Reading):
+    """Reading what the server pushes to us."""
+
+    meanings = frozenset(["done", "pending", "failed", "retry", "canceled", "lost"])
+    silent_s: Seconds | None = None  # healthy, but silent for so long: the job is lost
+
+
+class Active(_Data):
+    """Where the number of active jobs stands: exactly one of these."""
+
+    pointer: PointerText | None = None  # a whole number
+    count: PointerText | None = None  # a list: its length
+    metric: Annotated[str, Field(pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]{0,199}$")] | None = None  # Prometheus text
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if sum(place is not None for place in (self.pointer, self.count, self.metric)) != 1:
+            raise ValueError("active is a pointer, a count or a metric")
+        return self
+
+
+class HealthStep(_Asking):
+    """Asking how the server is."""
+
+    sources = HEALTH_SOURCES
+    path: str | None = "/health"
+    connect_s: Annotated[float, Field(gt=0, le=60)] = 2.0
+    read_s: Seconds | None = 5.0
+    active: Active | None = Active(pointer="/active_jobs")
+    job_ids: PointerText | None = "/job_ids"  # a list
+    job_ids_item: PointerText = ""  # where in an element of that list the id stands
+    running: bool = True  # active counts running jobs; False: waiting ones too
+    rules: Annotated[tuple[HealthRule, ...], Field(max_length=MAX_RULES)] = ()
+
+
+class Description(_Data):
+    """How to speak to one kind of inference server.  Description() is the slot protocol."""
+
+    mode: Literal["sync", "async", "auto", "callback"] = "auto"
+    submit: Submit = Submit()
+    status: Annotated[tuple[StatusStep, ...], BeforeValidator(_as_tuple), Field(min_length=1, max_length=5)] = (
+        StatusStep(),
+    )
+    result: Result | None = None
+    cancel: Cancel | None = Cancel()
+    callback: Callback = Callback()
+    health: HealthStep | None = HealthStep()
+    # The id under which the server will know the job, if it is us who give it, so that the job can be
+    # found again although no answer to the submit ever came.  Some servers run the same id twice.
+    given_id: Literal["{{job/id}}", "{{job/attempt_id}}"] | None = None
+
+    @model_validator(mode="after")
+    def _next_has_a_next(self) -> Self:
+        if any(rule.then == "next" for rule in self.status[-1].rules):
+            raise ValueError("there is no step after the last status step")
+        return self
+
+
+DEFAULT = Description()
+
+
+def for_model(
+    model_type: Literal["sync", "async"] = "sync",
+    poll_endpoint_template: str | None = None,
+    id_field: str | None = None,
+) -> Description:
+    """The slot protocol with a model's own fields (R84).
+
+    poll_endpoint_template: a path with {id}, None for '/status/{id}'.  id_field: the field of the
+    submit's answer that holds the id, or a JSON pointer to it; None for 'job_id'.
+    Raises ValueError (pydantic.ValidationError is one).
+    """
+    before, here, after = (poll_endpoint_template or "/status/{id}").partition("{id}")
+    if not here or set("{}") & set(before + after):
+        raise ValueError("poll_endpoint_template is a path with {id} in it, once, and no other braces")
+    path = before + "{{id}}" + after
+    return Description.model_validate(
+        {"mode": model_type, "submit": {"id": _field_pointer(id_field or "job_id")}, "status": {"path": path}}
+    )
+
+
+def _field_pointer(name: str) -> str:
+    return name if name.startswith("/") else "/" + name.replace("~", "~0").replace("/", "~1")

@@ -1,0 +1,115 @@
+"""Reading a health check: from a reply to a Health.  Pure."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.servers.answers import NOT_JSON, Answer, Broken, id_text
+from tasks.servers.call import Health, HealthKind
+from tasks.servers.defaults import health_rules
+from tasks.servers.description import Active, HealthStep
+from tasks.servers.pointers import MISSING, Pointer, parse, resolve
+from tasks.servers.rules import CompiledRule, compile_rule
+
+_MAX_ACTIVE = 1_000_000  # more than that is no count of jobs
+
+
+class _NotAsDescribed(Exception):
+    """The answer has something else where the number or the ids should stand."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthJudge:
+    """How a server's health check is read."""
+
+    rules: tuple[CompiledRule, ...]
+    active: Pointer | None
+    is_count: bool  # the pointer leads to a list, whose length counts
+    metric: re.Pattern[str] | None
+    job_ids: Pointer | None
+    job_ids_item: Pointer
+    running: bool
+
+    def health(self, reply: Answer | Broken) -> Health:
+        """What the server is, and what it says it is doing."""
+        kind = self._kind(reply)
+        message = reply.message if isinstance(reply, Broken) else f"the server answered {reply.status}"
+        # A server that is busy by a rule of its own may still have answered in full (Cog does).
+        if isinstance(reply, Broken) or not 200 <= reply.status < 300:
+            return Health(kind, running_count=self.running, message=message)
+        try:
+            active, ids = self._active(reply), self._job_ids(reply)
+        except _NotAsDescribed as error:
+            return Health(HealthKind.GARBAGE, running_count=self.running, message=str(error))
+        if active is None and ids is not None:
+            active = len(ids)
+        return Health(kind, active_jobs=active, job_ids=ids, running_count=self.running)
+
+    def _kind(self, reply: Answer | Broken) -> HealthKind:
+        then = next((rule.then for rule in self.rules if rule.holds_for(reply, None)), "garbage")
+        return HealthKind(then)
+
+    def _active(self, answer: Answer) -> int | None:
+        if self.metric is not None:
+            return _whole(_sum_of_metric(self.metric, answer.text))
+        value = self._at(answer, self.active)
+        if value is None or not self.is_count:
+            return _whole(value)
+        if not isinstance(value, list):
+            raise _NotAsDescribed("what should be counted is not a list")
+        return len(value)
+
+    def _job_ids(self, answer: Answer) -> frozenset[str] | None:
+        value = self._at(answer, self.job_ids)
+        if value is None:
+            return None
+        ids = [id_text(resolve(item, self.job_ids_item)) for item in value] if isinstance(value, list) else [None]
+        if None in ids:
+            raise _NotAsDescribed("the job ids are not a list of ids")
+        return frozenset(job_id for job_id in ids if job_id is not None)
+
+    def _at(self, answer: Answer, pointer: Pointer | None) -> Any:
+        if pointer is None or (self.metric is not None and answer.json is NOT_JSON):
+            return None  # a page of metrics holds no ids
+        if answer.json is NOT_JSON:
+            raise _NotAsDescribed("the answer is not JSON")
+        value = resolve(answer.json, pointer)
+        return None if value is MISSING else value
+
+
+def health_judge(step: HealthStep) -> HealthJudge:
+    """A health step that has been checked, made fast."""
+    active = step.active or Active.model_construct(pointer=None, count=None, metric=None)
+    place = active.pointer if active.pointer is not None else active.count
+    return HealthJudge(
+        rules=tuple(map(compile_rule, (*step.rules, *health_rules()))),
+        active=None if place is None else parse(place),
+        is_count=active.count is not None,
+        metric=_sample(active.metric) if active.metric else None,
+        job_ids=None if step.job_ids is None else parse(step.job_ids),
+        job_ids_item=parse(step.job_ids_item),
+        running=step.running,
+    )
+
+
+def _sample(name: str) -> re.Pattern[str]:
+    """A line of Prometheus text: name, labels perhaps, value."""
+    return re.compile(rf"^{re.escape(name)}(?:\{{[^\n]*\}})?[ \t]+([0-9.eE+-]+)(?:[ \t]|\r?$)", re.MULTILINE)
+
+
+def _sum_of_metric(sample: re.Pattern[str], text: str) -> float | None:
+    found = sample.findall(text)
+    try:
+        return sum(map(float, found)) if found else None
+    except ValueError:
+        raise _NotAsDescribed("the metric is not a number") from None
+
+
+def _whole(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _NotAsDescribed("the number of active jobs is not a number")
+    if not 0 <= value <= _MAX_ACTIVE or value != int(value):
+        raise _NotAsDescribed("the number of active jobs is not a count")
+    return int(value)

@@ -1,0 +1,48 @@
+"""JSON pointers (RFC 6901), parsed once and followed many times."""
+
+from typing import Any, Final
+
+Pointer = tuple[str, ...]
+
+MISSING: Final[Any] = type("Missing", (), {"__repr__": lambda self: "MISSING", "__slots__": ()})()
+MAX_LENGTH = 500
+
+
+def parse(text: str) -> Pointer:
+    """'/a/0/b~1c' -> ('a', '0', 'b/c').  The empty pointer is the whole document.
+
+    Raises ValueError with a sentence for the person who wrote it.
+    """
+    if text and not text.startswith("/"):
+        raise ValueError(f"a JSON pointer is empty or starts with '/', not {text[:40]!r}")
+    if len(text) > MAX_LENGTH:
+        raise ValueError(f"a JSON pointer has at most {MAX_LENGTH} characters")
+    return tuple(_unescaped(token) for token in text.split("/")[1:])
+
+
+def _unescaped(token: str) -> str:
+    if "~" in token.replace("~0", "").replace("~1", ""):
+        raise ValueError(f"in a JSON pointer '~' is followed by 0 or 1, not as in {token[:40]!r}")
+    return token.replace("~1", "/").replace("~0", "~")
+
+
+def resolve(document: Any, pointer: Pointer) -> Any:
+    """The value there, or MISSING.  A null that is there is None, not MISSING."""
+    for token in pointer:
+        document = _step(document, token)
+        if document is MISSING:
+            break
+    return document
+
+
+def _step(node: Any, token: str) -> Any:
+    if isinstance(node, dict):
+        return node.get(token, MISSING)
+    if isinstance(node, list) and _is_index(token) and int(token) < len(node):
+        return node[int(token)]
+    return MISSING
+
+
+def _is_index(token: str) -> bool:
+    # No leading zeros, no "-" (the element after the last), and no digits int() would choke on.
+    return token.isascii() and token.isdigit() and len(token) < 10 and (token == "0" or token[0] != "0")

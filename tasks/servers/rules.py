@@ -1,0 +1,213 @@
+"""Rules: from (status, headers, body | how the exchange broke) to an Outcome.  Pure; first match wins.
+
+A step's rules are compiled once per description: statuses to a set, pointers to tuples, patterns to
+regular expressions.  A call then costs some set look-ups and at most one JSON parse.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from routing.outcome import Kind, Outcome
+from tasks.servers.answers import NOT_JSON, Answer, Break, Broken, clean, id_text, retry_after_s
+from tasks.servers.description import Condition, HealthRule, Rule
+from tasks.servers.patterns import compile_pattern, found
+from tasks.servers.pointers import MISSING, Pointer, parse, resolve
+from tasks.servers.templates import to_json
+
+_CODES = {
+    Kind.DONE: "",
+    Kind.PENDING: "",
+    Kind.FAILED: "job_failed",
+    Kind.RETRY: "server_error",
+    Kind.BUSY: "busy",
+    Kind.CANCELED: "canceled",
+    Kind.LOST: "not_found",
+    Kind.UNKNOWN: "no_answer",
+    Kind.UNREACHABLE: "unreachable",
+}
+_ERROR_POINTERS = (("error",), ("detail",), ("message",))
+_ECHO_HEADER = "X-Job-Id"
+
+
+class About(NamedTuple):
+    """What an answer should be about, and what must not be repeated from it."""
+
+    job_id: str
+    asked: str | None = None  # the server's id of the job, where we know it
+    secrets: tuple[str, ...] = ()
+    now_s: float = 0.0  # Unix time, for a Retry-After that is a date
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledRule:
+    """One rule, ready to be asked."""
+
+    then: str
+    code: str | None
+    message: str | None
+    statuses: frozenset[int] | None
+    pointer: Pointer | None
+    values: frozenset[tuple[bool, Any]] | None  # None: being there is enough
+    pattern: re.Pattern[str] | None
+    mentions_id: bool
+    breaks: frozenset[str]
+
+    def holds_for(self, reply: Answer | Broken, asked: str | None) -> bool:
+        """Whether this rule is about such a reply."""
+        if isinstance(reply, Broken):
+            return reply.how in self.breaks
+        if self.breaks or (self.statuses is not None and reply.status not in self.statuses):
+            return False
+        if self.pointer is not None and not self._value_fits(reply.json, self.pointer, asked):
+            return False
+        if self.pattern is not None and not found(self.pattern, reply.head):
+            return False
+        return not self.mentions_id or _mentions(reply.body, asked)
+
+    def _value_fits(self, document: Any, pointer: Pointer, asked: str | None) -> bool:
+        value = MISSING if document is NOT_JSON else resolve(document, _with_id(pointer, asked))
+        if value is MISSING or self.values is None:
+            return value is not MISSING
+        return not isinstance(value, dict | list) and (isinstance(value, bool), value) in self.values
+
+
+def _with_id(pointer: Pointer, asked: str | None) -> Pointer:
+    if "{{id}}" not in pointer:
+        return pointer
+    return tuple(str(asked) if token == "{{id}}" else token for token in pointer)
+
+
+def _mentions(body: bytes, asked: str | None) -> bool:
+    if not asked:
+        return False
+    whole = rb"(?<![\w-])" + re.escape(asked.encode()) + rb"(?![\w-])"  # "12" is not in "123"
+    return re.search(whole, body) is not None
+
+
+def compile_rule(rule: Rule | HealthRule) -> CompiledRule:
+    """A rule that has been checked, made fast."""
+    when = rule.when
+    return CompiledRule(
+        then=rule.then,
+        code=rule.code,
+        message=rule.message,
+        statuses=frozenset(_numbers(when)) or None,
+        pointer=None if when.pointer is None else parse(when.pointer),
+        # True == 1 in Python, not in JSON
+        values=frozenset((isinstance(v, bool), v) for v in when.value) or None,
+        pattern=compile_pattern(when.text) if when.text else None,
+        mentions_id=when.mentions_id,
+        breaks=frozenset(when.connection),
+    )
+
+
+def _numbers(when: Condition) -> Iterable[int]:
+    for status in when.status:
+        if isinstance(status, int):
+            yield status
+        elif status.endswith("xx"):
+            yield from range(int(status[0]) * 100, int(status[0]) * 100 + 100)
+        else:
+            yield from range(int(status[:3]), int(status[4:]) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """How the answers to one step are read."""
+
+    rules: tuple[CompiledRule, ...]
+    is_poll: bool  # a poll's nonsense means "still pending", a submit's costs a retry
+    result: Pointer
+    as_text: bool
+    errors: tuple[Pointer, ...]
+    id: Pointer  # submit: where the server's id stands
+    needs_id: bool  # without an id there is no polling
+    echo: Pointer | None  # poll: where the answer names a job, which must be the one we asked for
+    echo_header: bool
+
+    def outcome(self, reply: Answer | Broken, about: About) -> Outcome | None:
+        """What the reply means for the job, or None for "ask the next step"."""
+        if isinstance(reply, Broken) and reply.how is Break.TOO_LARGE:
+            return Outcome(Kind.RETRY, code="answer_too_large", message=reply.message)
+        if isinstance(reply, Broken) and reply.how is Break.UNSENDABLE:
+            return self._nonsense(reply.message, about, code="misconfigured")
+        if isinstance(reply, Answer) and self._names_another(reply, about):
+            return self._nonsense("the answer is about another job", about)
+        for rule in self.rules:
+            if rule.holds_for(reply, about.asked):
+                return None if rule.then == "next" else self._conclude(rule, reply, about)
+        return self._nonsense("nothing describes such an answer", about)
+
+    def _conclude(self, rule: CompiledRule, reply: Answer | Broken, about: About) -> Outcome:
+        kind = Kind(rule.then)
+        if kind is Kind.DONE and isinstance(reply, Answer):
+            return self._done(reply, about)
+        remote_id = self._remote_id(reply, about) if kind is Kind.PENDING else None
+        if kind is Kind.PENDING and remote_id is None and self.needs_id:
+            return self._nonsense("the server has taken the job but gave no usable id", about)
+        code = rule.code if rule.code is not None else _CODES[kind]
+        asks_patience = kind in (Kind.BUSY, Kind.RETRY) and isinstance(reply, Answer)
+        wish = retry_after_s(reply.headers.get("Retry-After"), about.now_s) if asks_patience else None  # type: ignore[union-attr]
+        message = rule.message or (self._message(reply, about) if code else "")
+        return Outcome(kind, code=code, message=message, remote_id=remote_id, retry_after_s=wish)
+
+    def _done(self, answer: Answer, about: About) -> Outcome:
+        if self.as_text:
+            return Outcome(Kind.DONE, result=answer.text)
+        if answer.json is NOT_JSON:
+            return self._nonsense("the answer is not JSON", about)
+        value = resolve(answer.json, _with_id(self.result, about.asked))
+        return Outcome(Kind.DONE, result=None if value is MISSING else value)
+
+    def _remote_id(self, reply: Answer | Broken, about: About) -> str | None:
+        if self.is_poll or isinstance(reply, Broken) or reply.json is NOT_JSON:
+            return about.asked
+        value = resolve(reply.json, self.id)
+        return about.asked if value is MISSING else id_text(value)
+
+    def _nonsense(self, message: str, about: About, code: str = "bad_answer") -> Outcome:
+        kind = Kind.PENDING if self.is_poll else Kind.RETRY
+        return Outcome(kind, code=code, message=message, remote_id=about.asked if self.is_poll else None)
+
+    def _names_another(self, answer: Answer, about: About) -> bool:
+        if not 200 <= answer.status < 300:
+            return False
+        ours = (about.job_id, about.asked)
+        named = answer.headers.get(_ECHO_HEADER) if self.echo_header else None
+        if named and named.strip() not in ours:
+            return True
+        if self.echo is None or about.asked is None or answer.json is NOT_JSON:
+            return False
+        value = resolve(answer.json, self.echo)
+        return value is not MISSING and value is not None and id_text(value) not in ours
+
+    def _message(self, reply: Answer | Broken, about: About) -> str:
+        if isinstance(reply, Broken):
+            return reply.message
+        said = self._said(reply)
+        return clean(f"the server answered {reply.status}" + (f": {said}" if said else ""), about.secrets)
+
+    def _said(self, answer: Answer) -> str:
+        if answer.json is NOT_JSON:
+            head = answer.head.lstrip()
+            return "" if head.startswith("<") else head  # a web page tells nobody anything
+        for pointer in self.errors:
+            value = resolve(answer.json, pointer)
+            if value is not MISSING and value not in (None, ""):
+                return _as_sentence(value)
+        return ""
+
+
+def _as_sentence(value: Any) -> str:
+    if isinstance(value, dict) and isinstance(value.get("message"), str):
+        value = value["message"]
+    return value if isinstance(value, str) else to_json(value).decode()
+
+
+def error_pointers(own: str | None) -> tuple[Pointer, ...]:
+    """Where error texts stand: at the description's own pointer, or at one of the usual places."""
+    return _ERROR_POINTERS if own is None else (parse(own),)

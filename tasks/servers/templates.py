@@ -1,0 +1,247 @@
+"""Templates put VALUES into a description: {{payload/prompt}}, {{job/id}}, {{id}}, {{secret/NAME}}.
+
+A string that is exactly one template becomes the value with its JSON type; inside a longer string
+the value is put in as text.  What was put in is never looked at again, so a payload that contains
+"{{secret/KEY}}" stays just that text.  There is no other logic: no conditions, no loops.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+
+from routing.outcome import Kind
+from tasks.servers.call import Call
+from tasks.servers.paths import check_path
+from tasks.servers.pointers import MISSING, Pointer, parse, resolve
+
+SecretLookup = Callable[[str], str | None]
+
+_TEMPLATE = re.compile(r"\{\{([^{}]*)\}\}")
+_JOB_FIELDS = {"id": "job_id", "attempt": "attempt", "attempt_id": "attempt_id"}
+_SECRET_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_HEADER_VALUE = re.compile(r"[\x21-\x7e]([\x20-\x7e\t]*[\x21-\x7e])?")
+_HARMLESS = re.compile(r"[A-Za-z0-9_-]+")
+_MAX_DEPTH = 32
+
+
+class TemplateError(Exception):
+    """A template could not be filled.  Nothing was sent."""
+
+    def __init__(self, kind: Kind, code: str, message: str) -> None:
+        super().__init__(message)
+        self.kind, self.code = kind, code
+
+
+def _wrong_payload(message: str) -> TemplateError:
+    return TemplateError(Kind.FAILED, "bad_payload", message)
+
+
+def _wrong_setup(message: str) -> TemplateError:
+    # Costs a retry, not the job: somebody may set the secret or the path right meanwhile.
+    return TemplateError(Kind.RETRY, "misconfigured", message)
+
+
+@dataclass(slots=True)
+class Values:
+    """What templates are filled from, in one exchange; remembers the secrets that were used."""
+
+    call: Call | None  # None: a health check, which is about no job
+    remote_id: str | None = None
+    secret: SecretLookup | None = None
+    used_secrets: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """One {{...}}, parsed."""
+
+    source: str  # payload | job | id | callback_url | callback_token | secret
+    name: str = ""  # of the job's field or the secret
+    pointer: Pointer = ()  # below the payload
+    raw: bool = False  # in a path: not percent-encoded
+
+    def value(self, values: Values) -> Any:
+        """The value to put in.  Raises TemplateError if there is none."""
+        if self.source == "payload":
+            return self._from_payload(values)
+        found = self._secret(values) if self.source == "secret" else self._from_call(values)
+        if found is None:
+            raise _wrong_setup(f"there is no value for {{{{{self.source}{'/' * bool(self.name)}{self.name}}}}}")
+        return found
+
+    def _from_payload(self, values: Values) -> Any:
+        found = resolve(values.call.payload, self.pointer) if values.call else MISSING
+        if found is MISSING:
+            raise _wrong_payload(f"the payload has no /{'/'.join(self.pointer)[:100]}, which this model needs")
+        return found
+
+    def _from_call(self, values: Values) -> Any:
+        if self.source == "id":
+            return values.remote_id
+        return getattr(values.call, self.name or self.source, None)
+
+    def _secret(self, values: Values) -> str | None:
+        found = values.secret(self.name) if values.secret else None
+        if found:
+            values.used_secrets.append(found)
+        return found or None
+
+
+Parts = tuple[str | Ref, ...]
+
+
+def parse_text(text: str, allowed: frozenset[str]) -> Parts:
+    """Literal pieces and Refs.  Raises ValueError for a template that is unknown or not `allowed` here."""
+    pieces = _TEMPLATE.split(text)  # literal, inside, literal, inside, ... literal
+    if any("{{" in literal or "}}" in literal for literal in pieces[::2]):
+        raise ValueError(f"an open or nested template in {text[:60]!r}")
+    parts = (p if i % 2 == 0 else _parse_ref(p.strip(), allowed) for i, p in enumerate(pieces))
+    return tuple(part for part in parts if part != "")
+
+
+def _parse_ref(inside: str, allowed: frozenset[str]) -> Ref:
+    raw = inside.startswith("raw:")
+    source, slash, rest = inside.removeprefix("raw:").partition("/")
+    if source not in allowed or (raw and "raw" not in allowed):
+        raise ValueError(f"{{{{{inside[:60]}}}}} is not known here; there is: {', '.join(sorted(allowed))}")
+    if source == "payload":
+        return Ref(source, pointer=parse(slash + rest), raw=raw)
+    if source == "job" and rest in _JOB_FIELDS:
+        return Ref(source, name=_JOB_FIELDS[rest], raw=raw)
+    if source == "secret" and _SECRET_NAME.fullmatch(rest):
+        return Ref(source, name=rest, raw=raw)
+    if source in ("job", "secret") or slash:
+        raise ValueError(f"{{{{{inside[:60]}}}}} names nothing that exists")
+    return Ref(source, raw=raw)
+
+
+def as_text(value: Any) -> str:
+    """A value as it stands inside a longer text: strings bare, everything else as JSON."""
+    return value if isinstance(value, str) else to_json(value).decode()
+
+
+def to_json(value: Any) -> bytes:
+    """JSON for the wire.  Raises TemplateError (final) for what JSON cannot say."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return _to_json_slowly(value)
+
+
+def _to_json_slowly(value: Any) -> bytes:
+    # orjson knows no integers beyond 64 bits; the standard library does.
+    import json
+
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError):
+        raise _wrong_payload("the payload cannot be written as JSON") from None
+
+
+class Body:
+    """A body template: any JSON value whose strings may hold templates."""
+
+    def __init__(self, template: Any, allowed: frozenset[str]) -> None:
+        self._node = _compiled(template, allowed, _MAX_DEPTH)
+
+    def fill(self, values: Values) -> Any:
+        """The JSON value to send.  Raises TemplateError."""
+        return _filled(self._node, values)
+
+
+def _compiled(node: Any, allowed: frozenset[str], depth: int) -> Any:
+    if depth == 0:
+        raise ValueError(f"a body template is at most {_MAX_DEPTH} levels deep")
+    if isinstance(node, str):
+        return parse_text(node, allowed)
+    if isinstance(node, list):
+        return [_compiled(item, allowed, depth - 1) for item in node]
+    if isinstance(node, dict):
+        return {_key(key): _compiled(item, allowed, depth - 1) for key, item in node.items()}
+    return node
+
+
+def _key(key: str) -> str:
+    if "{{" in key:
+        raise ValueError("templates stand in values, not in keys")
+    return key
+
+
+def _filled(node: Any, values: Values) -> Any:
+    if isinstance(node, tuple):
+        return _filled_text(node, values)
+    if isinstance(node, list):
+        return [_filled(item, values) for item in node]
+    if isinstance(node, dict):
+        return {key: _filled(item, values) for key, item in node.items()}
+    return node
+
+
+def _filled_text(parts: Parts, values: Values) -> Any:
+    if len(parts) == 1 and isinstance(parts[0], Ref):
+        return parts[0].value(values)
+    return "".join(part if isinstance(part, str) else as_text(part.value(values)) for part in parts)
+
+
+class Path:
+    """A path template.  Values are percent-encoded; raw ones are not, but stay inside the path."""
+
+    def __init__(self, template: str, allowed: frozenset[str]) -> None:
+        allowed |= {"raw"}
+        self._parts = parse_text(template, allowed)
+        check_path("".join(part if isinstance(part, str) else "x" for part in self._parts))
+        query = template.partition("?")[2]
+        if "{{" in query and any(isinstance(p, Ref) and p.raw for p in parse_text(query, allowed)):
+            raise ValueError("raw values stand in the path, not in the query")
+
+    def fill(self, values: Values) -> str:
+        """The path to ask for.  Raises TemplateError if a value would lead elsewhere."""
+        path, suspect = "", False
+        for part in self._parts:
+            if isinstance(part, str):
+                path += part
+                continue
+            text = _path_value(part, values)
+            suspect = suspect or not _HARMLESS.fullmatch(text)
+            path += text if part.raw else quote(text, safe="")
+        return _checked(path) if suspect else path
+
+
+def _path_value(ref: Ref, values: Values) -> str:
+    value = ref.value(values)
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise _wrong_payload("only a text or a whole number can be put into a path")
+    text = str(value)
+    if ref.raw and any(ch in "?#&" for ch in text):  # control characters: check_path
+        raise _wrong_payload("a value has characters that cannot be put into a path")
+    return text
+
+
+def _checked(path: str) -> str:
+    try:
+        check_path(path)
+    except ValueError as error:
+        raise _wrong_payload(f"a value cannot be put into a path: {error}") from None
+    return path
+
+
+class Headers:
+    """Header templates; names are literal."""
+
+    def __init__(self, templates: Mapping[str, str], allowed: frozenset[str]) -> None:
+        self._parts = tuple((name, parse_text(text, allowed)) for name, text in templates.items())
+
+    def fill(self, values: Values) -> dict[str, str]:
+        """Header values, free of line breaks.  Raises TemplateError."""
+        return {name: _header_value(_filled_text(parts, values)) for name, parts in self._parts}
+
+
+def _header_value(value: Any) -> str:
+    text = as_text(value)
+    if not _HEADER_VALUE.fullmatch(text):
+        raise _wrong_payload("a value has characters that cannot be put into a header")
+    return text

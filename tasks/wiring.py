@@ -1,0 +1,61 @@
+"""One process's Dispatcher, put together from the settings on first use."""
+
+from jobs.catalog import Catalog
+from jobs.config import RecordSettings
+from jobs.db import Database
+from jobs.once import once
+from jobs.store import Store
+from jobs.webhooks import Webhooks
+from routing.admission import Admission
+from routing.config import RoutingSettings
+from routing.dispatcher import Dispatcher
+from routing.fleet import Fleet
+from routing.keys import Keys
+from routing.leases import Leases
+from routing.queues import Queues
+from routing.scripts import Scripts, connect
+from routing.slots import Slots
+from tasks.config import TaskSettings
+from tasks.outbound import check_url, parse_allow
+
+
+@once
+def database() -> Database:
+    return Database(RecordSettings().record_url)
+
+
+@once
+def catalog() -> Catalog:
+    return Catalog(database())
+
+
+@once
+def webhooks() -> Webhooks:
+    return Webhooks(database())
+
+
+@once
+def scripts() -> Scripts:
+    settings = RoutingSettings()
+    return Scripts(connect(settings.room_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
+
+
+@once
+def dispatcher() -> Dispatcher:
+    from tasks.announce import CeleryAnnouncer
+
+    settings, record = RoutingSettings(), RecordSettings()
+    fleet = Fleet(catalog(), settings.catalog_refresh_s)
+    queues = Queues(scripts(), settings)
+    allow = parse_allow(TaskSettings().webhook_allow)
+    return Dispatcher(
+        store=Store(database(), record.idempotency_window_s),
+        fleet=fleet,
+        queues=queues,
+        leases=Leases(scripts(), settings),
+        slots=Slots(scripts(), settings),
+        admission=Admission(scripts(), queues, fleet),
+        settings=settings,
+        announcer=CeleryAnnouncer(),
+        check_url=lambda url: check_url(url, allow),
+    )

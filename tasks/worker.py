@@ -1,0 +1,186 @@
+"""A worker process: its name on leases, its heartbeat, and the hand-off of the next job to its own pool."""
+
+import threading
+from typing import Any
+
+import structlog
+from celery import bootsteps
+from celery.signals import worker_shutting_down
+from redis.exceptions import RedisError
+
+from jobs.errors import SlotkeeperError
+from jobs.once import once
+from routing.dispatcher import Dispatcher, Task, new_owner
+from routing.leases import Held
+from routing.queues import Offer
+from tasks import messages
+from tasks.celery_app import celery
+from tasks.config import TaskSettings
+from tasks.heartbeat import Heartbeat
+from tasks.wiring import dispatcher
+
+log = structlog.get_logger(__name__)
+
+_WATCH_EVERY_S = 1.0
+_START_AGAIN_MS = 1_000
+_EVENTS_EVERY_S = 0.2
+_EVENTS_AT_ONCE = 500
+
+
+class _Message:
+    """A task message that never was at a broker, as far as a worker's strategy looks at one."""
+
+    content_type = content_encoding = None  # its body is not encoded
+    delivery_info: dict[str, Any] = {"exchange": "", "routing_key": "handoff", "redelivered": False}
+
+    def __init__(self, message: Any) -> None:
+        self.headers = message.headers
+        self.properties = message.properties
+        self.payload = self.body = message.body
+
+
+class Worker:
+    """What belongs to this process.  There is one, made when the first job comes."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self.owner = new_owner("worker")
+        self.heartbeat = Heartbeat(dispatcher.leases, self.owner, dispatcher.settings.renew_every_ms)
+        self.heartbeat.start()
+        self.consumer: Any = None  # Celery's consumer; None while there is none, or while draining
+        self._started: dict[str, Task] = {}
+
+    @property
+    def taker(self) -> str:
+        """Who takes the next offer: this worker, unless it is draining; then nobody does, and it is published."""
+        return self.owner if self.consumer is not None else ""
+
+    def start(self, offer: Offer) -> Task | None:
+        """Begin an offered job, or find it begun by `hand_on`.  None: there is nothing to run."""
+        task = self._started.pop(offer.lease, None)
+        if task is not None:
+            return task
+        try:
+            task = self.dispatcher.start(offer, self.owner)
+        except (SlotkeeperError, RedisError) as error:
+            self._put_back(offer, error)
+            return None
+        if task is None:
+            self._pass_on(offer)
+        return task
+
+    def hand_on(self, offer: Offer | None) -> None:
+        """Go on with the next job in this process, as a Celery task of its own, without the broker."""
+        while offer is not None:
+            consumer = self.consumer
+            try:
+                task = self.dispatcher.start(offer, self.owner)
+            except (SlotkeeperError, RedisError) as error:
+                self._put_back(offer, error)
+                return
+            if task is not None:
+                self._to_pool(consumer, offer, task)
+                return
+            offer = self._free(offer)
+
+    def _pass_on(self, offer: Offer) -> None:
+        """The job was gone; if the offer is ours, its slot goes to the next."""
+        self.hand_on(self._free(offer))
+
+    def _free(self, offer: Offer) -> Offer | None:
+        return self.dispatcher.free(self._held(offer), back=False, taker=self.taker)
+
+    def _put_back(self, offer: Offer, error: Exception) -> None:
+        """The job could not be started, through no fault of its own: back to its place, and not at once again."""
+        log.warning("start_postponed", job_id=offer.job_id, error=str(error))
+        self.dispatcher.free(self._held(offer), back=True, rest_ms=_START_AGAIN_MS)
+
+    def _held(self, offer: Offer) -> Held:
+        return Held(offer.fleet, offer.job_id, offer.lease, self.owner, offer.slot)
+
+    def _to_pool(self, consumer: Any, offer: Offer, task: Task) -> None:
+        self._started[offer.lease] = task
+        message = _Message(messages.build_for_run(offer, task.run))
+        # The consumer's own way of taking a message: Flower sees it received, started and ended.
+        consumer.strategies[messages.TASK](message, None, _nothing, _nothing, None)
+
+    def drain(self) -> None:
+        """Take nothing more; after the grace time, hand back what another worker can go on with."""
+        self.consumer = None
+        timer = threading.Timer(TaskSettings().grace_s, self.heartbeat.stop_all)
+        timer.daemon = True
+        timer.start()
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """There is no broker to acknowledge to."""
+
+
+@once
+def this_worker() -> Worker:
+    """The process's Worker, made on first use."""
+    return Worker(dispatcher())
+
+
+class _QueueWatch(threading.Thread):
+    """Consumes from the queue of every model in the catalog, also of those registered later."""
+
+    def __init__(self, consumer: Any) -> None:
+        super().__init__(name="queue-watch", daemon=True)
+        self._consumer = consumer
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.is_set():
+            try:
+                self._look()
+            except Exception as error:
+                log.warning("queue_watch_failed", error=str(error))
+            self.ended.wait(_WATCH_EVERY_S)
+
+    def _look(self) -> None:
+        # Compared with what is really consumed, so that nothing that went wrong once stays so.
+        consumed = {queue.name for queue in self._consumer.task_consumer.queues}
+        wanted = {messages.queue_of(model) for model in dispatcher().fleet.snapshot().models}
+        for queue in sorted(wanted - consumed):
+            # Not from here: the connection belongs to the thread of the loop.
+            self._consumer.hub.call_soon(self._consumer.add_task_queue, queue)
+
+
+class RunsJobs(bootsteps.StartStopStep):
+    """Marks a worker that runs jobs: it consumes the models' queues and keeps leases."""
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def __init__(self, parent: Any, **kwargs: Any) -> None:
+        self._watch: _QueueWatch | None = None
+        super().__init__(parent, **kwargs)
+
+    def start(self, parent: Any) -> None:
+        if "celery" not in celery.amqp.queues.consume_from:
+            return  # A worker for maintenance or webhooks alone.
+        this_worker().consumer = parent
+        _bundle_events(parent)
+        self._watch = _QueueWatch(parent)
+        self._watch.start()
+
+    def stop(self, parent: Any) -> None:
+        if self._watch is not None:
+            self._watch.ended.set()
+
+
+def _bundle_events(consumer: Any) -> None:
+    """Send task events five times a second instead of at each turn of the loop: a quarter of a busy worker's time."""
+    if consumer.hub is not None and consumer.event_dispatcher is not None:
+        consumer.event_dispatcher.on_send_buffered = None
+        consumer.event_dispatcher.buffer_limit = _EVENTS_AT_ONCE
+        consumer.hub.call_repeatedly(_EVENTS_EVERY_S, consumer._flush_events)
+
+
+celery.steps["consumer"].add(RunsJobs)
+
+
+@worker_shutting_down.connect
+def _drain(**_: object) -> None:
+    if this_worker.made:
+        this_worker().drain()

@@ -1,0 +1,10 @@
+"""reference_server: any Python function behind the slot protocol (docs/slot-protocol.md).
+
+`engine` decides and knows no HTTP; `runner` calls the function; `wire` speaks HTTP and knows no jobs; `door`
+stands between them.  Imports nothing of jobs, routing, tasks or app (setup.cfg, importlinter).
+"""
+
+from reference_server.model import Canceled, Context, InvalidRequest
+from reference_server.server import ReferenceServer, ServeConfig, ServeError, serve
+
+__all__ = ["Canceled", "Context", "InvalidRequest", "ReferenceServer", "ServeConfig", "ServeError", "serve"]

@@ -1,0 +1,1 @@
+"""app: the door.  Parses, calls, answers; decides nothing."""

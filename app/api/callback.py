@@ -1,0 +1,64 @@
+"""Results that servers push."""
+
+from typing import Any
+
+from flask import request
+
+from app.api.context import context, dispatcher
+from app.api.openapi import blueprint, described, headers, problems
+from app.api.reading import body_of
+from app.auth import public
+from app.errors import ProblemError
+from app.schemas import JobPath, PushAnswer
+from jobs.record import Job
+from jobs.states import State
+from tasks import callbacks, push
+
+api = blueprint("callback", "Inference servers", "/tasks/callback", keyed=False)
+
+_NO_JOB = "00000000-0000-0000-0000-000000000000"
+
+
+@api.post(
+    "/<job_id>",
+    responses={200: PushAnswer, 202: described(PushAnswer, "Not the end: ignored"), **problems(403, 413, 503)},
+    request_body={"content": {"application/json": {"schema": {}}}},
+    openapi_extensions=headers(
+        X_Callback_Token="The token that came with the job.", Authorization="The same token, as Bearer."
+    ),
+)
+@public
+def push_result(path: JobPath) -> tuple[dict[str, Any], int]:
+    """Push the end of a run.
+
+    Only under the token of the job's present attempt; sent twice, the second changes nothing.  The body is what
+    the server would answer to a poll.
+    """
+    job = _pushed_to(path.job_id)
+    request.max_content_length = context().settings.max_push_bytes
+    outcome = push.read(job, body_of(request)) if job.state is State.RUNNING else None
+    if outcome is None:
+        return {"status": "ignored" if job.state is State.RUNNING else job.state.value}, _status(job)
+    push.push(job, outcome)
+    now = dispatcher().store.state_of(job.id)
+    return {"status": (now or job.state).value}, 200
+
+
+def _status(job: Job) -> int:
+    return 202 if job.state is State.RUNNING else 200
+
+
+def _pushed_to(job_id: str) -> Job:
+    """The job whose present attempt the token is for.  A refusal does not tell whether there is such a job."""
+    job = dispatcher().store.get(job_id) if job_id.isprintable() else None
+    named, attempt = (job.id, job.attempt) if job is not None else (_NO_JOB, 0)
+    valid = callbacks.is_valid(_token(), named, attempt)
+    if job is None or not valid:
+        detail = "The token is not that of this job's present attempt."
+        raise ProblemError(403, "forbidden", "Not allowed", detail)
+    return job
+
+
+def _token() -> str:
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else request.headers.get("X-Callback-Token", "")

@@ -1,0 +1,36 @@
+"""What views of one process share: made once, when the application is."""
+
+from dataclasses import dataclass
+from typing import cast
+
+from flask import current_app
+
+from app.api.patience import Patience
+from app.api.place import Places
+from app.config import AppSettings
+from routing.dispatcher import Dispatcher
+
+_EXTENSION = "slotkeeper"
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The use cases, and what the door keeps beside them."""
+
+    dispatcher: Dispatcher
+    settings: AppSettings
+    places: Places
+    patience: Patience
+
+
+def put(app_extensions: dict[str, object], context: Context) -> None:
+    app_extensions[_EXTENSION] = context
+
+
+def context() -> Context:
+    """Of the application that answers this request."""
+    return cast(Context, current_app.extensions[_EXTENSION])
+
+
+def dispatcher() -> Dispatcher:
+    return context().dispatcher

@@ -1,0 +1,68 @@
+"""The dead letter queue: where automation stops and a person decides (R104)."""
+
+from typing import Any
+
+from app import views
+from app.api.admin import admin_blueprint
+from app.api.context import dispatcher
+from app.api.openapi import problems
+from app.api.paging import after, before, limits
+from app.schemas import DlqQuery, JobList, JobPath, JobView, RetryAllAnswer
+from jobs.errors import Conflict, JobNotFound
+from jobs.record import Job
+from jobs.states import State
+
+api = admin_blueprint("dlq", "Dead letter queue", "/admin/dlq")
+
+# What one request takes on; it says when there is more.
+_AT_ONCE = 500
+
+
+@api.get("", responses={200: JobList, **problems(422)})
+def list_dead(query: DlqQuery) -> dict[str, Any]:
+    """List dead jobs, the newest first, each with its last error.  Attempts stand at the job."""
+    found = dispatcher().store.find(
+        state=State.DEAD, model=limits(query.model), before_seq=before(query.cursor), limit=query.limit
+    )
+    return {"jobs": [views.job(job) for job in found], "next_cursor": after(found, query.limit)}
+
+
+@api.post("/<job_id>/retry", responses={200: JobView, **problems(404, 409, 415)})
+def retry_dead(path: JobPath) -> dict[str, Any]:
+    """Queue a dead job again, at its own place and with fresh budgets."""
+    job = _job(path.job_id)
+    dispatcher().revive(job.id)
+    return views.job(_job(job.id))
+
+
+@api.post("/retry-all", responses={200: RetryAllAnswer, **problems(415)})
+def retry_all_dead() -> dict[str, Any]:
+    """Queue dead jobs again, up to 500 of them; `more` says whether to ask again."""
+    found = dispatcher().store.find(state=State.DEAD, limit=_AT_ONCE + 1)
+    oldest_first = found[:_AT_ONCE][::-1]
+    return {"retried": sum(_revived(job.id) for job in oldest_first), "more": len(found) > _AT_ONCE}
+
+
+@api.delete("/<job_id>", responses={204: None, **problems(404, 409, 415)})
+def delete_dead(path: JobPath) -> tuple[str, int]:
+    """Remove a dead job for good.  The ledger keeps count of it."""
+    job = _job(path.job_id)
+    if not dispatcher().store.delete_dead(job.id):
+        raise Conflict(f"Job {job.id!r} is {job.state}; only a dead job can be removed.", status=job.state)
+    return "", 204
+
+
+def _job(job_id: str) -> Job:
+    job = dispatcher().store.get(job_id) if job_id.isprintable() else None
+    if job is None:
+        raise JobNotFound("There is no such job, or it has been removed.", job_id=job_id)
+    return job
+
+
+def _revived(job_id: str) -> bool:
+    """False: somebody else was quicker."""
+    try:
+        dispatcher().revive(job_id)
+    except (Conflict, JobNotFound):
+        return False
+    return True

@@ -1,0 +1,84 @@
+"""Looking at jobs, and canceling them.  A tenant sees its own; who may administer sees all."""
+
+from typing import Any
+
+from app import views
+from app.api.context import context, dispatcher
+from app.api.openapi import blueprint, described, problems
+from app.api.paging import after, before, limits
+from app.api.place import Place
+from app.auth import tenant
+from app.schemas import AttemptList, CancelAnswer, JobDetail, JobList, JobPath, ListQuery, WaitQuery
+from jobs import events
+from jobs.errors import JobNotFound
+from jobs.record import Job, Waiting
+from jobs.states import State
+
+api = blueprint("jobs", "Jobs", "/queue/jobs")
+
+
+@api.get("/<job_id>", responses={200: JobDetail, **problems(404, 422)})
+def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
+    """Show a job, with its place while it waits and its result when it has ended.
+
+    `wait`: answer only when it has ended, or after that many seconds.  Many requests that wait at once are
+    answered sooner: ask again.
+    """
+    job = own_job(path.job_id)
+    if query.wait and job.finished_ms is None:
+        context().patience.wait(lambda: dispatcher().store.state_of(job.id), query.wait)
+        job = own_job(path.job_id)
+    place = _place(job)
+    return views.job_detail(job, place.position, place.estimated_start_s)
+
+
+@api.get("", responses={200: JobList, **problems(422)})
+def list_jobs(query: ListQuery) -> dict[str, Any]:
+    """List jobs, the newest first."""
+    mine = tenant()
+    found = dispatcher().store.find(
+        state=query.status,
+        model=limits(query.model),
+        tenant=None if mine.admin else mine.name,
+        before_seq=before(query.cursor),
+        limit=query.limit,
+    )
+    return {"jobs": [views.job(job) for job in found], "next_cursor": after(found, query.limit)}
+
+
+@api.post(
+    "/<job_id>/cancel",
+    responses={200: CancelAnswer, 202: described(CancelAnswer, "Asked its server"), **problems(404, 409, 415)},
+)
+def cancel_job(path: JobPath) -> tuple[dict[str, Any], int]:
+    """Cancel a job: at once while it waits (200), as soon as its server lets go while it runs (202).
+
+    One that has ended is 409.
+    """
+    job = own_job(path.job_id)
+    if dispatcher().cancel(job.id) is State.RUNNING:
+        return {"job_id": job.id, "status": "canceling"}, 202
+    return {"job_id": job.id, "status": "canceled"}, 200
+
+
+@api.get("/<job_id>/attempts", responses={200: AttemptList, **problems(404)})
+def list_attempts(path: JobPath) -> dict[str, Any]:
+    """List a job's starts, the oldest first, and what came of each."""
+    job = own_job(path.job_id)
+    trail = events.attempts(dispatcher().store.events_of(job.id))
+    return {"job_id": job.id, "attempts": [views.attempt(it) for it in trail]}
+
+
+def own_job(job_id: str) -> Job:
+    """A job that this request's tenant may see.  Raises JobNotFound, also for another's."""
+    job = dispatcher().store.get(job_id) if job_id.isprintable() else None
+    mine = tenant()
+    if job is None or not (mine.admin or job.tenant == mine.name):
+        raise JobNotFound("There is no such job, or it has been removed.", job_id=job_id)
+    return job
+
+
+def _place(job: Job) -> Place:
+    if job.state is not State.QUEUED:
+        return Place()
+    return context().places.of(Waiting(job.id, job.seq, job.model, job.tier, job.tenant))

@@ -1,0 +1,67 @@
+"""Models and their configuration, changed while everything runs."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from app import views
+from app.api.admin import admin_blueprint, bring_to_redis, depths_of
+from app.api.context import dispatcher
+from app.api.openapi import problems
+from app.errors import know_fields
+from app.schemas import ConfigBody, ConfigView, ModelList, ModelPath
+from jobs.catalog import Model
+from jobs.errors import NotFound
+from jobs.record import now_ms
+from routing.queues import Depths
+from routing.submission import check_model_name
+from tasks.wiring import catalog
+
+api = admin_blueprint("models", "Models", "/admin")
+
+know_fields("ConfigBody", ConfigBody.model_fields)
+
+
+@api.get("/models", responses={200: ModelList})
+def list_models() -> dict[str, Any]:
+    """List models, with their servers and how many jobs wait."""
+    found = dispatcher().fleet.refresh()
+    depths: Mapping[str, Depths] = {}
+    with suppress(RedisError):
+        depths = depths_of(found.fleets())
+    models = sorted(found.models.values(), key=lambda model: model.name)
+    return {"models": [views.model(model, found, depths.get(model.fleet)) for model in models]}
+
+
+@api.get("/model-configs/<path:model>", responses={200: ConfigView, **problems(404)})
+def get_config(path: ModelPath) -> dict[str, Any]:
+    """Show how a model's jobs are treated, and what of it differs from the defaults."""
+    return views.config(_known(path.model))
+
+
+@api.put("/model-configs/<path:model>", responses={200: ConfigView, **problems(400, 413, 415, 422)})
+def put_config(path: ModelPath, body: ConfigBody) -> dict[str, Any]:
+    """Replace a model's overrides.  What the body leaves out goes back to its default; a new model is created."""
+    check_model_name(path.model)
+    return _configure(path.model, body.model_dump(exclude_unset=True))
+
+
+@api.delete("/model-configs/<path:model>", responses={200: ConfigView, **problems(404, 415)})
+def delete_config(path: ModelPath) -> dict[str, Any]:
+    """Go back to the defaults."""
+    return _configure(_known(path.model).name, {})
+
+
+def _configure(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    model = catalog().configure(name, overrides, now_ms())
+    bring_to_redis(model.fleet)
+    return views.config(model)
+
+
+def _known(name: str) -> Model:
+    found = dispatcher().fleet.refresh().models.get(name)
+    if found is None:
+        raise NotFound("There is no such model; GET /admin/models lists them.", model=name)
+    return found

@@ -1,0 +1,157 @@
+"""What flask-openapi is to us, in one place: how views are described, and the document that comes of it."""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import orjson
+from flask import Flask, Response
+from flask.json.provider import JSONProvider
+from flask_openapi import APIBlueprint, Info, OpenAPI
+from pydantic import BaseModel, ConfigDict
+
+from app.api.reading import Request
+from app.errors import CONTENT_TYPE, of_validation
+
+_REASONS = {
+    400: "The body is not valid JSON",
+    401: "No valid key",
+    403: "Not allowed",
+    404: "There is no such thing",
+    409: "The present state does not allow this",
+    413: "The body is too large",
+    415: "The body is not JSON",
+    421: "The Host header does not name this machine",
+    422: "A field is wrong; `field` and `errors` name it",
+    429: "More than the limits allow at present; Retry-After says when to come back",
+    500: "The server failed",
+    503: "The database or Redis is away; Retry-After says when to come back",
+}
+_EVERYWHERE = (500,)
+_HEADERS = "x-headers"  # only on the way to `document`
+_KEYED = (401, 403, 421, 500, 503)
+SECURITY: dict[str, Any] = {"key": {"type": "http", "scheme": "bearer", "description": "A tenant's key, sk_…"}}
+
+
+class Model(BaseModel):
+    """Base of what is read and written.  Its schema is built once: flask-openapi asks for it at every request."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    @classmethod
+    def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return _schema(cls, args, tuple(sorted(kwargs.items())))
+
+
+@cache
+def _schema(model: type[BaseModel], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    made: dict[str, Any] = BaseModel.model_json_schema.__func__(model, *args, **dict(kwargs))  # type: ignore[attr-defined]
+    return made
+
+
+class Problem(Model):
+    """An error, as RFC 9457 has it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    code: str
+    field: str | None = None
+    errors: list[dict[str, str]] | None = None
+    index: int | None = None
+
+
+class _OrjsonProvider(JSONProvider):
+    """Answers that views give as dicts."""
+
+    def dumps(self, obj: Any, **_: Any) -> str:
+        return orjson.dumps(obj, default=str).decode()
+
+    def loads(self, s: str | bytes, **_: Any) -> Any:
+        return orjson.loads(s)
+
+    def response(self, *args: Any, **kwargs: Any) -> Response:
+        body = self._prepare_response_obj(args, kwargs)
+        return Response(orjson.dumps(body, default=str), content_type="application/json")
+
+
+def new_app(version: str) -> OpenAPI:
+    """A Flask application that describes itself.  The document is served by app.api.docs."""
+    app = OpenAPI(
+        "app",
+        info=Info(title="Slotkeeper", version=version, description="A dispatcher for GPU inference."),
+        security_schemes=SECURITY,
+        validation_error_model=Problem,
+        validation_error_callback=of_validation,
+        doc_ui=False,
+        static_folder=None,
+    )
+    app.openapi_version = "3.1.0"
+    app.request_class = Request
+    app.json = _OrjsonProvider(app)
+    app.url_map.merge_slashes = False  # Names may hold them.
+    return app
+
+
+def blueprint(name: str, title: str, prefix: str = "", *, keyed: bool = True) -> APIBlueprint:
+    """Views under one heading.  `keyed`: they ask for a tenant's key."""
+    return APIBlueprint(
+        name,
+        f"app.api.{name}",
+        url_prefix=prefix or None,
+        abp_tags=[{"name": title}],
+        abp_security=[{"key": []}] if keyed else None,
+        abp_responses=problems(*(_KEYED if keyed else _EVERYWHERE)),
+        operation_id_callback=_operation_id,
+    )
+
+
+def _operation_id(*, bp_name: str, name: str, path: str, method: str) -> str:
+    return name
+
+
+def problems(*statuses: int) -> dict[str | int, Any]:
+    """The description of answers with an error."""
+    schema = {"schema": {"$ref": "#/components/schemas/Problem"}}
+    return {status: {"description": _REASONS[status], "content": {CONTENT_TYPE: schema}} for status in statuses}
+
+
+def described(model: type[BaseModel], description: str, kinds: Iterable[str] = ("application/json",)) -> dict[str, Any]:
+    """The description of an answer whose schema is known by another view."""
+    schema = {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
+    return {"description": description, "content": dict.fromkeys(kinds, schema)}
+
+
+def headers(**described: str) -> dict[str, Any]:
+    """openapi_extensions for optional headers that a view reads by itself: Some_Header="what it is for"."""
+    return {
+        _HEADERS: [
+            {"name": name.replace("_", "-"), "in": "header", "description": text, "schema": {"type": "string"}}
+            for name, text in described.items()
+        ]
+    }
+
+
+def document(app: Flask) -> dict[str, Any]:
+    """The OpenAPI document."""
+    assert isinstance(app, OpenAPI)
+    made: dict[str, Any] = app.api_doc
+    for path in made["paths"].values():
+        for operation in path.values():
+            _tidy(operation)
+    return made
+
+
+def _tidy(operation: dict[str, Any]) -> None:
+    """Put headers beside the parameters, and drop the answer that flask-openapi adds for its own validation."""
+    if "description" in operation:
+        operation["description"] = operation["description"].replace("<br/>", "\n").strip()
+    headers = operation.pop(_HEADERS, [])
+    if headers:
+        operation["parameters"] = operation.get("parameters", []) + headers
+    if CONTENT_TYPE not in operation["responses"].get("422", {}).get("content", {CONTENT_TYPE: None}):
+        del operation["responses"]["422"]

@@ -1,0 +1,50 @@
+"""Waiting for a job to end, by looking at the record.
+
+A request that waits holds a thread, so only so many of them may; the others are answered at once, and ask again.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+from jobs.states import FINAL, State
+
+_FIRST_LOOK_S, _LONGEST_LOOK_S, _GROWTH = 0.020, 0.250, 1.5
+
+Look = Callable[[], State | None]
+
+
+class Patience:
+    """Bounds how many requests of this process wait."""
+
+    def __init__(
+        self,
+        most: int,
+        pause: Callable[[float], object] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._room = threading.BoundedSemaphore(most) if most > 0 else None
+        self._pause = pause
+        self._clock = clock
+
+    def wait(self, look: Look, seconds: float) -> None:
+        """Return when the job has ended or is gone, when time is up, or at once if too many wait already."""
+        if seconds <= 0 or self._room is None or not self._room.acquire(blocking=False):
+            return
+        try:
+            self._watch(look, self._clock() + seconds)
+        finally:
+            self._room.release()
+
+    def _watch(self, look: Look, until: float) -> None:
+        step_s = _FIRST_LOOK_S
+        while _goes_on(look()):
+            left_s = until - self._clock()
+            if left_s <= 0:
+                return
+            self._pause(min(step_s, left_s))
+            step_s = min(step_s * _GROWTH, _LONGEST_LOOK_S)
+
+
+def _goes_on(state: State | None) -> bool:
+    return state is not None and state not in FINAL

@@ -1,0 +1,58 @@
+"""Whether the parts that this process stands on answer.  None: yes; else a sentence for people.
+
+Anybody may read the sentences, so they name no addresses; the log has the rest.
+"""
+
+import structlog
+from kombu.exceptions import OperationalError as BrokerError
+from redis.exceptions import RedisError
+
+from app.api.context import dispatcher
+from jobs import migrate
+from jobs.errors import SlotkeeperError
+from tasks.celery_app import celery
+from tasks.wiring import catalog, scripts
+
+log = structlog.get_logger(__name__)
+
+_BROKER_TIMEOUT_S = 2
+# A schema that was right once stays right while this process runs.
+_right_schemas: set[str] = set()
+
+
+def database() -> str | None:
+    """It answers, and has the schema that this release needs."""
+    try:
+        catalog().version()
+        return _schema_problem(dispatcher().store.database.url)
+    except SlotkeeperError as error:
+        log.warning("database_away", error=error.detail)
+        return "The database does not answer, or has no tables yet."
+
+
+def redis() -> str | None:
+    try:
+        scripts().redis.ping()
+    except RedisError as error:
+        log.warning("redis_away", error=str(error))
+        return "Redis does not answer; jobs are accepted, and start when it is back."
+    return None
+
+
+def broker() -> str | None:
+    try:
+        with celery.connection_for_write(connect_timeout=_BROKER_TIMEOUT_S) as connection:
+            connection.ensure_connection(max_retries=1, interval_start=0, timeout=_BROKER_TIMEOUT_S)
+    except (BrokerError, OSError, RedisError) as error:
+        log.warning("broker_away", error=str(error))
+        return "The broker does not answer; jobs are accepted, and start when it is back."
+    return None
+
+
+def _schema_problem(url: str) -> str | None:
+    if url in _right_schemas:
+        return None
+    why = migrate.check(url)
+    if why is None:
+        _right_schemas.add(url)
+    return why

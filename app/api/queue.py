@@ -1,0 +1,126 @@
+"""Submitting jobs: one, or many at once."""
+
+from datetime import datetime
+from typing import Any
+
+from flask import request
+
+from app.api import batch
+from app.api.context import context, dispatcher
+from app.api.openapi import blueprint, headers, problems
+from app.api.place import Place
+from app.auth import tenant
+from app.schemas import BatchReceipt, SubmitBody
+from app.schemas import Receipt as ReceiptView
+from jobs.errors import InvalidJob
+from jobs.states import State
+from routing.dispatcher import Receipt
+from routing.submission import Submission
+
+Answer = tuple[dict[str, Any], int, dict[str, str]]
+
+api = blueprint("queue", "Submit", "/queue")
+
+_KEY = headers(Idempotency_Key="Names this request: sent again within a day, it is the same job.")
+_BATCH_KEY = headers(Idempotency_Key="Names this batch: sent again within a day, it is the same jobs.")
+_REFUSALS = problems(400, 409, 413, 415, 422, 429)
+
+
+@api.post("/submit", responses={202: ReceiptView, **_REFUSALS}, openapi_extensions=_KEY)
+def submit(body: SubmitBody) -> Answer:
+    """Submit a job.
+
+    It is in the record when this answers, and will end in a state that says why.  A model that is not registered
+    is 422 `unknown_model`; a key that came with another request is 409 `idempotency_conflict`.
+    """
+    asked = submission(body, request.headers.get("Idempotency-Key"))
+    receipt = dispatcher().submit([asked], tenant())[0]
+    accepted = receipt.accepted
+    links = _links(accepted.id)
+    place = _place(receipt)
+    answer = {
+        "job_id": accepted.id,
+        "status": accepted.state.value,
+        "position": place.position,
+        "deduplicated": accepted.deduplicated,
+        "estimated_start_s": place.estimated_start_s,
+        "links": links,
+    }
+    return answer, 202, {"Location": links["self"]}
+
+
+@api.post(
+    "/submit-batch",
+    responses={202: BatchReceipt, **_REFUSALS},
+    request_body=batch.DESCRIPTION,
+    openapi_extensions=_BATCH_KEY,
+)
+def submit_batch() -> tuple[dict[str, Any], int]:
+    """Submit up to 1000 jobs: all of them are accepted, or none.
+
+    A JSON array, or one JSON object a line (application/x-ndjson).  A refusal names the `index` of the job,
+    counted from 0.
+    """
+    key = request.headers.get("Idempotency-Key")
+    items = batch.read(request, context().settings.max_batch_bytes)
+    asked = [_of_batch(index, item, key) for index, item in enumerate(items)]
+    accepted = [receipt.accepted for receipt in dispatcher().submit(asked, tenant())]
+    jobs = [{"job_id": it.id, "status": it.state.value, "deduplicated": it.deduplicated} for it in accepted]
+    return {"accepted": sum(not it.deduplicated for it in accepted), "jobs": jobs}, 202
+
+
+def submission(body: SubmitBody, key: str | None) -> Submission:
+    """What the body asks for.  Raises InvalidJob for a moment that is none."""
+    delay_s, not_before_ms = moment(body.not_before)
+    return Submission(
+        model=body.model,
+        payload=body.payload,
+        callback_url=body.callback_url,
+        priority=body.priority,
+        tenant=tenant().name,
+        ttl_s=body.ttl,
+        delay_s=delay_s,
+        not_before_ms=not_before_ms,
+        idempotency_key=key,
+    )
+
+
+def moment(given: Any) -> tuple[Any, int | None]:
+    """(seconds from now, None) or (None, ms since the epoch).  Raises InvalidJob."""
+    if not isinstance(given, str):
+        return given, None
+    try:
+        when = datetime.fromisoformat(given)
+    except ValueError:
+        raise InvalidJob("not_before", f"not_before {_SHAPE}") from None
+    if when.tzinfo is None:
+        raise InvalidJob("not_before", f"not_before names no zone; {_SHAPE}")
+    try:
+        return None, round(when.timestamp() * 1000)
+    except (OverflowError, ValueError):
+        raise InvalidJob("not_before", "not_before must lie between now and 366 days from now") from None
+
+
+_SHAPE = "must be ISO 8601 with its zone, such as 2030-01-31T12:00:00Z, or a number of seconds from now"
+
+
+def _of_batch(index: int, item: batch.BatchItem, key: str | None) -> Submission:
+    own_key = item.idempotency_key
+    if own_key is None and key is not None:
+        own_key = f"{key}/{index}"
+    try:
+        return submission(item, own_key)
+    except InvalidJob as error:
+        error.facts["index"] = index
+        raise
+
+
+def _place(receipt: Receipt) -> Place:
+    if receipt.accepted.state is not State.QUEUED:
+        return Place()
+    return context().places.of(receipt.waiting)
+
+
+def _links(job_id: str) -> dict[str, str]:
+    own = f"/queue/jobs/{job_id}"
+    return {"self": own, "cancel": f"{own}/cancel", "attempts": f"{own}/attempts"}

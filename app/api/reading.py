@@ -1,0 +1,77 @@
+"""Reading JSON strictly: what could be understood in two ways is refused, not guessed.
+
+The parser is the standard library's.  orjson would be quicker, but rounds whole numbers beyond 64 bits and keeps
+the last of two equal keys without a word; both would change what the client meant.
+"""
+
+import json
+from typing import Any, NoReturn
+
+import flask
+from werkzeug.exceptions import RequestEntityTooLarge
+
+from app.errors import ProblemError, printable
+
+
+class _Refused(ValueError):
+    """Text that the parser would take and we do not."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _Refused(f"the key {printable(twice)!r} stands twice in one object")
+    return made
+
+
+def _constant(name: str) -> NoReturn:
+    raise _Refused(f"{name} is no JSON; send null or a text")
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+
+
+def parse(text: bytes, **facts: Any) -> Any:
+    """The JSON value.  Raises ProblemError 400, with `facts`, that says where it breaks off."""
+    try:
+        return _decoder.decode(text.decode())
+    except UnicodeDecodeError as error:
+        raise _malformed(f"byte {error.start} is no UTF-8", facts) from None
+    except json.JSONDecodeError as error:
+        raise _malformed(f"{error.msg} in line {error.lineno}, column {error.colno}", facts) from None
+    except RecursionError:
+        raise _malformed("it is nested too deeply", facts) from None
+    except ValueError as error:  # ours, and numbers of thousands of digits
+        raise _malformed(str(error), facts) from None
+
+
+def _malformed(what: str, facts: dict[str, Any]) -> ProblemError:
+    return ProblemError(400, "malformed_json", "Not valid JSON", f"The body is not valid JSON: {what}.", **facts)
+
+
+def body_of(request: flask.Request) -> bytes:
+    """The whole body.  Raises RequestEntityTooLarge.
+
+    Werkzeug stops at the limit without a word where no length was announced: half a body would pass for a whole.
+    """
+    body = request.get_data()
+    most = request.max_content_length
+    if most is not None and len(body) >= most and len(body) != request.content_length:
+        raise RequestEntityTooLarge
+    return body
+
+
+class Request(flask.Request):
+    """A request whose JSON is read by `parse`.  flask-openapi asks for it by get_json."""
+
+    def get_json(self, force: bool = False, silent: bool = False, cache: bool = True) -> Any:
+        """The body, which must be a JSON object.  Raises ProblemError, also when `silent`."""
+        if self.mimetype != "application/json" and self.content_type:
+            detail = "This takes one JSON object, with Content-Type: application/json."
+            raise ProblemError(415, "unsupported_media_type", "Not JSON", detail)
+        body = parse(body_of(self))
+        if not isinstance(body, dict):
+            raise ProblemError(422, "invalid_request", "The request is not valid", "The body must be a JSON object.")
+        return body

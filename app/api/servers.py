@@ -1,0 +1,96 @@
+"""Inference servers: registering, draining, removing.  Takes effect everywhere within two seconds."""
+
+from typing import Any
+from urllib.parse import urlsplit
+
+from redis.exceptions import RedisError
+
+from app import views
+from app.api.admin import admin_blueprint, bring_to_redis, depths_of
+from app.api.context import dispatcher
+from app.api.openapi import described, problems
+from app.schemas import RegisterBody, ServerList, ServerPatch, ServerPath, ServerView
+from jobs.errors import InvalidJob, NotFound
+from jobs.record import Server, now_ms
+from routing.submission import check_model_name
+from tasks.servers.client import split_endpoint
+from tasks.wiring import catalog
+
+api = admin_blueprint("servers", "Servers", "/admin")
+
+_ENDPOINT = "endpoint must be a full URL with a host, such as http://gpu1:9001/generate"
+
+
+@api.post(
+    "/register",
+    responses={
+        201: ServerView,
+        200: described(ServerView, "Known before; changed"),
+        **problems(400, 409, 413, 415, 422),
+    },
+)
+def register_server(body: RegisterBody) -> tuple[dict[str, Any], int]:
+    """Add a server for a model, or change its endpoint and slots.  The model is created if it is new.
+
+    A server of one fleet cannot take over a model of another that has servers or unfinished jobs: 409.
+    """
+    check_model_name(body.model)
+    check_model_name(body.server, "server")
+    _check_endpoint(body.endpoint)
+    known = dispatcher().fleet.refresh().servers.get(body.server)
+    server = catalog().register(body.model, body.server, body.endpoint, body.slots, now_ms())
+    bring_to_redis(server.fleet)
+    return views.server(server), 200 if known is not None and body.model in known.endpoints else 201
+
+
+@api.get("/servers", responses={200: ServerList})
+def list_servers() -> dict[str, Any]:
+    """List servers, and how the slots of each fleet stand."""
+    found = dispatcher().fleet.refresh()
+    try:
+        fleets = [views.fleet(name, depths) for name, depths in depths_of(found.fleets()).items()]
+    except RedisError:
+        fleets = None
+    servers = sorted(found.servers.values(), key=lambda server: server.name)
+    return {"servers": [views.server(server) for server in servers], "fleets": fleets}
+
+
+@api.patch("/servers/<path:server>", responses={200: ServerView, **problems(400, 404, 413, 415, 422)})
+def change_server(path: ServerPath, body: ServerPatch) -> dict[str, Any]:
+    """Drain, pause or resume a server.
+
+    draining, paused: what runs there goes on, nothing new is sent; online: it is used again.
+    """
+    known = _known(path.server)
+    catalog().set_server_state(known.name, body.state)
+    bring_to_redis(known.fleet)
+    return views.server(_known(path.server))
+
+
+@api.delete("/servers/<path:server>", responses={204: None, **problems(404, 415)})
+def remove_server(path: ServerPath) -> tuple[str, int]:
+    """Forget a server.  Its models stay, and their jobs wait for another; drain it first to let runs end."""
+    known = _known(path.server)
+    catalog().remove_server(known.name)
+    bring_to_redis(known.fleet)
+    return "", 204
+
+
+def _known(name: str) -> Server:
+    found = dispatcher().fleet.refresh().servers.get(name)
+    if found is None:
+        raise NotFound("There is no such server; GET /admin/servers lists them.", server=name)
+    return found
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """Raises InvalidJob unless a request can be sent there.  Credentials belong in no URL: it is shown and logged."""
+    try:
+        split_endpoint(endpoint)
+    except ValueError:
+        raise InvalidJob("endpoint", _ENDPOINT) from None
+    parts = urlsplit(endpoint)
+    if parts.username is not None or parts.password is not None:
+        raise InvalidJob("endpoint", "endpoint must hold no user or password")
+    if parts.port == 0 or any(ord(sign) <= 32 or ord(sign) > 126 or sign == "\\" for sign in endpoint):
+        raise InvalidJob("endpoint", _ENDPOINT)

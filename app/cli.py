@@ -1,0 +1,24 @@
+"""The command line.  Each group of commands has its file in app/commands; what is slow is imported inside them."""
+
+import click
+
+from app.commands import admin, jobs, local
+from app.drill.command import drill
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="slotkeeper", message="slotkeeper %(version)s")
+def main() -> None:
+    """A dispatcher for GPU inference: durable queue, exact order, one slot per job.
+
+    Commands that ask the API find it at SLOTKEEPER_URL (default: http://127.0.0.1:8000, or SLOTKEEPER_PORT there),
+    and show it the key in SLOTKEEPER_KEY.  Exit status: 0 done, 1 not done, 2 wrong usage.
+    """
+
+
+for command in (*local.COMMANDS, *jobs.COMMANDS, *admin.COMMANDS, drill):
+    main.add_command(command)
+
+
+if __name__ == "__main__":
+    main(prog_name="slotkeeper")

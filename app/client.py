@@ -1,0 +1,143 @@
+"""A small client of the REST API, for the command line."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import click
+import requests
+
+_TIMEOUT_S = 30.0
+_LONGEST_WAIT_S = 20.0
+_PAUSE_S = 0.25  # before asking again what was answered sooner than asked for
+_AGAIN = (429, 503)
+_GOING_ON = ("queued", "delayed", "running")
+
+
+class ClientError(click.ClickException):
+    """It did not work; the text says what is wrong and what to do."""
+
+
+class Unreachable(ClientError):
+    """Nothing answers at the address."""
+
+
+class Refused(ClientError):
+    """The API has answered with a problem."""
+
+    def __init__(self, status: int, problem: Mapping[str, Any], retry_after_s: float | None) -> None:
+        self.status, self.problem, self.retry_after_s = status, problem, retry_after_s
+        title, detail = str(problem.get("title") or f"HTTP {status}"), str(problem.get("detail") or "")
+        super().__init__(f"{title}: {detail}" if detail else title)
+
+
+class Client:
+    """Speaks to one Slotkeeper.  Raises ClientError."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._session = requests.Session()
+        self._session.trust_env = False  # A proxy or a .netrc of the user is not meant for this.
+        if key:
+            self._session.headers["Authorization"] = f"Bearer {key}"
+
+    def get(self, path: str, **params: Any) -> Any:
+        return self.call("GET", path, params={name: value for name, value in params.items() if value is not None})
+
+    def post(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
+        return self.call("POST", path, body=body, headers=headers)
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        params: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> Any:
+        """The answer's JSON; None for an empty one."""
+        sent = dict(headers or {})
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        if data is not None:
+            sent.setdefault("Content-Type", "application/json")
+        try:
+            answer = self._session.request(
+                method, self.url + path, data=data, params=params, headers=sent, timeout=(5, timeout_s)
+            )
+        except requests.Timeout as error:
+            raise Unreachable(
+                f"No answer from {self.url} in time: look whether it is overloaded, and try again."
+            ) from error
+        except requests.ConnectionError as error:
+            raise Unreachable(
+                f"Nothing answers at {self.url}: start it with `slotkeeper up`, or set SLOTKEEPER_URL."
+            ) from error
+        except (requests.RequestException, ValueError) as error:
+            raise ClientError(f"{self.url} cannot be asked: {error}") from error
+        return _read(answer, self.url)
+
+    def patiently(self, ask: Callable[[], Any], patience_s: float = 300.0) -> Any:
+        """Ask again while the answer is "not now", as long as it says, for at most `patience_s` in all.
+
+        For requests that may be sent twice: reads, and submits under an Idempotency-Key.
+        """
+        until = time.monotonic() + patience_s
+        wait_s = 0.5
+        while True:
+            try:
+                return ask()
+            except (Refused, Unreachable) as error:
+                if isinstance(error, Refused) and error.status not in _AGAIN:
+                    raise
+                told_s = error.retry_after_s if isinstance(error, Refused) else None
+                pause_s = wait_s if told_s is None else told_s
+                if time.monotonic() + pause_s > until:
+                    raise
+            time.sleep(pause_s)
+            wait_s = min(wait_s * 2, 15.0)
+
+    def wait_for(self, job_id: str, timeout_s: float | None = None) -> dict[str, Any]:
+        """The job once it has ended, or as it is after `timeout_s`."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = _LONGEST_WAIT_S if until is None else min(until - time.monotonic(), _LONGEST_WAIT_S)
+            job: dict[str, Any] = self.get(f"/queue/jobs/{job_id}", wait=max(left_s, 0))
+            if has_ended(job) or (until is not None and time.monotonic() + _PAUSE_S > until):
+                return job
+            time.sleep(_PAUSE_S)  # The API does not let everybody wait when too many do.
+
+    def pages(self, path: str, items: str, limit: int, **params: Any) -> Iterator[dict[str, Any]]:
+        """What stands under `items` in a list that comes in pages, `limit` of them at most."""
+        cursor = None
+        while limit > 0:
+            page = self.get(path, limit=min(limit, 200), cursor=cursor, **params)
+            yield from page[items][:limit]
+            limit -= len(page[items])
+            cursor = page["next_cursor"]
+            if cursor is None:
+                return
+
+
+def has_ended(job: Mapping[str, Any]) -> bool:
+    return job["status"] not in _GOING_ON
+
+
+def _read(answer: requests.Response, url: str) -> Any:
+    try:
+        body = json.loads(answer.content) if answer.content else None
+    except ValueError:
+        body = None
+        if answer.ok:
+            raise ClientError(f"What answers at {url} is not Slotkeeper: set SLOTKEEPER_URL to its address.") from None
+    if answer.ok:
+        return body
+    problem = body if isinstance(body, dict) else {"title": answer.reason}
+    return _refuse(answer, problem)
+
+
+def _refuse(answer: requests.Response, problem: Mapping[str, Any]) -> Any:
+    after = answer.headers.get("Retry-After", "")
+    raise Refused(answer.status_code, problem, float(after) if after.isdigit() else None)

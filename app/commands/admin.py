@@ -1,0 +1,330 @@
+"""Commands for operators: dead jobs, servers, models, and how things stand."""
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from app.commands.common import (
+    client,
+    console,
+    json_option,
+    limit_option,
+    print_facts,
+    print_json,
+    print_table,
+    quoted,
+    shown,
+)
+from app.commands.jobs import print_attempts, print_job, print_jobs
+
+_WATCH_JOBS = 12
+
+
+@click.group()
+def dlq() -> None:
+    """Dead jobs: those whose retries are used up, or under which workers died."""
+
+
+@dlq.command("list")
+@click.option("--model")
+@limit_option
+@json_option
+def list_dead(model: str | None, limit: int, as_json: bool) -> None:
+    """List dead jobs."""
+    print_jobs(list(client().pages("/admin/dlq", "jobs", limit, model=model)), as_json)
+
+
+@dlq.command("show")
+@click.argument("job_id", metavar="ID")
+@json_option
+def show_dead(job_id: str, as_json: bool) -> None:
+    """Show a dead job with all of its attempts."""
+    api = client()
+    job = api.get(f"/queue/jobs/{quoted(job_id)}")
+    found = api.get(f"/queue/jobs/{quoted(job_id)}/attempts")["attempts"]
+    if as_json:
+        print_json({**job, "attempts": found})
+        return
+    print_job(job)
+    print_attempts(found)
+
+
+@dlq.command("retry")
+@click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
+def retry_dead(job_ids: tuple[str, ...]) -> None:
+    """Queue dead jobs again, with fresh budgets."""
+    for job_id in job_ids:
+        client().post(f"/admin/dlq/{quoted(job_id)}/retry")
+        click.echo(f"{job_id}  queued")
+
+
+@dlq.command("retry-all")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def retry_all_dead(yes: bool) -> None:
+    """Queue all dead jobs again."""
+    if not yes:
+        click.confirm("Queue all dead jobs again?", abort=True)
+    api, retried, more = client(), 0, True
+    with console(stderr=True).status("") as status:
+        while more:
+            answer = api.post("/admin/dlq/retry-all")
+            retried, more = retried + answer["retried"], answer["more"]
+            status.update(f"{retried} jobs ...")
+    click.echo(f"{retried} jobs are queued again.")
+
+
+@dlq.command("delete")
+@click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
+def delete_dead(job_ids: tuple[str, ...]) -> None:
+    """Remove dead jobs for good."""
+    for job_id in job_ids:
+        client().call("DELETE", f"/admin/dlq/{quoted(job_id)}")
+        click.echo(f"{job_id}  deleted")
+
+
+@click.group()
+def servers() -> None:
+    """Inference servers and their slots."""
+
+
+@servers.command("list")
+@json_option
+def list_servers(as_json: bool) -> None:
+    """List servers, and the slots of each fleet at this moment."""
+    answer = client().get("/admin/servers")
+    if as_json:
+        print_json(answer)
+        return
+    _print_servers(answer["servers"])
+    if answer["fleets"]:
+        _print_fleets(answer["fleets"])
+
+
+def _print_servers(found: list[dict[str, Any]]) -> None:
+    rows = (
+        (one["server"], one["state"], one["slots"], model, endpoint)
+        for one in found
+        for model, endpoint in (one["models"] or {"-": "-"}).items()
+    )
+    print_table(("server", "state", "slots", "model", "endpoint"), rows, "There are no servers: register one.")
+
+
+def _print_fleets(found: list[dict[str, Any]]) -> None:
+    names = ("fleet", "waiting", "taken", "free", "resting")
+    print_table(names, ([one[name] for name in names] for one in found), "")
+
+
+@servers.command("register")
+@click.argument("model")
+@click.argument("server")
+@click.argument("endpoint")
+@click.option("--slots", default=1, show_default=True, type=click.IntRange(1, 1024), help="Jobs it runs at once.")
+@json_option
+def register_server(model: str, server: str, endpoint: str, slots: int, as_json: bool) -> None:
+    """Add a server, or another model on it.
+
+    \b
+    slotkeeper servers register zimg zimg-api4 http://10.0.0.4:9001/generate --slots 2
+    """
+    body = {"model": model, "server": server, "endpoint": endpoint, "slots": slots}
+    answer = client().post("/admin/register", body)
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo(f"{server} serves {model} on {slots} slots.")
+
+
+@servers.command("drain")
+@click.argument("server")
+def drain_server(server: str) -> None:
+    """Let what runs on it end, and start nothing more."""
+    _set_state(server, "draining")
+
+
+@servers.command("pause")
+@click.argument("server")
+def pause_server(server: str) -> None:
+    """Start nothing more on it, for a while."""
+    _set_state(server, "paused")
+
+
+@servers.command("resume")
+@click.argument("server")
+def resume_server(server: str) -> None:
+    """Use it again."""
+    _set_state(server, "online")
+
+
+def _set_state(server: str, state: str) -> None:
+    client().call("PATCH", f"/admin/servers/{quoted(server)}", body={"state": state})
+    click.echo(f"{server} is {state}.")
+
+
+@servers.command("remove")
+@click.argument("server")
+def remove_server(server: str) -> None:
+    """Forget it."""
+    client().call("DELETE", f"/admin/servers/{quoted(server)}")
+    click.echo(f"{server} is removed.")
+
+
+@click.group()
+def models() -> None:
+    """Models and how their jobs are treated."""
+
+
+@models.command("list")
+@json_option
+def list_models(as_json: bool) -> None:
+    """List models."""
+    found = client().get("/admin/models")["models"]
+    if as_json:
+        print_json(found)
+    else:
+        _print_models(found)
+
+
+def _print_models(found: list[dict[str, Any]]) -> None:
+    rows = (
+        (one["model"], one["model_type"], one["policy"], one["slots"], one["waiting"], ", ".join(one["servers"]))
+        for one in found
+    )
+    print_table(("model", "type", "policy", "slots", "waiting", "servers"), rows, "There are no models yet.")
+
+
+@models.command("show")
+@click.argument("model")
+@json_option
+def show_model(model: str, as_json: bool) -> None:
+    """Show a model's configuration; * marks what is not the default."""
+    answer = client().get(f"/admin/model-configs/{quoted(model)}")
+    if as_json:
+        print_json(answer)
+        return
+    own = answer["overrides"]
+    print_facts({f"{name} *" if name in own else name: value for name, value in answer["config"].items()})
+
+
+@models.command("configure")
+@click.argument("model")
+@click.argument("settings", metavar="NAME=VALUE...", nargs=-1, required=True)
+@json_option
+def configure_model(model: str, settings: tuple[str, ...], as_json: bool) -> None:
+    """Change settings of a model; the others stay as they are.  Values are JSON; a bare word is a text.
+
+    \b
+    slotkeeper models configure flux model_type=async poll_interval=0.5
+    """
+    api, path = client(), f"/admin/model-configs/{quoted(model)}"
+    changes = dict(_setting(one) for one in settings)
+    answer = api.call("PUT", path, body={**_overrides(api, path), **changes})
+    if as_json:
+        print_json(answer)
+        return
+    print_facts({name: answer["config"].get(name) for name in changes})
+
+
+def _overrides(api: Any, path: str) -> dict[str, Any]:
+    """Those that are set now; none for a model that is not known yet."""
+    from app.client import Refused
+
+    try:
+        found: dict[str, Any] = api.get(path)["overrides"]
+    except Refused as error:
+        if error.status != 404:
+            raise
+        return {}
+    return found
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise click.UsageError(f"{text!r} is not NAME=VALUE.")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+@models.command("reset")
+@click.argument("model")
+def reset_model(model: str) -> None:
+    """Bring all settings of a model back to their defaults."""
+    client().call("DELETE", f"/admin/model-configs/{quoted(model)}")
+    click.echo(f"{model} has the default configuration.")
+
+
+@click.command()
+@json_option
+def ledger(as_json: bool) -> None:
+    """Count all jobs ever accepted, and check that none is missing.  Exit status 1: one is."""
+    answer = client().get("/admin/ledger")
+    if as_json:
+        print_json(answer)
+    else:
+        rows = [(state, count, answer["purged"].get(state, 0)) for state, count in answer["by_state"].items()]
+        print_table(("state", "jobs", "removed after their time"), rows, "")
+        verdict = "and all are accounted for" if answer["balanced"] else "AND THAT IS NOT WHAT THE STATES ADD UP TO"
+        click.echo(f"{answer['accepted']} jobs were accepted, {verdict}.")
+    if not answer["balanced"]:
+        sys.exit(1)
+
+
+@click.command()
+@click.option("--every", default=1.0, show_default=True, type=click.FloatRange(0.2, 60), help="Seconds.")
+def watch(every: float) -> None:
+    """Show queues, slots and the newest jobs, live, until Ctrl-C."""
+    import time
+
+    from rich.live import Live
+
+    from app.client import Unreachable
+
+    api = client()
+    screen = console()
+    shows = _picture(api)  # Before the screen is taken: what is wrong shall be said as usual.
+    with Live(shows, console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
+        try:
+            while True:
+                live.update(shows, refresh=True)
+                time.sleep(every)
+                try:
+                    shows = _picture(api)
+                except Unreachable as error:
+                    shows = error.message
+        except KeyboardInterrupt:
+            return
+
+
+def _picture(api: Any) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Group
+    from rich.table import Table
+
+    from app.commands.common import age
+
+    def table(title: str, *names: str) -> Table:
+        made = Table(*names, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        made.columns[0].no_wrap = True
+        return made
+
+    fleets = table("Fleets", "fleet", "waiting", "taken", "free", "resting", "servers")
+    answer = api.get("/admin/servers")
+    for one in answer["fleets"] or []:
+        names = [f"{s['server']} ({s['state']})" for s in answer["servers"] if s["fleet"] == one["fleet"]]
+        fleets.add_row(
+            *(shown(one[name]) for name in ("fleet", "waiting", "taken", "free", "resting")), ", ".join(names)
+        )
+    newest = table("Newest jobs", "job", "model", "status", "tier", "attempts", "slot", "age")
+    for job in api.get("/queue/jobs", limit=_WATCH_JOBS)["jobs"]:
+        facts = (job["job_id"], job["model"], job["status"], job["priority"], job["attempts"], job["slot"])
+        newest.add_row(*(shown(fact) for fact in facts), age(job["created_at"]))
+    states = api.get("/admin/ledger")["by_state"]
+    summary = "   ".join(f"{state} {count}" for state, count in states.items() if count) or "no jobs yet"
+    return Group(f"{api.url}   {summary}\n", fleets, newest)
+
+
+COMMANDS = (dlq, servers, models, ledger, watch)

@@ -1,0 +1,303 @@
+"""Commands for jobs: submit, look, wait, cancel."""
+
+import json
+import secrets
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import IO, Any
+
+import click
+
+from app.commands.common import (
+    age,
+    client,
+    console,
+    json_option,
+    limit_option,
+    print_facts,
+    print_json,
+    print_table,
+    quoted,
+    read_json,
+    shown,
+)
+
+Job = dict[str, Any]
+
+_STATES = ("queued", "delayed", "running", "completed", "failed", "expired", "canceled", "dead")
+_BATCH_JOBS = 200
+_BATCH_BYTES = 4 << 20
+_NOISE = ("links", "deduplicated", "result", "error", "last_error", "cancel_requested")
+
+
+@click.command()
+@click.argument("model")
+@click.argument("payload", default="{}")
+@click.option("--priority", type=click.IntRange(1, 9), help="1 is the most urgent.  [default: 5]")
+@click.option("--ttl", type=click.FloatRange(min=0, min_open=True), help="Seconds after which the job expires.")
+@click.option("--callback-url", metavar="URL", help="Where the end of the job is told, by a signed POST.")
+@click.option("--count", default=1, show_default=True, type=click.IntRange(1, 100_000), help="Submit it so often.")
+@click.option("--wait", is_flag=True, help="Wait for the end and print the result.")
+@json_option
+def submit(
+    model: str,
+    payload: str,
+    priority: int | None,
+    ttl: float | None,
+    callback_url: str | None,
+    count: int,
+    wait: bool,
+    as_json: bool,
+) -> None:
+    """Submit a job for MODEL.
+
+    PAYLOAD is JSON, or - for standard input, or @FILE.  With --wait the exit status is 0 only if all have completed.
+
+    \b
+    slotkeeper submit zimg '{"prompt": "a sunset"}' --wait
+    """
+    body: Job = {"model": model, "payload": read_json(payload, "PAYLOAD")}
+    body |= {
+        name: value
+        for name, value in (("priority", priority), ("ttl", ttl), ("callback_url", callback_url))
+        if value is not None
+    }
+    jobs = _submit(body, count)
+    if wait:
+        jobs = _wait(jobs)
+    from app.client import has_ended
+
+    if as_json:
+        print_json(jobs if count > 1 else jobs[0])
+    else:
+        for job in jobs:
+            _print_submitted(job)
+    if any(has_ended(job) and job["status"] != "completed" for job in jobs):
+        sys.exit(1)
+
+
+def _submit(body: Job, count: int) -> list[Job]:
+    """Under a key of its own each, so that one whose answer is lost can be sent again."""
+    api, run = client(), secrets.token_hex(8)
+
+    def one(n: int) -> Job:
+        receipt: Job = api.post("/queue/submit", body, {"Idempotency-Key": f"{run}-{n}"})
+        return receipt
+
+    if count == 1:
+        return [one(0)]
+    return [api.patiently(partial(one, n)) for n in _tracked(range(count), count, "submitted")]
+
+
+def _wait(jobs: list[Job]) -> list[Job]:
+    api = client()
+    return [api.wait_for(job["job_id"]) for job in _tracked(jobs, len(jobs), "ended")]
+
+
+def _tracked(items: Any, count: int, what: str) -> Iterator[Any]:
+    """With a progress bar, where there is more than one and somebody to see it."""
+    from rich.progress import track
+
+    if count == 1 or not sys.stderr.isatty():
+        return iter(items)
+    return iter(track(items, what, total=count, console=console(stderr=True), transient=True))
+
+
+def _print_submitted(job: Job) -> None:
+    error = job.get("error")
+    if error:
+        click.echo(f"{job['job_id']}  {job['status']}  {error['code']}: {error['message']}")
+    elif job.get("result") is not None:
+        click.echo(f"{job['job_id']}  {job['status']}  {shown(job['result'])}")
+    else:
+        place = f"  position {job['position']}" if job.get("position") else ""
+        click.echo(f"{job['job_id']}  {job['status']}{place}")
+
+
+@click.command("submit-file")
+@click.argument("file", type=click.File("rb"))
+@click.option("--run", metavar="NAME", help="Lines of a run of the same name are accepted once.  [default: a new one]")
+@json_option
+def submit_file(file: IO[bytes], run: str | None, as_json: bool) -> None:
+    """Submit the jobs in FILE: each line one JSON object, as POST /queue/submit takes it.
+
+    Order is kept.  When the API is busy or away it is asked again; a run that was broken off is gone on with by
+    --run.  Lines that are refused are named, and the others submitted.
+    """
+    run = run or secrets.token_hex(4)
+    accepted, refused = 0, 0
+    api = client()
+    try:
+        for numbers, lines in _batches(file, run):
+            done, wrong = _submit_batch(api, numbers, lines)
+            accepted, refused = accepted + done, refused + wrong
+    except click.ClickException as error:
+        raise click.ClickException(
+            f"{error.message}\n{accepted} jobs were accepted; go on with the rest by the same command and --run {run}"
+        ) from error
+    if as_json:
+        print_json({"accepted": accepted, "refused": refused, "run": run})
+    else:
+        click.echo(f"{accepted} jobs were accepted, {refused} lines refused.")
+    if refused:
+        sys.exit(1)
+
+
+def _batches(file: IO[bytes], run: str) -> Iterator[tuple[list[int], list[bytes]]]:
+    """Lines with their numbers, as many as one request takes; with a progress bar over the file."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("0 lines", total=_size(file))
+        numbers: list[int] = []
+        lines: list[bytes] = []
+        for number, line in enumerate(file, 1):
+            progress.update(task, advance=len(line), description=f"{number} lines")
+            if not line.strip():
+                continue
+            numbers.append(number)
+            lines.append(_keyed(line, f"{run}-{number}"))
+            if len(lines) >= _BATCH_JOBS or sum(map(len, lines)) >= _BATCH_BYTES:
+                yield numbers, lines
+                numbers, lines = [], []
+        if lines:
+            yield numbers, lines
+
+
+def _size(file: IO[bytes]) -> int | None:
+    import os
+
+    try:
+        return os.fstat(file.fileno()).st_size or None
+    except OSError:
+        return None
+
+
+def _keyed(line: bytes, key: str) -> bytes:
+    """The line, to the letter, with an idempotency key in front; what is wrong with it is for the API to say."""
+    text = line.strip()
+    try:
+        job = json.loads(text)
+    except ValueError:
+        return text
+    if not isinstance(job, dict) or "idempotency_key" in job:
+        return text
+    return b'{"idempotency_key":%s%s%s' % (json.dumps(key).encode(), b"," if job else b"", text[1:].lstrip())
+
+
+def _submit_batch(api: Any, numbers: list[int], lines: list[bytes]) -> tuple[int, int]:
+    """Answers how many were accepted, and how many refused.  A batch is accepted as a whole or not at all."""
+    from app.client import Refused
+
+    refused = 0
+    headers = {"Content-Type": "application/x-ndjson"}
+    while lines:
+        body = b"\n".join(lines)
+        try:
+            api.patiently(partial(api.post, "/queue/submit-batch", body, headers))
+            return len(lines), refused
+        except Refused as error:
+            index = error.problem.get("index")
+            if not isinstance(index, int) or not 0 <= index < len(lines):
+                raise
+            click.echo(f"Line {numbers[index]}: {error.message}", err=True)
+            del numbers[index], lines[index]
+            refused += 1
+    return 0, refused
+
+
+@click.command("jobs")
+@click.option("--status", type=click.Choice(_STATES))
+@click.option("--model")
+@limit_option
+@json_option
+def list_jobs(status: str | None, model: str | None, limit: int, as_json: bool) -> None:
+    """List jobs, the newest first."""
+    print_jobs(list(client().pages("/queue/jobs", "jobs", limit, status=status, model=model)), as_json)
+
+
+def print_jobs(jobs: list[Job], as_json: bool) -> None:
+    if as_json:
+        print_json(jobs)
+        return
+    rows = (
+        (
+            job["job_id"],
+            job["model"],
+            job["status"],
+            job["priority"],
+            job["attempts"],
+            job["slot"],
+            age(job["created_at"]),
+            ((job.get("error") or job.get("last_error")) or {}).get("code"),
+        )
+        for job in jobs
+    )
+    print_table(("job", "model", "status", "tier", "attempts", "slot", "age", "error"), rows, "There are no such jobs.")
+
+
+@click.command("job")
+@click.argument("job_id", metavar="ID")
+@click.option("--wait", is_flag=True, help="Wait until it has ended.")
+@json_option
+def show_job(job_id: str, wait: bool, as_json: bool) -> None:
+    """Show a job and its result.  With --wait the exit status is 0 only if it has completed."""
+    api = client()
+    job = api.wait_for(quoted(job_id)) if wait else api.get(f"/queue/jobs/{quoted(job_id)}")
+    if as_json:
+        print_json(job)
+    else:
+        print_job(job)
+    if wait and job["status"] != "completed":
+        sys.exit(1)
+
+
+def print_job(job: Job) -> None:
+    print_facts(job, _NOISE)
+    for name in ("error", "last_error"):
+        if job.get(name):
+            click.echo(f"{name.replace('_', ' ')}: {job[name]['code']}: {job[name]['message']}")
+    if job.get("result") is not None:
+        click.echo("result:")
+        print_json(job["result"])
+
+
+@click.command()
+@click.argument("job_id", metavar="ID")
+@json_option
+def cancel(job_id: str, as_json: bool) -> None:
+    """Cancel a job; one that runs is canceled at its server, if that can be done."""
+    answer = client().post(f"/queue/jobs/{quoted(job_id)}/cancel")
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo(f"{answer['job_id']}  {answer['status']}")
+
+
+@click.command()
+@click.argument("job_id", metavar="ID")
+@json_option
+def attempts(job_id: str, as_json: bool) -> None:
+    """List the attempts of a job: where it ran, and how each ended."""
+    answer = client().get(f"/queue/jobs/{quoted(job_id)}/attempts")
+    if as_json:
+        print_json(answer)
+    else:
+        print_attempts(answer["attempts"])
+
+
+def print_attempts(found: list[dict[str, Any]]) -> None:
+    rows = (
+        (one["attempt"], one["slot"], one["started_at"], one["ended_at"], one["outcome"], _message(one["error"]))
+        for one in found
+    )
+    print_table(("attempt", "slot", "started", "ended", "outcome", "error"), rows, "It has not been started yet.")
+
+
+def _message(error: dict[str, Any] | None) -> str | None:
+    return f"{error['code']}: {error['message']}" if error else None
+
+
+COMMANDS = (submit, submit_file, list_jobs, show_job, cancel, attempts)

@@ -1,0 +1,156 @@
+"""Commands that work on this machine: on its processes, and on the record itself."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import click
+
+from app.commands.common import json_option, print_json, print_table
+
+
+@click.command()
+@click.option("--demo/--no-demo", default=True, help="Start two demo servers and run a first job.  [default: yes]")
+@click.option("--demo-jobs", default=0, metavar="N", type=click.IntRange(0, 10_000), help="Run N mixed jobs instead.")
+@click.option("--exit-after-demo", is_flag=True, help="Stop then; exit status 0: all have ended well.")
+def up(demo: bool, demo_jobs: int, exit_after_demo: bool) -> None:
+    """Run everything on this machine until Ctrl-C.
+
+    State lies in SLOTKEEPER_HOME (default: var).  SLOTKEEPER_PORT, SLOTKEEPER_REDIS_PORT and SLOTKEEPER_FLOWER_PORT
+    set the ports; SLOTKEEPER_DATABASE_URL, SLOTKEEPER_REDIS_URL and SLOTKEEPER_BROKER_URL name servers of your own.
+    """
+    if not demo and (demo_jobs or exit_after_demo):
+        raise click.UsageError("--no-demo does not go with --demo-jobs or --exit-after-demo.")
+    from app.up.launcher import Wishes
+    from app.up.launcher import up as start
+
+    sys.exit(start(Wishes(demo, demo_jobs, exit_after_demo), _say))
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # Whoever was reading may have gone.
+        click.echo(line)
+
+
+@click.command()
+def flower() -> None:
+    """Run Flower, with the password kept in SLOTKEEPER_HOME.
+
+    As `celery -A tasks flower`, but closed: on 127.0.0.1, with a password, with bounded memory.  Flower's own
+    variables (FLOWER_BASIC_AUTH, FLOWER_ADDRESS, FLOWER_MAX_TASKS, ...) are obeyed.
+    """
+    from app.up.home import flower_password
+    from app.up.plan import UpSettings, read_settings
+    from jobs.config import RecordSettings
+
+    defaults = {
+        "FLOWER_ADDRESS": "127.0.0.1",
+        "FLOWER_PORT": str(read_settings(UpSettings).flower_port),
+        "FLOWER_MAX_TASKS": "10000",
+        "FLOWER_MAX_WORKERS": "200",
+        "FLOWER_PERSISTENT": "false",
+    }
+    # Not on the command line: the list of processes is open to everybody.
+    if "FLOWER_BASIC_AUTH" not in os.environ and "FLOWER_AUTH" not in os.environ:
+        defaults["FLOWER_BASIC_AUTH"] = f"slotkeeper:{flower_password(read_settings(RecordSettings).home)}"
+    os.environ.update({name: value for name, value in defaults.items() if name not in os.environ})
+
+    from tasks.celery_app import celery
+
+    celery.start(["flower"])
+
+
+@click.command()
+def migrate() -> None:
+    """Bring the schema of the record to what this release needs."""
+    from jobs import migrate as steps
+    from jobs.config import RecordSettings
+
+    with _said():
+        steps.upgrade(RecordSettings().record_url)
+    click.echo("The record has the schema that this release needs.")
+
+
+@click.group()
+def tenants() -> None:
+    """Who may submit and who may administer.  Works on the record itself."""
+
+
+@tenants.command("list")
+@json_option
+def list_tenants(as_json: bool) -> None:
+    """List all tenants."""
+    with _said():
+        found = _tenants().all()
+    if as_json:
+        names = ("name", "admin", "rate_per_s", "burst")
+        print_json([{name: getattr(tenant, name) for name in names} for tenant in found])
+        return
+    rows = [(tenant.name, tenant.admin, tenant.rate_per_s, tenant.burst) for tenant in found]
+    print_table(("name", "admin", "submits per s", "at once"), rows, "There are no tenants.")
+
+
+@tenants.command("add")
+@click.argument("name")
+@click.option("--admin", is_flag=True, help="May administer, too.")
+@click.option("--rate", type=click.IntRange(min=1), help="Submits per second.  [default: no limit]")
+@click.option("--burst", type=click.IntRange(min=1), help="Submits at once.")
+@json_option
+def add_tenant(name: str, admin: bool, rate: int | None, burst: int | None, as_json: bool) -> None:
+    """Add a tenant and print its key, which cannot be read again."""
+    from jobs.record import now_ms
+    from jobs.tenants import Tenant
+
+    if burst is not None and rate is None:
+        raise click.UsageError("--burst goes with --rate.")
+    with _said():
+        key = _tenants().add(Tenant(name, admin, rate, burst), now_ms())
+    if as_json:
+        print_json({"name": name, "key": key})
+        return
+    click.echo(key)
+    click.echo("Keep it: it cannot be read again.  SLOTKEEPER_REQUIRE_KEYS=true makes the API ask for keys.", err=True)
+
+
+@tenants.command("remove")
+@click.argument("name")
+def remove_tenant(name: str) -> None:
+    """Remove a tenant; its key stops working."""
+    with _said():
+        _tenants().remove(name)
+    click.echo(f"{name} is removed.")
+
+
+def _tenants():  # type: ignore[no-untyped-def]
+    from jobs import migrate as steps
+    from jobs.tenants import Tenants
+    from tasks.wiring import database
+
+    if missing := steps.check(database().url):
+        raise click.ClickException(missing)
+    return Tenants(database())
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """Errors of the record and wrong settings, in one line."""
+    from pydantic import ValidationError
+
+    from jobs.errors import SlotkeeperError
+
+    try:
+        yield
+    except SlotkeeperError as error:
+        raise click.ClickException(error.detail) from error
+    except (ValidationError, ValueError, OSError) as error:
+        raise click.ClickException(" ".join(str(error).split())) from error
+
+
+def _serve() -> click.Command:
+    from reference_server.__main__ import main
+
+    return main
+
+
+COMMANDS = (up, _serve(), migrate, tenants, flower)

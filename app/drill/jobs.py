@@ -1,0 +1,55 @@
+"""The jobs that the drill submits: a pure function of the seed."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_RUN_S = (0.02, 0.2)
+_MEAN_S = sum(_RUN_S) / 2
+_LONGEST_STRETCH = 20.0
+_BUSY = 0.7  # of the slots' time until the faults end
+_LONG_S = 16.0  # a lease that is not renewed has been taken away by then, and the server is still at work
+_LONG_EVERY = 100
+_FAILS_EVERY = 50
+_TIERS = (5, 5, 5, 1, 9)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One job to submit, not before `at_s`."""
+
+    number: int
+    at_s: float
+    model: str
+    tier: int
+    payload: Mapping[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        return float(self.payload["seconds"])
+
+
+def orders(
+    seed: int, count: int, models: Sequence[str], slots: int, seconds: float, burst: float, long: bool = True
+) -> list[Order]:
+    """`burst` of them (0 … 1) at once, the others evenly until four fifths of the time are over.
+
+    Runs take 20 to 200 ms, or longer in proportion if all would be over before the faults are.  One in a hundred
+    outlives a lease, if `long`; one in fifty fails at its first attempt.
+    """
+    chance = random.Random(f"{seed} orders")
+    longs = set(range(_LONG_EVERY // 2, count, _LONG_EVERY)) if long else set()
+    needed_s = _BUSY * seconds * slots - len(longs) * _LONG_S
+    stretch = min(max(needed_s / (count * _MEAN_S), 1.0), _LONGEST_STRETCH)
+    at_once = round(count * burst)
+    found = []
+    for number in range(count):
+        model, tier = chance.choice(models), chance.choice(_TIERS)
+        run_s = chance.uniform(*_RUN_S) * stretch
+        payload: dict[str, Any] = {"number": number, "seconds": _LONG_S if number in longs else round(run_s, 3)}
+        if chance.randrange(_FAILS_EVERY) == 0:
+            payload["fails"] = 1
+        late = max(number - at_once, 0) / max(count - at_once, 1)
+        found.append(Order(number, round(late * seconds * 0.8, 3), model, tier, payload))
+    return found

@@ -1,0 +1,56 @@
+"""The WSGI application: `granian --interface wsgi --factory app.factory:create_app`."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from flask import Flask
+from flask_openapi import APIBlueprint
+
+from app import auth, errors, metrics, schemas
+from app.api import callback, context, dlq, docs, health, jobs, ledger, models, openapi, queue, servers
+from app.api.context import Context
+from app.api.patience import Patience
+from app.api.place import Places
+from app.config import AppSettings
+from jobs.tenants import Tenants
+from tasks import wiring
+
+_APIS: tuple[APIBlueprint, ...] = (
+    queue.api,
+    jobs.api,
+    callback.api,
+    servers.api,
+    models.api,
+    dlq.api,
+    ledger.api,
+    health.api,
+    health.metrics_api,
+)
+
+
+def create_app(settings: AppSettings | None = None) -> Flask:
+    """The API of one process.  Nothing is connected before the first request.
+
+    Raises ValueError where the settings would serve the network without keys.
+    """
+    settings = settings or AppSettings()
+    settings.check()
+    dispatcher = wiring.dispatcher()
+    app = openapi.new_app(_version())
+    app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
+    context.put(app.extensions, Context(dispatcher, settings, Places(dispatcher), Patience(settings.max_waiters)))
+    app.extensions["slotkeeper_metrics"] = metrics.registry(dispatcher)
+    errors.register(app)
+    for body in (schemas.SubmitBody, schemas.RegisterBody, schemas.ServerPatch, schemas.ListQuery, schemas.WaitQuery):
+        errors.know_fields(body.__name__, body.model_fields)
+    auth.register(app, settings, Tenants(wiring.database()))
+    for api in _APIS:
+        app.register_api(api)
+    docs.register(app)
+    return app
+
+
+def _version() -> str:
+    try:
+        return version("slotkeeper")
+    except PackageNotFoundError:
+        return "0"

@@ -1,0 +1,65 @@
+"""If this process is killed without a chance to end its children, a small shell beside it does that."""
+
+import subprocess
+from contextlib import suppress
+from types import TracebackType
+from typing import IO, Self
+
+# Its standard input ends when we do, in whatever way.  It has nothing to do when all groups were dropped before.
+_WATCH = """
+trap '' HUP INT TERM
+groups=
+while read -r word group; do
+    kept=
+    for one in $groups; do [ "$one" = "$group" ] || kept="$kept $one"; done
+    [ "$word" = add ] && kept="$kept $group"
+    groups=$kept
+done
+each() { for one in $groups; do kill -s "$1" -- "-$one" 2>/dev/null && found=1; done; [ -n "$found" ]; }
+found=; each TERM || exit 0
+for _ in 1 2 3 4 5 6 7 8 9 10; do sleep 1; found=; each 0 || exit 0; done
+each KILL
+"""
+
+
+class Guardian:
+    """While entered: knows the process groups that must not outlive us."""
+
+    def __enter__(self) -> Self:
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-c", _WATCH, "slotkeeper-guardian"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+            text=True,
+            bufsize=1,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(OSError):
+            self._stdin.close()
+        self._shell.wait()
+
+    def add(self, group: int) -> None:
+        self._tell(f"add {group}")
+
+    def drop(self, group: int) -> None:
+        self._tell(f"drop {group}")
+
+    @property
+    def pid(self) -> int:
+        return self._shell.pid
+
+    @property
+    def _stdin(self) -> IO[str]:
+        assert self._shell.stdin is not None
+        return self._shell.stdin
+
+    def _tell(self, line: str) -> None:
+        with suppress(OSError):  # It was killed: then there is nobody to help us, and nothing else is wrong.
+            self._stdin.write(f"{line}\n")

@@ -1,0 +1,84 @@
+"""The folder that holds all state of an installation on one machine."""
+
+import fcntl
+import os
+import secrets
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from app.up.errors import UpError
+
+_LEAST_FREE_MB = 32
+
+
+class Home:
+    """While entered, nobody else runs on it.  Raises UpError: it cannot be used, or somebody does.
+
+    The lock belongs to the process, so it ends with it in whatever way; the file only tells whose it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.logs = self.path / "logs"
+
+    def __enter__(self) -> Self:
+        try:
+            self._prepare()
+            self._lock = open(self.path / "up.lock", "a+")
+        except OSError as error:
+            raise UpError(
+                f"The state folder {self.path} cannot be used ({error.strerror}): set SLOTKEEPER_HOME to one that can."
+            ) from error
+        try:
+            self._take_lock()
+        except BaseException:
+            self._lock.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.close()
+
+    def _prepare(self) -> None:
+        if not self.path.exists():
+            self.path.mkdir(parents=True, mode=0o700)  # It will hold payloads and secrets.
+        for folder in (self.logs, self.path / "valkey"):
+            folder.mkdir(exist_ok=True)
+        free_mb = shutil.disk_usage(self.path).free >> 20
+        if free_mb < _LEAST_FREE_MB:
+            raise UpError(
+                f"Only {free_mb} MB are free in the state folder {self.path}: "
+                "make room, or set SLOTKEEPER_HOME to another folder."
+            )
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            holder = self._lock.read().strip() or "unknown"
+            raise UpError(
+                f"Another `slotkeeper up` (pid {holder}) runs on {self.path}: "
+                "stop it, or set SLOTKEEPER_HOME to another folder."
+            ) from None
+        self._lock.truncate(0)
+        self._lock.write(f"{os.getpid()}\n")
+        self._lock.flush()
+
+
+def flower_password(home: Path) -> str:
+    """Flower's password, kept in `home`; made by the first who asks."""
+    path = home / "flower-password"
+    home.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return path.read_text().strip()
+    password = secrets.token_urlsafe(18)
+    with open(descriptor, "w") as file:
+        file.write(f"{password}\n")
+    return password

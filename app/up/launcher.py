@@ -1,0 +1,170 @@
+"""`slotkeeper up`: the order in which everything starts, and what is said about it."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from app.client import Client, ClientError
+from app.up import ports, valkey
+from app.up.errors import Stopped, UpError
+from app.up.guardian import Guardian
+from app.up.home import Home, flower_password
+from app.up.plan import Plan, read_plan
+from app.up.signals import Signals
+from app.up.supervisor import Supervisor
+
+_START_S = 60.0
+_LAST_TURN = 3
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the command line asks for."""
+
+    demo: bool = True
+    demo_jobs: int = 0
+    """0: one job, to show that all is well."""
+    exit_after_demo: bool = False
+
+
+def up(wishes: Wishes, say: Say) -> int:
+    """Start everything, and stay until Ctrl-C; the exit status.  Raises UpError when it cannot be started."""
+    began = time.monotonic()
+    plan = read_plan(wishes.demo)
+    program = "" if plan.redis_url else valkey.find()
+    with ExitStack() as stack:
+        home = stack.enter_context(Home(plan.home))
+        ports.check(plan.ports())
+        if plan.redis_url:
+            valkey.check_remote(plan.redis_url)
+        if plan.broker_url:
+            _check_broker(plan.broker_url)
+        stop = threading.Event()
+        signals = stack.enter_context(Signals())
+        guardian = stack.enter_context(Guardian())
+        supervisor = Supervisor(signals, guardian, plan.environment(), plan.home, home.logs, say)
+        stack.callback(_stop, supervisor, say)
+        try:
+            _start(plan, program, supervisor)
+            say(_welcome(plan, time.monotonic() - began))
+            if wishes.demo:
+                status = supervisor.aside(lambda: _demonstrate(plan, wishes, say, stop), stop.set)
+                if wishes.exit_after_demo:
+                    return status
+            say("Ctrl-C stops everything.")
+            supervisor.watch()
+        except Stopped:
+            say("")
+            return 1 if wishes.exit_after_demo else 0
+
+
+def _start(plan: Plan, program: str, supervisor: Supervisor) -> None:
+    """Raises UpError, Stopped."""
+    if program:
+        supervisor.start(valkey.role(program, plan.redis_port, plan.home / "valkey", _LAST_TURN))
+    supervisor.aside(lambda: _migrate(plan.record_url))
+    if program:
+        supervisor.wait(lambda: valkey.answers(plan.redis_port), _START_S, "Valkey did not answer")
+    flower_password(plan.home)
+    for role in plan.roles():
+        supervisor.start(role)
+    client = Client(plan.url)
+    supervisor.wait(lambda: _ready(client), _START_S, "The API did not become ready")
+    for port in plan.ports():
+        opened = partial(ports.is_open, _reached(port.host), port.number)
+        supervisor.wait(opened, _START_S, f"{port.role} did not open its port")
+    supervisor.steady = True
+
+
+def _check_broker(url: str) -> None:
+    """Raises UpError when a broker of one's own cannot be used."""
+    from kombu import Connection
+
+    try:
+        with Connection(url, connect_timeout=5) as connection:
+            connection.connect()
+    except Exception as error:  # Each transport has errors of its own.
+        raise UpError(f"SLOTKEEPER_BROKER_URL does not answer ({error}): start that broker, or unset it.") from error
+
+
+def _reached(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _migrate(url: str) -> None:
+    from jobs import migrate
+    from jobs.errors import SlotkeeperError
+
+    try:
+        migrate.upgrade(url)
+    except SlotkeeperError as error:
+        raise UpError(f"The record cannot be used: {error.detail}") from error
+    except ValueError as error:
+        raise UpError(f"The record cannot be used: {error}") from error
+    except OSError as error:
+        raise UpError(f"The record cannot be used: {error.strerror or error}: {error.filename or url}") from error
+
+
+def _ready(client: Client) -> bool:
+    try:
+        client.get("/health/ready")
+    except ClientError:
+        return False
+    return True
+
+
+def _stop(supervisor: Supervisor, say: Say) -> None:
+    if not supervisor.running:
+        return
+    began = time.monotonic()
+    say("Stopping ...")
+    killed = supervisor.stop()
+    took = f"Stopped after {time.monotonic() - began:.1f} s."
+    say(f"{took}  These took too long and were killed: {', '.join(killed)}." if killed else took)
+
+
+def _welcome(plan: Plan, took_s: float) -> str:
+    home = _short(plan.home)
+    lines = [
+        f"Slotkeeper is up, after {took_s:.1f} s.",
+        "",
+        f"  API     {plan.url}  (its documentation: {plan.url}/docs)",
+        f"  Flower  {plan.flower_url}  (user slotkeeper, password in {home}/flower-password)",
+        f"  State   {home}  (logs in {home}/logs)",
+    ]
+    lines += [
+        f"  Server  {server.name}  (model {server.model}, {server.slots} slots, at {server.url})"
+        for server in plan.demo
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _demonstrate(plan: Plan, wishes: Wishes, say: Say, stop: threading.Event) -> int:
+    """Register the demo servers and run jobs on them; 0: all ended well."""
+    from app import demo
+
+    with demo.key_for(plan.app) as key:
+        client = Client(plan.url, key)
+        try:
+            demo.register(client, plan.demo)
+            if wishes.demo_jobs:
+                return demo.run_jobs(client, wishes.demo_jobs, stop)
+            return demo.run_first(client, say, stop)
+        except ClientError as error:
+            if not stop.is_set():
+                say(f"The demonstration did not work: {error}")
+            return 1
+
+
+def _short(path: Path) -> str:
+    """As it is seen from here, where that is shorter."""
+    with suppress(ValueError):
+        return str(path.relative_to(os.getcwd()))
+    return str(path)

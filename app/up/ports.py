@@ -1,0 +1,72 @@
+"""Ports: whether they can be had, before anything is started."""
+
+import errno
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from app.up.errors import UpError
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A port that is needed, what for, and the variable that sets it."""
+
+    number: int
+    role: str
+    variable: str
+    host: str = "127.0.0.1"
+
+
+def check(ports: Iterable[Port]) -> None:
+    """Raises UpError for the first port that cannot be had, or that two of them want."""
+    wanted: dict[int, Port] = {}
+    for port in ports:
+        if other := wanted.get(port.number):
+            raise UpError(
+                f"Port {port.number} is wanted for {other.role} and for {port.role}: "
+                f"set {other.variable} or {port.variable} to another one."
+            )
+        wanted[port.number] = port
+        if reason := _obstacle(port.host, port.number):
+            raise UpError(reason.format(port=port))
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody has at this moment."""
+    with socket.create_server((host, 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def is_open(host: str, port: int, timeout_s: float = 1.0) -> bool:
+    """Whether somebody listens there."""
+    try:
+        with socket.create_connection((host, port), timeout_s):
+            return True
+    except OSError:
+        return False
+
+
+def _obstacle(host: str, number: int) -> str | None:
+    """Why nobody could listen there; None: somebody could."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As the servers do: not in TIME_WAIT.
+            probe.bind(address)
+            probe.listen(1)
+    except socket.gaierror:
+        return f"{host!r} is no address of this machine: set SLOTKEEPER_HOST to one."
+    except PermissionError:
+        return "Port {port.number} for {port.role} is reserved for root: set {port.variable} to one above 1023."
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return (
+                "Port {port.number} for {port.role} is taken by another program: "
+                "stop that program, or set {port.variable} to a free port."
+            )
+        return (
+            f"Nobody can listen on port {number} of {host!r} ({error.strerror}): "
+            "set SLOTKEEPER_HOST or {port.variable} to what can be had."
+        )
+    return None

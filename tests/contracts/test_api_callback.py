@@ -1,0 +1,186 @@
+"""POST /tasks/callback/{id}: a server's own word ends a run, and nobody else's does (R18)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jobs.states import State, Why
+from jobs.store import Error
+from routing.dispatcher import Task
+from routing.policies.verdict import Verdict
+from tasks import callbacks, push
+from tests.support.api import Api
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+DONE = {"status": "success", "result": {"url": "https://cdn.example/1.png"}}
+UNKNOWN = "01920000-0000-7000-8000-000000000000"
+
+
+@pytest.fixture
+def task(api: Api) -> Task:
+    """A job that runs on gpu1."""
+    api.register(slots=1)
+    return api.started()
+
+
+def _push(api: Api, job_id: str, token: str, body: Any = DONE, **more: Any) -> Any:
+    header = {"Authorization": f"Bearer {token}"}
+    return api.client.post(f"/tasks/callback/{job_id}", json=body, headers=header, **more)
+
+
+def _token(task: Task) -> str:
+    return callbacks.token(task.run.job.id, task.run.attempt)
+
+
+def test_a_push_ends_the_run_and_hands_the_slot_on(api: Api, task: Task) -> None:
+    waiting = api.submitted()
+    answer = _push(api, task.run.job.id, _token(task))
+    job = api.job(task.run.job.id)
+    assert (answer.status_code, answer.json["status"]) == (200, "completed")
+    assert (job.state, job.result) == (State.COMPLETED, '{"url":"https://cdn.example/1.png"}')
+    assert api.heard.offers[-1].job_id == waiting
+
+
+def test_the_token_may_come_in_its_own_header(api: Api, task: Task) -> None:
+    header = {"X-Callback-Token": _token(task)}
+    answer = api.client.post(f"/tasks/callback/{task.run.job.id}", json=DONE, headers=header)
+    assert answer.json["status"] == "completed"
+
+
+def test_the_same_push_again_changes_nothing(api: Api, task: Task) -> None:
+    first = _push(api, task.run.job.id, _token(task))
+    after = api.job(task.run.job.id)
+    again = _push(api, task.run.job.id, _token(task))
+    other = _push(api, task.run.job.id, _token(task), {"status": "failed", "error": "no"})
+    assert first.json == again.json == other.json
+    assert (again.status_code, other.status_code) == (200, 200)
+    assert api.job(task.run.job.id) == after
+    assert len(api.heard.ends) == 1
+
+
+def test_what_does_not_tell_the_end_is_ignored(api: Api, task: Task) -> None:
+    before = api.job(task.run.job.id)
+    for body in ({"status": "processing", "job_id": "r-1"}, {"progress": 0.5}, [], "done", None):
+        answer = _push(api, task.run.job.id, _token(task), body)
+        assert (answer.status_code, answer.json["status"]) == (202, "ignored"), body
+    assert api.job(task.run.job.id) == before
+
+
+def test_a_pushed_failure_costs_a_retry_as_a_polled_one(api: Api, task: Task) -> None:
+    answer = _push(api, task.run.job.id, _token(task), {"status": "failed", "error": "out of memory"})
+    job = api.job(task.run.job.id)
+    assert (answer.json["status"], job.state, job.failures) == ("delayed", State.DELAYED, 1)
+    assert "out of memory" in (job.error_message or "")
+
+
+def test_of_a_pushed_end_without_a_result_celery_is_told_too(api: Api) -> None:
+    """The worker's task has nothing to say about it: whoever waits for its result would wait forever."""
+    api.model(max_retries=0)
+    api.register()
+    task = api.started()
+    _push(api, task.run.job.id, _token(task), {"status": "failed", "error": "out of memory"})
+    assert api.job(task.run.job.id).state is State.DEAD
+    assert [by_worker for _, by_worker in api.heard.ends] == [True, False]
+
+
+def test_a_push_from_a_removed_server_is_ignored(api: Api, task: Task) -> None:
+    api.client.delete("/admin/servers/gpu1")
+    assert _push(api, task.run.job.id, _token(task)).status_code == 202
+    assert api.job(task.run.job.id).state is State.RUNNING
+
+
+def test_without_the_database_the_server_is_told_to_come_back(api: Api, task: Task) -> None:
+    api.take_database_away()
+    answer = _push(api, task.run.job.id, _token(task))
+    api.bring_database_back()
+    assert answer.status_code == 503
+    assert _push(api, task.run.job.id, _token(task)).json["status"] == "completed"
+
+
+@pytest.mark.parametrize("settings", [{"MAX_PUSH_BYTES": "1000"}])
+def test_a_result_that_is_too_large_is_refused(api: Api, settings: dict[str, str], task: Task) -> None:
+    answer = _push(api, task.run.job.id, _token(task), {"status": "success", "result": {"a": "x" * 1000}})
+    assert answer.status_code == 413
+    assert api.job(task.run.job.id).state is State.RUNNING
+
+
+# -- forgeries -------------------------------------------------------------------------------------------------
+
+FORGERIES: dict[str, Callable[[Task], str]] = {
+    "none": lambda task: "",
+    "a guess": lambda task: "0" * 64,
+    "no ASCII": lambda task: "\xfc",
+    "of another job": lambda task: callbacks.token(UNKNOWN, task.run.attempt),
+    "of the attempt before": lambda task: callbacks.token(task.run.job.id, task.run.attempt - 1),
+    "of the next attempt": lambda task: callbacks.token(task.run.job.id, task.run.attempt + 1),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forged_push_changes_nothing(api: Api, task: Task, forgery: str) -> None:
+    before = api.job(task.run.job.id)
+    answer = _push(api, task.run.job.id, FORGERIES[forgery](task))
+    assert answer.status_code == 403
+    assert api.job(task.run.job.id) == before
+
+
+def test_a_refusal_does_not_tell_whether_there_is_such_a_job(api: Api, task: Task) -> None:
+    known = _push(api, task.run.job.id, "0" * 64).json
+    unknown = _push(api, UNKNOWN, "0" * 64).json
+    assert known | {"instance": ""} == unknown | {"instance": ""}
+
+
+def test_a_superseded_attempt_cannot_end_the_next(api: Api, task: Task) -> None:
+    """LEASE-3, seen from the door."""
+    old = _token(task)
+    api.dispatcher.store.settle(task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
+    again = api.dispatcher.store.start(task.run.job.id, "gpu1", "gpu1-slot0", task.held.tag, 1)
+    assert again is not None
+    assert _push(api, task.run.job.id, old).status_code == 403
+    assert api.job(task.run.job.id).state is State.RUNNING
+    assert _push(api, task.run.job.id, callbacks.token(again.job.id, again.attempt)).status_code == 200
+
+
+def test_a_push_for_a_job_that_waits_again_changes_nothing(api: Api, task: Task) -> None:
+    api.dispatcher.settle(task, Verdict(Why.SERVER_BUSY), error=Error("busy", "busy"))
+    before = api.job(task.run.job.id)
+    answer = _push(api, task.run.job.id, _token(task))
+    assert (answer.status_code, answer.json["status"]) == (200, "queued")
+    assert api.job(task.run.job.id) == before
+
+
+# -- each guard is needed --------------------------------------------------------------------------------------
+
+
+def test_without_the_token_guard_a_forgery_would_get_through(
+    api: Api, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callbacks, "is_valid", lambda *_: True)
+    assert _push(api, task.run.job.id, "0" * 64).status_code == 200
+    assert api.job(task.run.job.id).state is State.COMPLETED
+
+
+def test_the_attempt_is_guarded_where_it_is_written_too(api: Api, task: Task) -> None:
+    """A push that was checked before the next attempt began, and comes to write after it (LEASE-3)."""
+    seen = api.job(task.run.job.id)
+    outcome = push.read(seen, b'{"status":"success","result":{}}')
+    assert outcome is not None
+    api.dispatcher.store.settle(task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
+    assert api.dispatcher.store.start(task.run.job.id, "gpu1", "gpu1-slot0", task.held.tag, 1) is not None
+    before = api.job(task.run.job.id)
+    assert not push.push(seen, outcome)
+    assert api.job(task.run.job.id) == before
+
+
+def test_without_the_token_in_the_attempt_an_old_one_would_get_through(
+    api: Api, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = callbacks.token
+    monkeypatch.setattr(callbacks, "token", lambda job_id, attempt: real(job_id, 0))
+    old = _token(task)
+    api.dispatcher.store.settle(task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
+    assert api.dispatcher.store.start(task.run.job.id, "gpu1", "gpu1-slot0", task.held.tag, 1) is not None
+    assert _push(api, task.run.job.id, old).status_code == 200
+    assert api.job(task.run.job.id).state is State.COMPLETED

@@ -1,0 +1,223 @@
+"""Looking at jobs, waiting for them, canceling them."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from jobs.record import Job
+from jobs.states import State, Why
+from jobs.store import Error
+from routing.policies.verdict import Verdict
+from tests.support.api import Api
+from tests.support.builders import T0, a_job_in, an_ended_job, eventually
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+UNKNOWN = "01920000-0000-7000-8000-000000000000"
+
+
+def _get(api: Api, job_id: str, **query: Any) -> Any:
+    return api.client.get(f"/queue/jobs/{job_id}", query_string=query)
+
+
+# -- one job ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", sorted(State))
+def test_a_job_can_be_looked_at_in_every_state(api: Api, state: State) -> None:
+    api.model()
+    job = a_job_in(api.dispatcher.store, state, callback_url="https://client.example/hook")
+    shown = _get(api, job.id).json
+    assert (shown["job_id"], shown["status"], shown["model"]) == (job.id, state, "zimg")
+    placed = state is State.RUNNING or state in (State.COMPLETED, State.FAILED, State.EXPIRED, State.CANCELED)
+    assert (shown["slot"] is not None) <= (placed or state is State.DEAD)
+    assert (shown["result"] is not None) == (state is State.COMPLETED)
+    assert (shown["completed_at"] is not None) == (job.finished_ms is not None)
+
+
+def test_times_are_utc_with_milliseconds(api: Api) -> None:
+    job = an_ended_job(api.dispatcher.store, now=T0 + 7)
+    assert _get(api, job.id).json["created_at"] == "2027-01-15T08:00:00.007Z"
+
+
+def test_a_running_job_shows_where_and_a_waiting_one_its_place(api: Api) -> None:
+    api.register(server="gpu1")
+    running, waiting = api.started().run.job.id, api.submitted()
+    shown = _get(api, running).json
+    assert (shown["status"], shown["server"], shown["slot"]) == ("running", "gpu1", "gpu1-slot0")
+    assert (shown["position"], shown["attempts"]) == (None, 1)
+    shown = _get(api, waiting).json
+    assert (shown["server"], shown["slot"], shown["position"]) == (None, None, 1)
+
+
+def test_a_result_is_handed_on_as_it_is(api: Api) -> None:
+    api.register()
+    task = api.started()
+    api.dispatcher.settle(task, Verdict(Why.FINISHED), result='{"url":"x","n":[1,2.5,null]}')
+    assert _get(api, task.run.job.id).json["result"] == {"url": "x", "n": [1, 2.5, None]}
+
+
+def _dead(api: Api, why: Why) -> Job:
+    api.register()
+    task = api.started()
+    error = Error("server_error", "out of memory")
+    api.dispatcher.store.settle(task.run.job.id, task.run.attempt, why, T0, error=error)
+    return api.job(task.run.job.id)
+
+
+@pytest.mark.parametrize(
+    "why, code",
+    [(Why.RETRIES_EXHAUSTED, "max_retries_exceeded"), (Why.CRASHES_EXHAUSTED, "max_crashes_exceeded")],
+)
+def test_r157_a_dead_job_says_why_in_the_words_of_s1(api: Api, why: Why, code: str) -> None:
+    shown = _get(api, _dead(api, why).id).json
+    assert shown["status"] == "dead"
+    assert shown["error"] == {"code": code, "message": "out of memory", "last_code": "server_error"}
+
+
+def test_the_last_error_of_a_job_that_goes_on_is_no_end(api: Api) -> None:
+    api.register()
+    task = api.started()
+    error = Error("server_error", "out of memory")
+    api.dispatcher.settle(task, Verdict(Why.SERVER_ERROR), error=error)
+    shown = _get(api, task.run.job.id).json
+    assert (shown["status"], shown["error"], shown["last_error"]["code"]) == ("delayed", None, "server_error")
+
+
+@pytest.mark.parametrize("job_id", [UNKNOWN, "x", "%00", "a%0ab", "%ed%a0%80", "x" * 3000])
+@pytest.mark.parametrize("what", ["", "/attempts", "/cancel"])
+def test_an_unknown_job_is_not_found(api: Api, job_id: str, what: str) -> None:
+    act = api.client.post if what == "/cancel" else api.client.get
+    answer = act(f"/queue/jobs/{job_id}{what}")
+    assert (answer.status_code, answer.json["code"]) == (404, "job_not_found")
+
+
+def test_without_redis_a_job_can_be_looked_at_all_the_same(mortal_api: Api) -> None:
+    mortal_api.model()
+    job_id = mortal_api.submitted()
+    mortal_api.valkey.kill()
+    assert _get(mortal_api, job_id).json["position"] is None
+
+
+def test_attempts_tell_each_start_and_its_end(api: Api) -> None:
+    api.register()
+    task = api.started()
+    api.dispatcher.settle(task, Verdict(Why.SERVER_ERROR), error=Error("server_error", "out of memory"))
+    (attempt,) = api.client.get(f"/queue/jobs/{task.run.job.id}/attempts").json["attempts"]
+    assert (attempt["attempt"], attempt["server"], attempt["outcome"]) == (1, "gpu1", "server_error")
+    assert attempt["error"]["message"] == "out of memory"
+
+
+# -- waiting ---------------------------------------------------------------------------------------------------
+
+
+def test_waiting_ends_with_the_job(api: Api) -> None:
+    api.model()
+    job_id = api.submitted()
+    answers: list[Any] = []
+    waiter = threading.Thread(target=lambda: answers.append(_get(api, job_id, wait=30)))
+    waiter.start()
+    eventually(lambda: api.client.application.extensions["slotkeeper"].patience._room._value < 32)
+    api.dispatcher.cancel(job_id)
+    waiter.join(5)
+    assert answers[0].json["status"] == "canceled"
+
+
+def test_a_job_that_has_ended_is_not_waited_for(api: Api) -> None:
+    job = an_ended_job(api.dispatcher.store)
+    assert _get(api, job.id, wait=60).json["status"] == "completed"
+
+
+@pytest.mark.parametrize("settings", [{"WEB_THREADS": "1"}])
+def test_where_no_thread_can_wait_all_are_answered_at_once(api: Api, settings: dict[str, str]) -> None:
+    api.model()
+    assert _get(api, api.submitted(), wait=60).json["status"] == "queued"
+
+
+@pytest.mark.parametrize("wait", [-1, 61, "long", "nan", "inf"])
+def test_wait_is_0_to_60_seconds(api: Api, wait: Any) -> None:
+    answer = _get(api, UNKNOWN, wait=wait)
+    assert (answer.status_code, answer.json["field"]) == (422, "wait")
+
+
+# -- lists -----------------------------------------------------------------------------------------------------
+
+
+def test_a_list_goes_page_by_page_and_misses_nothing(api: Api) -> None:
+    api.model()
+    ids = [api.submitted() for _ in range(7)]
+    seen: list[str] = []
+    query: dict[str, Any] = {"limit": 3}
+    while True:
+        page = api.client.get("/queue/jobs", query_string=query).json
+        seen += [job["job_id"] for job in page["jobs"]]
+        if page["next_cursor"] is None:
+            break
+        query["cursor"] = page["next_cursor"]
+        api.submitted()  # comes in between two pages
+    assert seen == ids[::-1]
+
+
+def test_a_list_is_limited_by_state_and_model(api: Api) -> None:
+    api.model("zimg")
+    api.model("flux.1/dev")
+    wanted = api.submitted(model="flux.1/dev")
+    api.submitted()
+    api.dispatcher.cancel(api.submitted(model="flux.1/dev"))
+    page = api.client.get("/queue/jobs?status=queued&model=flux.1/dev").json
+    assert [job["job_id"] for job in page["jobs"]] == [wanted]
+
+
+@pytest.mark.parametrize(
+    "query, field",
+    [
+        ("status=lost", "status"),
+        ("limit=0", "limit"),
+        ("limit=201", "limit"),
+        ("limit=x", "limit"),
+        ("cursor=x", "cursor"),
+        ("cursor=c2VxOjA%3D", "cursor"),
+        ("cursor=c2VxOjk5OTk5OTk5OTk5OTk5OTk5OTk5OTk%3D", "cursor"),
+        ("cursor=%C3%BC", "cursor"),
+        ("model=%00", "model"),
+        ("stauts=queued", "stauts"),
+    ],
+)
+def test_a_wrong_filter_is_named(api: Api, query: str, field: str) -> None:
+    answer = api.client.get(f"/queue/jobs?{query}")
+    assert (answer.status_code, answer.json["field"]) == (422, field)
+
+
+# -- cancel ----------------------------------------------------------------------------------------------------
+
+
+def test_a_waiting_job_is_canceled_at_once(api: Api) -> None:
+    api.model()
+    job_id = api.submitted()
+    answer = api.client.post(f"/queue/jobs/{job_id}/cancel")
+    assert (answer.status_code, answer.json["status"]) == (200, "canceled")
+    assert api.job(job_id).state is State.CANCELED
+
+
+def test_a_running_job_is_canceled_when_its_server_lets_go(api: Api) -> None:
+    api.register()
+    job_id = api.started().run.job.id
+    answer = api.client.post(f"/queue/jobs/{job_id}/cancel")
+    assert (answer.status_code, answer.json["status"]) == (202, "canceling")
+    shown = _get(api, job_id).json
+    assert (shown["status"], shown["cancel_requested"]) == ("running", True)
+
+
+def test_what_has_ended_cannot_be_canceled(api: Api) -> None:
+    job = an_ended_job(api.dispatcher.store)
+    answer = api.client.post(f"/queue/jobs/{job.id}/cancel")
+    assert (answer.status_code, answer.json["code"], answer.json["job_status"]) == (409, "conflict", "completed")
+    assert api.job(job.id) == job
+
+
+def test_a_cancel_needs_no_redis(mortal_api: Api) -> None:
+    mortal_api.model()
+    job_id = mortal_api.submitted()
+    mortal_api.valkey.kill()
+    assert mortal_api.client.post(f"/queue/jobs/{job_id}/cancel").status_code == 200

@@ -1,0 +1,398 @@
+"""POST /queue/submit and /queue/submit-batch: what is answered is in the record, what is refused leaves no trace."""
+
+import io
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import orjson
+import pytest
+
+from jobs.record import now_ms
+from jobs.states import State
+from routing import reconcile
+from tests.support.api import NOTHING, Api
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+MIB = 1 << 20
+
+
+# -- accepted --------------------------------------------------------------------------------------------------
+
+
+def test_a_submitted_job_is_in_the_record_when_it_is_answered(api: Api) -> None:
+    api.model()
+    answer = api.submit(priority=2, ttl=60, callback_url="https://client.example/hook")
+    job = api.job(answer.json["job_id"])
+    assert answer.status_code == 202
+    assert answer.headers["Location"] == answer.json["links"]["self"] == f"/queue/jobs/{job.id}"
+    assert (job.state, job.model, job.tier, job.tenant) == (State.QUEUED, "zimg", 2, "default")
+    assert job.payload == '{"prompt":"a cat"}'
+    assert job.callback_url == "https://client.example/hook"
+    assert job.deadline_ms == job.created_ms + 60_000
+
+
+def test_the_position_counts_from_one_and_by_priority(api: Api) -> None:
+    api.model()
+    assert [api.submit().json["position"] for _ in range(3)] == [1, 2, 3]
+    assert api.submit(priority=True).json["position"] == 1
+    assert api.submit(priority=9).json["position"] == 5
+
+
+def test_a_job_that_is_offered_at_once_waits_in_no_line(api: Api) -> None:
+    api.register(slots=1)
+    first, second = api.submit(), api.submit()
+    assert [offer.job_id for offer in api.heard.offers] == [first.json["job_id"]]
+    assert (first.json["position"], second.json["position"]) == (None, 1)
+
+
+def test_the_start_is_estimated_from_the_latest_runs(api: Api) -> None:
+    api.register(slots=2)
+    from jobs.states import Why
+    from routing.policies.verdict import Verdict
+
+    for _ in range(2):
+        task = api.started()
+        api.dispatcher.settle(task, Verdict(Why.FINISHED), result="{}")
+    api.submitted(), api.submitted()
+    estimate = api.submit().json["estimated_start_s"]
+    assert estimate is not None
+    assert 0 <= estimate < 5
+
+
+@pytest.mark.parametrize("moment", ["2001-01-01T00:00:00Z", "0001-01-01T00:00:00+23:59", 0])
+def test_a_moment_that_has_passed_means_now(api: Api, moment: Any) -> None:
+    api.model()
+    assert api.job(api.submitted(not_before=moment)).state is State.QUEUED
+
+
+@pytest.mark.parametrize("priority, tier", [(None, 5), (False, 5), (True, 1), (1, 1), (9, 9)])
+def test_priority_is_a_tier(api: Api, priority: Any, tier: int) -> None:
+    api.model()
+    assert api.job(api.submitted(priority=priority)).tier == tier
+
+
+def test_not_before_is_a_moment_or_seconds_from_now(api: Api) -> None:
+    api.model()
+    moment = datetime.now(UTC) + timedelta(hours=1)
+    by_moment = api.job(api.submitted(not_before=moment.astimezone().isoformat()))
+    by_seconds = api.job(api.submitted(not_before=3600.5))
+    assert by_moment.state is by_seconds.state is State.DELAYED
+    assert abs(by_moment.due_ms - moment.timestamp() * 1000) <= 1
+    assert by_seconds.due_ms == by_seconds.created_ms + 3_600_500
+
+
+def test_numbers_come_through_as_they_were_sent(api: Api) -> None:
+    api.model()
+    sent = {"big": 2**63 - 1, "small": -(2**63), "third": 0.1, "text": "ü\u2028🐈", "deep": [[[{}]]]}
+    assert orjson.loads(api.job(api.submitted(payload=sent)).payload or "") == sent
+
+
+# -- the same request again ------------------------------------------------------------------------------------
+
+
+def test_the_same_key_names_the_same_job(api: Api) -> None:
+    api.model()
+    moment = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+    first, again = (api.submit({"Idempotency-Key": "k-1"}, not_before=moment) for _ in range(2))
+    assert (first.json["deduplicated"], again.json["deduplicated"]) == (False, True)
+    assert first.json["job_id"] == again.json["job_id"]
+    assert api.stored()["jobs"] == 1
+
+
+def test_the_same_key_with_another_request_is_a_conflict(api: Api) -> None:
+    api.model()
+    api.submitted({"Idempotency-Key": "k-1"})
+    answer = api.submit({"Idempotency-Key": "k-1"}, payload={"prompt": "a dog"})
+    assert (answer.status_code, answer.json["code"]) == (409, "idempotency_conflict")
+    assert api.stored()["jobs"] == 1
+
+
+@pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true"}])
+def test_the_same_key_of_another_tenant_is_another_job(api: Api, settings: dict[str, str]) -> None:
+    boss, acme, zeta = api.tenant("boss", admin=True), api.tenant("acme"), api.tenant("zeta")
+    api.client.put("/admin/model-configs/zimg", json={}, headers=boss)
+    ids = {api.submitted(header | {"Idempotency-Key": "k-1"}) for header in (acme, zeta)}
+    assert len(ids) == 2
+
+
+# -- parts that are away ---------------------------------------------------------------------------------------
+
+
+def test_without_redis_a_job_is_accepted_and_comes_into_line_later(mortal_api: Api) -> None:
+    api = mortal_api
+    api.model()
+    api.valkey.kill()
+    answer = api.submit()
+    assert (answer.status_code, answer.json["position"]) == (202, None)
+    assert api.job(answer.json["job_id"]).state is State.QUEUED
+    api.valkey.start()
+    reconcile.reconcile(api.dispatcher)
+    assert api.client.get(answer.json["links"]["self"]).json["position"] == 1
+
+
+def test_without_the_database_nothing_is_accepted_and_the_client_is_told_when_to_come_back(api: Api) -> None:
+    api.model()
+    api.submitted()
+    before = api.stored()
+    api.take_database_away()
+    answer = api.submit({"Idempotency-Key": "k-1"})
+    api.bring_database_back()
+    assert (answer.status_code, answer.json["code"]) == (503, "record_unavailable")
+    assert int(answer.headers["Retry-After"]) >= 1
+    assert api.stored() == before
+
+
+def test_a_full_queue_says_when_to_come_back(api: Api) -> None:
+    api.model(max_waiting=1)
+    api.submitted()
+    answer = api.submit()
+    assert (answer.status_code, answer.json["code"]) == (429, "too_many_requests")
+    assert int(answer.headers["Retry-After"]) >= 1
+    assert api.stored()["jobs"] == 1
+
+
+# -- refused ---------------------------------------------------------------------------------------------------
+
+_JOB = {"model": "zimg", "payload": {}}
+
+
+def _raw(**fields: Any) -> bytes:
+    return orjson.dumps(_JOB | fields)
+
+
+def _deep(levels: int) -> bytes:
+    return b'{"model":"zimg","payload":{"a":%s%s}}' % (b"[" * levels, b"]" * levels)
+
+
+# what is sent, status, code, the field that is named
+BAD: dict[str, tuple[bytes, int, str, str | None]] = {
+    "unknown model": (_raw(model="nobody"), 422, "unknown_model", "model"),
+    "model is a number": (_raw(model=7), 422, "invalid_request", "model"),
+    "model with NUL": (_raw(model="zi\0mg"), 422, "unknown_model", "model"),
+    "model too long": (_raw(model="m" * 10_000), 422, "invalid_request", "model"),
+    "no model": (b'{"payload":{}}', 422, "invalid_request", "model"),
+    "no payload": (b'{"model":"zimg"}', 422, "invalid_request", "payload"),
+    "empty object": (b"{}", 422, "invalid_request", "model"),
+    "payload is a text": (_raw(payload="a cat"), 422, "invalid_job", "payload"),
+    "payload is null": (_raw(payload=None), 422, "invalid_job", "payload"),
+    "payload too large": (_raw(payload={"a": "x" * 1000}), 422, "invalid_job", "payload"),
+    "payload with NUL": (_raw(payload={"a": "x\0"}), 422, "invalid_job", "payload"),
+    "payload with NUL in a key": (_raw(payload={"x\0": [{"y": 1}]}), 422, "invalid_job", "payload"),
+    "payload with half a character": (b'{"model":"zimg","payload":{"a":"\\ud800"}}', 422, "invalid_job", "payload"),
+    "payload with an endless number": (b'{"model":"zimg","payload":{"a":1e999}}', 422, "invalid_job", "payload"),
+    "payload beyond 64 bits": (b'{"model":"zimg","payload":{"a":18446744073709551616}}', 422, "invalid_job", "payload"),
+    "payload nested": (_deep(100), 422, "invalid_job", "payload"),
+    "nesting bomb": (_deep(100_000), 400, "malformed_json", None),
+    "not closed": (b'{"model":"zimg"', 400, "malformed_json", None),
+    "two values": (b"{}{}", 400, "malformed_json", None),
+    "nothing": (b"", 400, "malformed_json", None),
+    "NaN": (b'{"model":"zimg","payload":{"a":NaN}}', 400, "malformed_json", None),
+    "Infinity": (b'{"model":"zimg","payload":{"a":-Infinity}}', 400, "malformed_json", None),
+    "no UTF-8": (b'{"model":"zimg","payload":{"a":"\xff"}}', 400, "malformed_json", None),
+    "a number of 5000 digits": (b'{"model":"zimg","payload":{"a":%s}}' % (b"9" * 5000), 400, "malformed_json", None),
+    "a key twice": (b'{"model":"zimg","model":"flux","payload":{}}', 400, "malformed_json", None),
+    "a list": (b"[]", 422, "invalid_request", None),
+    "a text that holds JSON": (orjson.dumps(_raw().decode()), 422, "invalid_request", None),
+    "callback is no URL": (_raw(callback_url="client.example"), 422, "invalid_job", "callback_url"),
+    "callback is a file": (_raw(callback_url="file:///etc/passwd"), 422, "invalid_job", "callback_url"),
+    "callback to ourselves": (_raw(callback_url="http://127.0.0.1/x"), 422, "invalid_job", "callback_url"),
+    "callback to the cloud": (_raw(callback_url="http://169.254.169.254/latest"), 422, "invalid_job", "callback_url"),
+    "callback is a number": (_raw(callback_url=7), 422, "invalid_request", "callback_url"),
+    "unknown field": (_raw(callbackurl="https://a.example"), 422, "invalid_request", "callbackurl"),
+    "odd field": (b'{"model":"zimg","payload":{},"\\ud800":1}', 422, "invalid_request", "body"),
+    "priority 0": (_raw(priority=0), 422, "invalid_job", "priority"),
+    "priority 10": (_raw(priority=10), 422, "invalid_job", "priority"),
+    "priority in words": (_raw(priority="high"), 422, "invalid_job", "priority"),
+    "priority in parts": (_raw(priority=2.5), 422, "invalid_job", "priority"),
+    "ttl negative": (_raw(ttl=-1), 422, "invalid_job", "ttl"),
+    "ttl endless": (b'{"model":"zimg","payload":{},"ttl":1e999}', 422, "invalid_job", "ttl"),
+    "ttl huge": (b'{"model":"zimg","payload":{},"ttl":1%s}' % (b"0" * 400), 422, "invalid_job", "ttl"),
+    "ttl in words": (_raw(ttl="soon"), 422, "invalid_job", "ttl"),
+    "ttl true": (_raw(ttl=True), 422, "invalid_job", "ttl"),
+    "ttl before not_before": (_raw(ttl=5, not_before=10), 422, "invalid_job", "ttl"),
+    "not_before without a zone": (_raw(not_before="2030-01-01T00:00:00"), 422, "invalid_job", "not_before"),
+    "not_before in words": (_raw(not_before="tomorrow"), 422, "invalid_job", "not_before"),
+    "not_before in an age": (_raw(not_before="9999-12-31T00:00:00Z"), 422, "invalid_job", "not_before"),
+    "not_before is a list": (_raw(not_before=[1]), 422, "invalid_job", "not_before"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_with_its_field_and_leaves_no_trace(api: Api, case: str) -> None:
+    body, status, code, field = BAD[case]
+    api.model(max_payload_bytes=500)
+    answer = api.client.post("/queue/submit", data=body, content_type="application/json")
+    told = answer.json
+    assert (answer.status_code, told["code"], told.get("field")) == (status, code, field), answer.text
+    assert answer.content_type == "application/problem+json"
+    assert {"type", "title", "status", "detail", "instance"} <= told.keys()
+    assert field is None or field in told["detail"]
+    assert api.stored() == NOTHING
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "a\tb"])
+def test_a_key_that_cannot_be_kept_is_refused(api: Api, key: str) -> None:
+    api.model()
+    answer = api.submit({"Idempotency-Key": key})
+    assert (answer.status_code, answer.json["field"]) == (422, "Idempotency-Key")
+    assert api.stored() == NOTHING
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "a b"])
+def test_what_is_not_json_is_refused(api: Api, kind: str) -> None:
+    api.model()
+    answer = api.client.post("/queue/submit", data=_raw(), content_type=kind)
+    assert (answer.status_code, answer.json["code"]) == (415, "unsupported_media_type")
+    assert api.stored() == NOTHING
+
+
+class _Heard(io.BytesIO):
+    """A body of which we know how much was read, and in what pieces."""
+
+    largest = total = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        piece = super().read(size)
+        self.largest, self.total = max(self.largest, len(piece)), self.total + len(piece)
+        return piece
+
+
+@pytest.mark.parametrize("path", ["/queue/submit", "/queue/submit-batch", "/admin/register"])
+def test_a_body_that_is_too_large_is_heard_out_but_not_kept(api: Api, path: str) -> None:
+    body = _Heard(bytes(17 * MIB))
+    answer = api.client.post(path, content_type="application/json", input_stream=body)
+    assert (answer.status_code, answer.json["status"]) == (413, 413)
+    assert "SLOTKEEPER_MAX_BODY_BYTES" in answer.json["detail"]
+    assert body.total == 17 * MIB
+    assert body.largest <= 64 << 10
+
+
+def test_a_body_without_end_is_not_heard_out(api: Api) -> None:
+    body = _Heard(bytes(33 * MIB))
+    answer = api.client.post("/queue/submit", content_type="application/json", input_stream=body)
+    assert (answer.status_code, body.total) == (413, 0)
+
+
+@pytest.mark.parametrize(
+    "path, kind", [("/queue/submit", "application/json"), ("/queue/submit-batch", "application/x-ndjson")]
+)
+def test_a_body_of_unannounced_length_is_refused_and_not_cut_short(api: Api, path: str, kind: str) -> None:
+    """At the limit, what was read so far is valid by itself."""
+    api.model()
+    line = _raw() + b"\n"
+    body = line.ljust(16 * MIB if "batch" in path else 2 * MIB) + line
+    chunked = {"CONTENT_LENGTH": "", "wsgi.input_terminated": True}
+    answer = api.client.post(path, content_type=kind, input_stream=io.BytesIO(body), environ_overrides=chunked)
+    assert answer.status_code == 413
+    assert api.stored() == NOTHING
+
+
+def test_ten_megabytes_are_too_much(api: Api) -> None:
+    api.model()
+    answer = api.submit(payload={"a": "x" * (10 * MIB)})
+    assert answer.status_code == 413
+    assert api.stored() == NOTHING
+
+
+def test_a_typo_is_answered_with_the_nearest_name(api: Api) -> None:
+    api.model()
+    assert "callback_url" in api.submit(callbak_url="https://a.example").json["detail"]
+
+
+# -- batches ---------------------------------------------------------------------------------------------------
+
+
+def _batch(api: Api, *jobs: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
+    return api.client.post("/queue/submit-batch", json=list(jobs), headers=headers)
+
+
+def test_a_batch_is_accepted_in_its_order(api: Api) -> None:
+    api.model()
+    answer = _batch(api, *({**_JOB, "payload": {"n": n}} for n in range(20)))
+    ids = [job["job_id"] for job in answer.json["jobs"]]
+    assert (answer.status_code, answer.json["accepted"]) == (202, 20)
+    assert [orjson.loads(api.job(job_id).payload or "")["n"] for job_id in ids] == list(range(20))
+    assert [job.id for job in api.dispatcher.store.queued(["zimg"])] == ids
+
+
+def test_a_batch_may_come_as_lines(api: Api) -> None:
+    api.model()
+    lines = b"\n".join([_raw(), b"", _raw(priority=1), b""])
+    answer = api.client.post("/queue/submit-batch", data=lines, content_type="application/x-ndjson; charset=utf-8")
+    assert [api.job(job["job_id"]).tier for job in answer.json["jobs"]] == [5, 1]
+
+
+BAD_ITEMS: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({"model": "zimg"}, "payload"),
+    "unknown model": ({"model": "nobody", "payload": {}}, "model"),
+    "wrong type": ({"model": 1, "payload": {}}, "model"),
+    "bad priority": (_JOB | {"priority": 0}, "priority"),
+    "bad moment": (_JOB | {"not_before": "soon"}, "not_before"),
+    "bad address": (_JOB | {"callback_url": "http://localhost/"}, "callback_url"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ITEMS)
+def test_one_bad_job_refuses_the_batch_and_is_named(api: Api, case: str) -> None:
+    item, field = BAD_ITEMS[case]
+    api.model()
+    answer = _batch(api, _JOB, _JOB, item, _JOB)
+    assert (answer.status_code, answer.json["index"]) == (422, 2)
+    assert answer.json["field"].endswith(field)
+    assert api.stored() == NOTHING
+
+
+def test_a_line_that_is_no_json_is_named(api: Api) -> None:
+    api.model()
+    lines = b"\n".join([_raw(), b"{"])
+    answer = api.client.post("/queue/submit-batch", data=lines, content_type="application/x-ndjson")
+    assert (answer.status_code, answer.json["code"], answer.json["index"]) == (400, "malformed_json", 1)
+    assert api.stored() == NOTHING
+
+
+@pytest.mark.parametrize("body", [b"{}", b"[]", b"[1]", b"[[]]", b"null", b"[" + b"{}," * 1000 + b"{}]"])
+def test_what_is_no_batch_is_refused(api: Api, body: bytes) -> None:
+    answer = api.client.post("/queue/submit-batch", data=body, content_type="application/json")
+    assert answer.status_code == 422
+    assert api.stored() == NOTHING
+
+
+def test_a_thousand_jobs_are_a_batch(api: Api) -> None:
+    api.model()
+    assert _batch(api, *[_JOB] * 1000).json["accepted"] == 1000
+    assert _batch(api, *[_JOB] * 1001).status_code == 422
+
+
+def test_a_batch_sent_again_under_its_key_is_the_same_jobs(api: Api) -> None:
+    api.model()
+    jobs = [_JOB | {"payload": {"n": n}} for n in range(3)]
+    first, again = (_batch(api, *jobs, headers={"Idempotency-Key": "b-1"}) for _ in range(2))
+    assert [job["job_id"] for job in first.json["jobs"]] == [job["job_id"] for job in again.json["jobs"]]
+    assert (first.json["accepted"], again.json["accepted"]) == (3, 0)
+    changed = _batch(api, *jobs[:2], _JOB, headers={"Idempotency-Key": "b-1"})
+    assert changed.status_code == 409
+    assert api.stored()["jobs"] == 3
+
+
+def test_jobs_of_a_batch_may_have_keys_of_their_own(api: Api) -> None:
+    api.model()
+    answer = _batch(api, _JOB | {"idempotency_key": "k"}, _JOB | {"idempotency_key": "k"})
+    assert [job["deduplicated"] for job in answer.json["jobs"]] == [False, True]
+    assert api.submit({"Idempotency-Key": "k"}, payload={}).json["deduplicated"]
+
+
+def test_a_batch_without_the_database_leaves_nothing(api: Api) -> None:
+    api.model()
+    api.take_database_away()
+    answer = _batch(api, _JOB, _JOB)
+    api.bring_database_back()
+    assert answer.status_code == 503
+    assert api.stored() == NOTHING
+
+
+def test_times_are_those_of_the_acceptance(api: Api) -> None:
+    api.model()
+    before = now_ms()
+    job = api.job(api.submitted())
+    assert before <= job.created_ms <= now_ms()

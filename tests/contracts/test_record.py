@@ -1,0 +1,687 @@
+"""What the record promises about the life of a job, on both databases.
+
+One test for each rule; the rule is its name.  Idempotency and accepting stand in test_record_submit.py, group
+commit and failing databases in test_record_commit.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select
+
+from jobs.db import Database
+from jobs.events import TYPES, attempts
+from jobs.models import counters, events, webhooks
+from jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, State, Why
+from jobs.store import Error, Store
+from tests.support.builders import (
+    CALLBACK,
+    SECOND,
+    T0,
+    a_delayed_job,
+    a_job_in,
+    a_queued_job,
+    a_running_job,
+    a_start,
+    an_ended_job,
+    at_once,
+    row_of,
+    trail_of,
+)
+
+LATER = T0 + 60 * SECOND
+RESULT = '{"url":"https://cdn.example/1.png"}'
+ERROR = Error("model_error", "out of memory")
+
+SETTLES = sorted(why for (state, why) in TRANSITIONS if state is State.RUNNING)
+EDGES = [pytest.param(state, why, id=f"{state}-{why}") for (state, why) in TRANSITIONS if state is not None]
+in_every_state = pytest.mark.parametrize("state", list(State))
+in_every_final_state = pytest.mark.parametrize("state", sorted(FINAL))
+
+
+def _settle(store: Store, job_id: str, attempt: int, why: Why, now: int = LATER) -> Any:
+    """Settle with everything that a worker could hand in."""
+    return store.settle(job_id, attempt, why, now, result=RESULT, error=ERROR, due_ms=now + SECOND)
+
+
+def _acts(store: Store, why: Why, job_id: str, attempt: int) -> dict[str, Callable[[], Any]]:
+    """Every act of the store that could be asked to make a transition for this reason."""
+    acts: dict[str, Callable[[], Any]] = {
+        "settle": lambda: _settle(store, job_id, attempt, why),
+        "end_waiting": lambda: store.end_waiting(job_id, why, LATER, ERROR),
+    }
+    if why is Why.STARTED:
+        acts["start"] = lambda: store.start(job_id, "gpu9", "gpu9-slot0", "lease9", LATER)
+    if why is Why.DUE:
+        acts["promote_due"] = lambda: store.promote_due(LATER)
+    if why is Why.REVIVED:
+        acts["revive"] = lambda: store.revive(job_id, LATER)
+    return acts
+
+
+_OWN_ACT = {Why.STARTED: "start", Why.DUE: "promote_due", Why.REVIVED: "revive"}
+
+
+def _performer(state: State, why: Why) -> str | None:
+    """The act that makes this transition; None: there is no such transition."""
+    if (state, why) not in TRANSITIONS:
+        return None
+    return _OWN_ACT.get(why) or ("settle" if state is State.RUNNING else "end_waiting")
+
+
+def _refused(act: Callable[[], Any]) -> bool:
+    try:
+        return not act()
+    except KeyError:  # no such edge
+        return True
+
+
+# -- transitions -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("state", "why"), EDGES)
+def test_every_edge_of_the_table_leads_where_it_says_and_costs_what_it_says(database, store, state, why):
+    job = a_job_in(store, state)
+    before = row_of(database, job.id)
+    assert _acts(store, why, job.id, job.attempt)[_performer(state, why)]()
+    after, edge = row_of(database, job.id), TRANSITIONS[(state, why)]
+    assert (after["state"], after["why"]) == (edge.to, why)
+    expected = {budget: before[budget] + (budget is edge.costs) for budget in Budget if budget is not Budget.NOTHING}
+    if why is Why.REVIVED:
+        expected |= {Budget.FAILURES: 0, Budget.CRASHES: 0}
+    assert {budget: after[budget] for budget in expected} == expected
+    assert after["attempt"] == before["attempt"] + (why is Why.STARTED)
+    assert trail_of(store, job.id)[-1] == (TYPES[edge.to], why, after["attempt"])
+
+
+@in_every_state
+def test_what_is_not_in_the_table_is_refused_and_leaves_no_trace(database, store, state):
+    job = a_job_in(store, state)
+    before, events_before = row_of(database, job.id), trail_of(store, job.id)
+    tried = 0
+    for why in Why:
+        for name, act in _acts(store, why, job.id, job.attempt).items():
+            if name == _performer(state, why):
+                continue
+            assert _refused(act), f"{name}({why}) on a {state} job"
+            assert row_of(database, job.id) == before, f"{name}({why}) on a {state} job"
+            tried += 1
+    assert trail_of(store, job.id) == events_before
+    assert tried >= 2 * len(Why) - len(SETTLES)
+
+
+@in_every_final_state
+def test_job_1_a_final_state_is_never_left(database, store, state):
+    """Only a dead job has a way back, and only by a person's retry."""
+    job = an_ended_job(store, state, callback_url=CALLBACK)
+    before, events_before = row_of(database, job.id), trail_of(store, job.id)
+    for why in Why:
+        for name, act in _acts(store, why, job.id, job.attempt).items():
+            if name != "revive" or state is not State.DEAD:
+                assert _refused(act), f"{name}({why})"
+    assert store.promote_due(LATER * 2) == []
+    assert store.overdue(LATER * 2) == []
+    assert not store.request_cancel(job.id, LATER)
+    assert not store.note_remote(job.id, job.attempt, "r-1", LATER)
+    assert row_of(database, job.id) == before
+    assert trail_of(store, job.id) == events_before
+    assert _count(database, webhooks) == 1
+
+
+@pytest.mark.parametrize("why", SETTLES)
+def test_job_2_a_transition_whose_event_cannot_be_written_did_not_happen(database, store, why, faults):
+    run = a_running_job(store, callback_url=CALLBACK)
+    before, events_before = row_of(database, run.job.id), trail_of(store, run.job.id)
+    with faults("INSERT INTO events"), pytest.raises(ZeroDivisionError):
+        _settle(store, run.job.id, run.attempt, why)
+    assert row_of(database, run.job.id) == before
+    assert trail_of(store, run.job.id) == events_before
+    assert _count(database, webhooks) == 0
+    assert _settle(store, run.job.id, run.attempt, why)  # and then it can still happen
+
+
+def test_job_2_an_end_whose_webhook_cannot_be_written_did_not_happen(database, store, faults):
+    run = a_running_job(store, callback_url=CALLBACK)
+    with faults("INSERT INTO webhooks"), pytest.raises(ZeroDivisionError):
+        _settle(store, run.job.id, run.attempt, Why.FINISHED)
+    assert row_of(database, run.job.id)["state"] == "running"
+    assert trail_of(store, run.job.id)[-1][1] == Why.STARTED
+
+
+def test_job_2_each_transition_of_a_long_life_has_exactly_one_event(store):
+    job = a_delayed_job(store, due_ms=T0 + SECOND)
+    assert store.promote_due(LATER)
+    for why in (Why.SERVER_BUSY, Why.LEASE_EXPIRED, Why.SERVER_ERROR):
+        assert _settle(store, job.id, a_start(store, job.id).attempt, why)
+    assert store.promote_due(LATER * 2)
+    assert _settle(store, job.id, a_start(store, job.id).attempt, Why.RETRIES_EXHAUSTED)
+    assert store.revive(job.id, LATER)
+    assert _settle(store, job.id, a_start(store, job.id).attempt, Why.FINISHED)
+    assert trail_of(store, job.id) == [
+        ("job.delayed", "scheduled", 0),
+        ("job.enqueued", "due", 0),
+        ("job.started", "started", 1),
+        ("job.enqueued", "server_busy", 1),
+        ("job.started", "started", 2),
+        ("job.enqueued", "lease_expired", 2),
+        ("job.started", "started", 3),
+        ("job.delayed", "server_error", 3),
+        ("job.enqueued", "due", 3),
+        ("job.started", "started", 4),
+        ("job.dlq", "retries_exhausted", 4),
+        ("job.enqueued", "revived", 4),
+        ("job.started", "started", 5),
+        ("job.completed", "finished", 5),
+    ]
+
+
+def test_an_event_tells_the_error_and_when_the_retry_comes(store):
+    run = a_running_job(store)
+    store.settle(run.job.id, run.attempt, Why.SERVER_ERROR, T0, error=ERROR, due_ms=T0 + 4 * SECOND)
+    event = store.events_of(run.job.id)[-1]
+    assert event.data["error"] == {"code": "model_error", "message": "out of memory"}
+    assert event.data["retry_in_ms"] == 4 * SECOND
+    assert event.at_ms == T0
+
+
+def test_a_start_gives_the_worker_all_that_it_needs(store):
+    job = a_queued_job(store, payload='{"steps":4}', deadline_ms=LATER, envelope='{"chord":1}', tier=2, tenant="acme")
+    run = store.start(job.id, "gpu1", "gpu1-slot3", "lease-7", T0 + SECOND)
+    assert (run.payload, run.envelope, run.deadline_ms) == ('{"steps":4}', '{"chord":1}', LATER)
+    assert (run.server, run.slot, run.started_ms) == ("gpu1", "gpu1-slot3", T0 + SECOND)
+    assert (run.attempt, run.failures, run.crashes, run.remote_id, run.cancel_requested) == (1, 0, 0, None, False)
+    assert (run.job.id, run.job.seq, run.job.model, run.job.tier, run.job.tenant) == (
+        job.id,
+        job.seq,
+        "zimg",
+        2,
+        "acme",
+    )
+
+
+def test_a_running_job_names_its_slot_and_lease_so_that_a_lost_redis_can_be_rebuilt(store):
+    job = a_queued_job(store)
+    store.start(job.id, "gpu1", "gpu1-slot3", "lease-7", T0)
+    assert [(j.id, j.server, j.slot, j.lease) for j in store.running()] == [(job.id, "gpu1", "gpu1-slot3", "lease-7")]
+
+
+def test_two_workers_that_start_one_job_at_once_get_it_once(database, store):
+    other = Store(Database(database.url))
+    for _ in range(5):
+        job = a_queued_job(store)
+        runs = at_once(*[lambda s=s, j=job: s.start(j.id, "gpu1", "gpu1-slot0", "l", T0) for s in (store, other)])
+        assert [run.attempt for run in runs if run is not None] == [1]
+    other.database.close()
+
+
+def test_an_unknown_job_is_none_everywhere(store):
+    assert store.get("nobody") is None
+    assert store.headers("nobody") is None
+    assert store.start("nobody", "gpu1", "gpu1-slot0", "l", T0) is None
+    assert store.settle("nobody", 1, Why.FINISHED, T0) is None
+    assert store.end_waiting("nobody", Why.CANCEL_REQUESTED, T0) is None
+    assert store.revive("nobody", T0) is None
+    assert store.events_of("nobody") == []
+    assert not store.request_cancel("nobody", T0)
+    assert not store.note_remote("nobody", 1, "r-1", T0)
+    assert not store.delete_dead("nobody")
+
+
+# -- the token -------------------------------------------------------------------------------------------------
+
+
+def test_lease_2_the_token_grows_with_every_start(store):
+    job = a_queued_job(store)
+    tokens = []
+    for why in (Why.SERVER_BUSY, Why.SERVER_UNREACHABLE, Why.HANDED_BACK, Why.SERVER_LOST, Why.LEASE_EXPIRED):
+        tokens.append(a_start(store, job.id).attempt)
+        _settle(store, job.id, tokens[-1], why)
+    assert tokens == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("why", [Why.RETRIES_EXHAUSTED, Why.CRASHES_EXHAUSTED])
+def test_lease_2_the_token_goes_on_growing_after_a_persons_retry(store, why):
+    run = a_running_job(store)
+    _settle(store, run.job.id, run.attempt, why)
+    store.revive(run.job.id, LATER)
+    assert a_start(store, run.job.id).attempt == run.attempt + 1
+
+
+def test_lease_2_the_token_goes_on_growing_after_a_delayed_retry(store):
+    run = a_running_job(store)
+    _settle(store, run.job.id, run.attempt, Why.SERVER_ERROR)
+    store.promote_due(LATER * 2)
+    assert a_start(store, run.job.id).attempt == run.attempt + 1
+
+
+@pytest.mark.parametrize("why", SETTLES)
+def test_lease_3_a_settle_under_an_old_token_changes_nothing(database, store, why):
+    old = a_running_job(store, callback_url=CALLBACK)
+    store.settle(old.job.id, old.attempt, Why.LEASE_EXPIRED, T0)
+    a_start(store, old.job.id, server="gpu2")
+    before, events_before = row_of(database, old.job.id), trail_of(store, old.job.id)
+    assert _settle(store, old.job.id, old.attempt, why) is None
+    assert row_of(database, old.job.id) == before
+    assert trail_of(store, old.job.id) == events_before
+    assert _count(database, webhooks) == 0
+
+
+def test_lease_3_a_token_from_the_future_is_no_better(database, store):
+    run = a_running_job(store)
+    assert _settle(store, run.job.id, run.attempt + 1, Why.FINISHED) is None
+    assert row_of(database, run.job.id)["state"] == "running"
+
+
+def test_lease_3_a_remote_id_is_stored_only_under_the_current_token(database, store):
+    old = a_running_job(store)
+    store.settle(old.job.id, old.attempt, Why.SERVER_LOST, T0)
+    new = a_start(store, old.job.id)
+    assert not store.note_remote(old.job.id, old.attempt, "r-old", T0)
+    assert store.note_remote(new.job.id, new.attempt, "r-new", T0)
+    assert row_of(database, old.job.id)["remote_id"] == "r-new"
+
+
+def test_of_two_settles_of_one_run_at_once_only_one_counts(database, store):
+    other = Store(Database(database.url))
+    for _ in range(5):
+        run = a_running_job(store, callback_url=CALLBACK)
+        moved = at_once(
+            lambda r=run: store.settle(r.job.id, r.attempt, Why.FINISHED, T0, result=RESULT),
+            lambda r=run: other.settle(r.job.id, r.attempt, Why.LEASE_EXPIRED, T0),
+        )
+        assert sum(m is not None for m in moved) == 1
+        assert len(trail_of(store, run.job.id)) == 3
+    other.database.close()
+
+
+# -- what a settle leaves --------------------------------------------------------------------------------------
+
+
+def test_a_completed_job_keeps_its_result_and_where_it_ran(store):
+    run = a_running_job(store, server="gpu1")
+    moved = store.settle(run.job.id, run.attempt, Why.FINISHED, LATER, result=RESULT)
+    job = store.get(run.job.id)
+    assert (moved.to, moved.attempt, moved.webhook_id) == (State.COMPLETED, 1, None)
+    assert (job.result, job.error_code, job.error_message) == (RESULT, None, None)
+    assert (job.started_ms, job.finished_ms, job.server, job.lease, job.due_ms) == (T0, LATER, "gpu1", None, None)
+
+
+def test_a_failed_job_keeps_its_error(store):
+    run = a_running_job(store)
+    store.settle(run.job.id, run.attempt, Why.INVALID_REQUEST, LATER, error=ERROR)
+    job = store.get(run.job.id)
+    assert (job.result, job.error_code, job.error_message) == (None, "model_error", "out of memory")
+    assert job.finished_ms == LATER
+
+
+@pytest.mark.parametrize("message", ["x" * 5000, "half a \ud83d pair", "a \x00 byte"])
+def test_an_error_is_stored_whatever_the_server_wrote(store, message):
+    run = a_running_job(store)
+    assert store.settle(run.job.id, run.attempt, Why.SERVER_ERROR, T0, error=Error("bad", message), due_ms=LATER)
+    assert store.get(run.job.id).error_message.startswith(message[:2])
+    assert len(store.get(run.job.id).error_message) <= 2000
+
+
+def test_a_job_that_waits_again_holds_no_slot(store):
+    for why in (Why.SERVER_BUSY, Why.SERVER_UNREACHABLE, Why.HANDED_BACK, Why.SERVER_LOST, Why.LEASE_EXPIRED):
+        run = a_running_job(store)
+        _settle(store, run.job.id, run.attempt, why)
+        job = store.get(run.job.id)
+        assert (job.slot, job.lease, job.finished_ms, job.result) == (None, None, None, None), why
+
+
+def test_a_retry_waits_until_it_is_due_and_is_not_among_the_queued(store):
+    run = a_running_job(store)
+    store.settle(run.job.id, run.attempt, Why.SERVER_ERROR, T0, error=ERROR, due_ms=LATER)
+    job = store.get(run.job.id)
+    assert (job.state, job.due_ms, job.failures, job.slot, job.lease) == (State.DELAYED, LATER, 1, None, None)
+    assert store.queued(["zimg"]) == []
+
+
+def test_a_retry_without_a_time_is_refused_for_nothing_would_ever_wake_it(database, store):
+    run = a_running_job(store)
+    with pytest.raises(ValueError, match="due_ms"):
+        store.settle(run.job.id, run.attempt, Why.SERVER_ERROR, T0, error=ERROR)
+    assert row_of(database, run.job.id)["state"] == "running"
+
+
+@pytest.mark.parametrize("why", [Why.LEASE_EXPIRED, Why.HANDED_BACK])
+def test_a_run_that_only_its_worker_left_is_resumed_at_the_server(store, why):
+    run = a_running_job(store, server="gpu1")
+    store.note_remote(run.job.id, run.attempt, "r-1", T0 + SECOND)
+    moved = _settle(store, run.job.id, run.attempt, why)
+    again = a_start(store, run.job.id, server="gpu1")
+    assert moved.remote_id == "r-1"
+    assert (again.remote_id, again.sent_ms) == ("r-1", T0 + SECOND)
+
+
+def test_a_remote_id_means_nothing_to_another_server(store):
+    run = a_running_job(store, server="gpu1")
+    store.note_remote(run.job.id, run.attempt, "r-1", T0)
+    store.settle(run.job.id, run.attempt, Why.LEASE_EXPIRED, T0)
+    again = a_start(store, run.job.id, server="gpu2")
+    assert (again.remote_id, again.sent_ms) == (None, None)
+    assert store.get(run.job.id).remote_id is None
+
+
+@pytest.mark.parametrize("why", [Why.SERVER_LOST, Why.SERVER_BUSY, Why.SERVER_UNREACHABLE, Why.SERVER_ERROR])
+def test_a_run_that_the_server_left_is_not_resumed(store, why):
+    run = a_running_job(store, server="gpu1")
+    store.note_remote(run.job.id, run.attempt, "r-1", T0)
+    _settle(store, run.job.id, run.attempt, why)
+    store.promote_due(LATER * 2)
+    assert a_start(store, run.job.id, server="gpu1").remote_id is None
+
+
+def test_time_at_the_server_counts_from_when_it_took_up_this_remote_id(store):
+    run = a_running_job(store, server="gpu1")
+    store.note_remote(run.job.id, run.attempt, "r-1", T0)
+    store.settle(run.job.id, run.attempt, Why.HANDED_BACK, T0)
+    again = a_start(store, run.job.id, server="gpu1")
+    store.note_remote(run.job.id, again.attempt, "r-1", LATER)
+    assert again.sent_ms == T0
+    store.note_remote(run.job.id, again.attempt, "r-2", LATER)
+    store.settle(run.job.id, again.attempt, Why.HANDED_BACK, LATER)
+    third = a_start(store, run.job.id, server="gpu1")
+    assert (third.remote_id, third.sent_ms) == ("r-2", LATER)
+
+
+def test_starts_that_met_no_server_are_no_attempts(store):
+    job = a_queued_job(store)
+    for why in (Why.SERVER_BUSY, Why.SERVER_UNREACHABLE, Why.HANDED_BACK):
+        _settle(store, job.id, a_start(store, job.id).attempt, why)
+    _settle(store, job.id, a_start(store, job.id).attempt, Why.SERVER_ERROR)
+    after = store.get(job.id)
+    assert (after.attempt, after.waits, after.attempts, after.failures, after.crashes) == (4, 3, 1, 1, 0)
+
+
+def test_the_attempts_fold_tells_each_start_and_what_came_of_it(store):
+    job = a_queued_job(store)
+    first = a_start(store, job.id, server="gpu1", now=T0 + 1)
+    store.settle(job.id, first.attempt, Why.SERVER_ERROR, T0 + 2, error=ERROR, due_ms=T0 + 3)
+    store.promote_due(T0 + 3)
+    a_start(store, job.id, server="gpu2", now=T0 + 4)
+    done, under_way = attempts(store.events_of(job.id))
+    assert (done.attempt, done.server, done.slot, done.started_ms, done.ended_ms) == (
+        1,
+        "gpu1",
+        "gpu1-slot0",
+        T0 + 1,
+        T0 + 2,
+    )
+    assert (done.outcome, done.error) == ("server_error", {"code": "model_error", "message": "out of memory"})
+    assert (under_way.attempt, under_way.server, under_way.ended_ms, under_way.outcome) == (2, "gpu2", None, None)
+
+
+# -- waiting for a time ----------------------------------------------------------------------------------------
+
+
+def test_delayed_jobs_are_queued_when_due_and_not_before(store):
+    job = a_delayed_job(store, due_ms=T0 + SECOND)
+    assert store.promote_due(T0 + SECOND - 1) == []
+    assert [w.id for w in store.promote_due(T0 + SECOND)] == [job.id]
+    after = store.get(job.id)
+    assert (after.state, after.due_ms) == (State.QUEUED, None)
+    assert store.promote_due(LATER) == []
+
+
+def test_the_soonest_due_come_first_and_no_more_than_asked_for(store):
+    late, soon, later = (a_delayed_job(store, due_ms=T0 + n) for n in (2, 1, 3))
+    assert [w.id for w in store.promote_due(LATER, limit=2)] == [soon.id, late.id]
+    assert [w.id for w in store.promote_due(LATER, limit=2)] == [later.id]
+
+
+def test_jobs_due_at_the_same_moment_are_queued_as_accepted(store):
+    ids = [a_delayed_job(store, due_ms=T0 + SECOND).id for _ in range(5)]
+    assert [w.id for w in store.promote_due(LATER)] == ids
+
+
+def test_two_that_promote_at_once_queue_each_job_once(database, store):
+    other = Store(Database(database.url))
+    ids = {a_delayed_job(store).id for _ in range(20)}
+    mine, theirs = at_once(lambda: store.promote_due(LATER), lambda: other.promote_due(LATER))
+    promoted = [w.id for w in mine + theirs]
+    assert sorted(promoted) == sorted(ids)
+    assert all(len(trail_of(store, job_id)) == 2 for job_id in ids)
+    other.database.close()
+
+
+@pytest.mark.parametrize("state", sorted(ACTIVE))
+def test_a_job_past_its_deadline_is_overdue_until_it_ends(store, state):
+    job = a_job_in(store, state, deadline_ms=T0 + SECOND)
+    a_job_in(store, state)  # has no deadline
+    assert store.overdue(T0 + SECOND - 1) == []
+    assert [j.id for j in store.overdue(T0 + SECOND)] == [job.id]
+    if state is State.RUNNING:
+        assert store.settle(job.id, job.attempt, Why.DEADLINE_PASSED, LATER)
+    else:
+        assert store.end_waiting(job.id, Why.DEADLINE_PASSED, LATER)
+    assert store.overdue(LATER) == []
+    assert store.get(job.id).state is State.EXPIRED
+
+
+# -- a person's retry, a person's cancel -----------------------------------------------------------------------
+
+
+def test_a_dead_job_comes_back_at_its_own_place_with_fresh_budgets(store):
+    dead = an_ended_job(store, State.DEAD, deadline_ms=LATER, callback_url=CALLBACK)
+    younger = a_queued_job(store)
+    waiting = store.revive(dead.id, LATER)
+    job = store.get(dead.id)
+    assert (waiting.id, waiting.seq) == (dead.id, dead.seq)
+    assert [w.id for w in store.queued(["zimg"])] == [dead.id, younger.id]
+    assert (job.failures, job.crashes, job.attempt) == (0, 0, 1)
+    assert (job.finished_ms, job.error_code, job.error_message, job.deadline_ms) == (None, None, None, None)
+    assert (job.server, job.slot, job.lease, job.remote_id) == (None, None, None, None)
+
+
+def test_a_persons_retry_gives_back_both_budgets_and_keeps_the_count_of_starts(store):
+    job = a_queued_job(store)
+    for why in (Why.SERVER_BUSY, Why.LEASE_EXPIRED, Why.SERVER_ERROR, Why.RETRIES_EXHAUSTED):
+        _settle(store, job.id, a_start(store, job.id).attempt, why)
+        store.promote_due(LATER * 2)
+    dead = store.get(job.id)
+    assert (dead.state, dead.failures, dead.crashes, dead.waits, dead.attempt) == (State.DEAD, 2, 1, 1, 4)
+    store.revive(job.id, LATER)
+    revived = store.get(job.id)
+    assert (revived.failures, revived.crashes, revived.waits, revived.attempt) == (0, 0, 1, 4)
+
+
+def test_a_job_is_revived_once_however_many_ask(database, store):
+    other = Store(Database(database.url))
+    dead = an_ended_job(store, State.DEAD)
+    revived = at_once(lambda: store.revive(dead.id, LATER), lambda: other.revive(dead.id, LATER))
+    assert sum(w is not None for w in revived) == 1
+    assert trail_of(store, dead.id)[-1] == ("job.enqueued", "revived", 1)
+    assert len(trail_of(store, dead.id)) == 4
+    other.database.close()
+
+
+@pytest.mark.parametrize("why", [Why.CANCEL_REQUESTED, Why.DEADLINE_PASSED])
+def test_a_revived_job_can_end_before_it_has_started_again(database, store, why):
+    """It ends twice under one attempt number; each end owes a message of its own."""
+    dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
+    store.revive(dead.id, LATER)
+    moved = store.end_waiting(dead.id, why, LATER)
+    with database.read() as connection:
+        owed = dict(connection.execute(select(webhooks.c.status, webhooks.c.id)).all())
+    assert set(owed) == {"dead", moved.to}
+    assert owed[moved.to] == moved.webhook_id
+
+
+@pytest.mark.parametrize("state", [State.QUEUED, State.DELAYED])
+def test_a_waiting_job_is_canceled_at_once(store, state):
+    job = a_job_in(store, state, callback_url=CALLBACK)
+    moved = store.end_waiting(job.id, Why.CANCEL_REQUESTED, LATER)
+    after = store.get(job.id)
+    assert (after.state, after.finished_ms, after.due_ms) == (State.CANCELED, LATER, None)
+    assert moved.to is State.CANCELED
+    assert moved.webhook_id is not None
+    assert store.promote_due(LATER * 2) == []
+
+
+def test_a_cancel_of_a_running_job_is_a_fact_beside_its_state(store):
+    run = a_running_job(store)
+    assert store.end_waiting(run.job.id, Why.CANCEL_REQUESTED, LATER) is None
+    assert store.request_cancel(run.job.id, LATER)
+    assert store.request_cancel(run.job.id, LATER + 1)  # the first one counts
+    job = store.get(run.job.id)
+    assert (job.state, job.cancel_requested_ms) == (State.RUNNING, LATER)
+    assert store.settle(run.job.id, run.attempt, Why.CANCEL_REQUESTED, LATER)
+    assert store.get(run.job.id).state is State.CANCELED
+
+
+def test_a_cancel_is_not_forgotten_when_the_run_ends_without_it(store):
+    run = a_running_job(store)
+    store.request_cancel(run.job.id, T0)
+    store.settle(run.job.id, run.attempt, Why.LEASE_EXPIRED, T0)
+    assert a_start(store, run.job.id).cancel_requested
+
+
+@pytest.mark.parametrize("state", sorted(set(State) - {State.RUNNING}))
+def test_only_a_running_job_is_asked_to_cancel(store, state):
+    job = a_job_in(store, state)
+    assert not store.request_cancel(job.id, LATER)
+    assert store.get(job.id).cancel_requested_ms is None
+
+
+# -- listing ---------------------------------------------------------------------------------------------------
+
+
+def test_listing_goes_from_the_newest_on_and_its_cursor_misses_and_doubles_nothing(store):
+    ids = [a_queued_job(store).id for _ in range(7)]
+    page, seen = store.find(limit=3), []
+    while page:
+        seen += [job.id for job in page]
+        assert len(seen) <= len(ids)
+        a_queued_job(store, model="new")  # comes in between two pages
+        page = store.find(limit=3, before_seq=page[-1].seq)
+    assert seen == ids[::-1]
+
+
+def test_listing_filters_by_state_model_and_tenant_together(store):
+    wanted = a_queued_job(store, model="flux", tenant="acme")
+    a_queued_job(store, model="flux")
+    a_queued_job(store, tenant="acme")
+    a_job_in(store, State.RUNNING, model="flux", tenant="acme")
+    found = store.find(state=State.QUEUED, model="flux", tenant="acme")
+    assert [job.id for job in found] == [wanted.id]
+    assert (found[0].payload, found[0].result) == (None, None)  # lists stay small
+
+
+def test_the_queue_is_told_in_order_of_acceptance_and_in_pages(store):
+    ids = [a_queued_job(store, model=model).id for model in ("zimg", "flux", "zimg", "trellis", "zimg")]
+    a_delayed_job(store)
+    first = store.queued(["zimg", "flux"], limit=2)
+    rest = store.queued(["zimg", "flux"], after_seq=first[-1].seq)
+    assert [w.id for w in first + rest] == [ids[0], ids[1], ids[2], ids[4]]
+    assert store.queued([]) == []
+
+
+def test_order_1_jobs_are_numbered_as_they_are_accepted(store):
+    numbers = [a_queued_job(store).seq for _ in range(5)]
+    assert numbers == sorted(set(numbers))
+
+
+def test_a_task_message_can_be_written_without_the_payload(store):
+    job = a_queued_job(store, tier=2, envelope='{"link":1}')
+    assert store.headers(job.id) == ("zimg", 2, 0, '{"link":1}')
+
+
+# -- removing, and the ledger ----------------------------------------------------------------------------------
+
+
+def _count(database: Database, table: Any) -> int:
+    with database.read() as connection:
+        return connection.execute(select(func.count()).select_from(table)).scalar_one()
+
+
+def _purged(database: Database) -> dict[State, int]:
+    with database.read() as connection:
+        rows = connection.execute(select(counters).where(counters.c.name.like("purged.%"))).all()
+    return {State(row.name.removeprefix("purged.")): row.value for row in rows}
+
+
+def test_counts_names_every_state_even_when_no_job_is_in_it(store):
+    assert store.counts() == dict.fromkeys(State, 0)
+
+
+def test_job_3_the_ledger_balances_at_every_step_of_every_life(database, store):
+    """accepted = those that stand in each state + those removed, which are counted by the state they ended in."""
+    accepted = 0
+    for state in State:
+        for _ in range(2):
+            a_job_in(store, state)
+            accepted += 1
+            assert sum(store.counts().values()) + sum(_purged(database).values()) == accepted
+    assert set(store.counts().values()) == {2}
+    assert store.purge(T0 + 1, limit=3) == 3
+    assert sum(store.counts().values()) + sum(_purged(database).values()) == accepted
+    assert store.purge(T0 + 1) == 7
+    assert sum(store.counts().values()) == 6
+    assert _purged(database) == dict.fromkeys(FINAL, 2)
+
+
+def test_purge_removes_what_ended_before_and_nothing_that_has_not_ended(store):
+    old, new = an_ended_job(store, now=T0), an_ended_job(store, now=LATER)
+    waiting = [a_job_in(store, state) for state in sorted(ACTIVE)]
+    assert store.purge(LATER) == 1
+    assert store.get(old.id) is None
+    assert store.get(new.id) is not None
+    assert all(store.get(job.id) is not None for job in waiting)
+
+
+def test_a_job_is_kept_from_its_end_on_however_long_it_waited(store):
+    job = a_queued_job(store, now=T0)
+    store.end_waiting(job.id, Why.CANCEL_REQUESTED, LATER)
+    assert store.purge(LATER) == 0
+    assert store.purge(LATER + 1) == 1
+
+
+def test_purge_takes_along_what_hangs_on_the_job(database, store, hooks):
+    old = an_ended_job(store, callback_url=CALLBACK)
+    kept = an_ended_job(store, callback_url=CALLBACK, now=LATER)
+    for webhook_id in hooks.due(LATER):
+        hooks.delivered(hooks.claim(webhook_id, LATER, LATER + SECOND), LATER, 200)
+    assert store.purge(LATER) == 1
+    assert store.events_of(old.id) == []
+    assert _count(database, events) == len(store.events_of(kept.id)) == 3
+    assert _count(database, webhooks) == 1
+
+
+def test_hook_1_a_job_whose_message_is_still_owed_is_not_purged(store, hooks):
+    job = an_ended_job(store, callback_url=CALLBACK)
+    assert store.purge(LATER) == 0
+    (webhook_id,) = hooks.due(LATER)
+    hooks.failed(hooks.claim(webhook_id, LATER, LATER + SECOND), None, 500, "gone")
+    assert store.purge(LATER) == 1
+    assert store.get(job.id) is None
+
+
+def test_two_that_purge_at_once_count_each_job_once(database, store):
+    other = Store(Database(database.url))
+    for _ in range(20):
+        an_ended_job(store)
+    removed = at_once(lambda: store.purge(LATER), lambda: other.purge(LATER))
+    assert sum(removed) == 20
+    assert _purged(database) == {State.COMPLETED: 20}
+    other.database.close()
+
+
+def test_a_dead_job_can_be_deleted_and_stays_in_the_ledger(database, store):
+    dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
+    assert store.delete_dead(dead.id)
+    assert not store.delete_dead(dead.id)
+    assert store.get(dead.id) is None
+    assert _purged(database) == {State.DEAD: 1}
+    assert _count(database, webhooks) == _count(database, events) == 0
+
+
+@pytest.mark.parametrize("state", sorted(set(State) - {State.DEAD}))
+def test_only_a_dead_job_can_be_deleted(database, store, state):
+    job = a_job_in(store, state)
+    before = row_of(database, job.id)
+    assert not store.delete_dead(job.id)
+    assert row_of(database, job.id) == before
+    assert _purged(database) == {}

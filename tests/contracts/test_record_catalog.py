@@ -1,0 +1,291 @@
+"""What the record promises about models, configurations, servers and tenants."""
+
+import re
+
+import pytest
+from pydantic import ValidationError
+from sqlalchemy import event, text
+
+from jobs.catalog import Catalog
+from jobs.config import ModelConfig
+from jobs.db import Database
+from jobs.errors import Conflict, NotFound
+from jobs.models import metadata
+from jobs.states import ACTIVE, FINAL
+from jobs.tenants import Tenant, Tenants
+from tests.support.builders import SECOND, T0, a_job_in, a_queued_job, at_once
+
+URL = "http://10.0.0.1:8000/generate"
+
+
+@pytest.fixture
+def catalog(database: Database) -> Catalog:
+    return Catalog(database)
+
+
+@pytest.fixture
+def tenants(database: Database) -> Tenants:
+    return Tenants(database)
+
+
+# -- servers ---------------------------------------------------------------------------------------------------
+
+
+def test_a_registered_server_stands_in_the_catalog_with_its_model(catalog):
+    answer = catalog.register("zimg", "gpu1", URL, 4, T0)
+    snapshot = catalog.snapshot()
+    assert snapshot.servers == {"gpu1": answer}
+    assert (answer.fleet, answer.slots, answer.state, answer.endpoints) == ("zimg", 4, "online", {"zimg": URL})
+    assert answer.slot_names == ["gpu1-slot0", "gpu1-slot1", "gpu1-slot2", "gpu1-slot3"]
+    assert snapshot.models["zimg"].config == ModelConfig()
+    assert snapshot.fleets() == ["zimg"]
+
+
+def test_registering_again_changes_slots_and_endpoint_and_nothing_else(catalog):
+    catalog.register("zimg", "gpu1", URL, 4, T0)
+    catalog.set_server_state("gpu1", "paused")
+    answer = catalog.register("zimg", "gpu1", "http://10.0.0.1:9000/v2", 2, T0 + SECOND)
+    assert (answer.slots, answer.endpoints) == (2, {"zimg": "http://10.0.0.1:9000/v2"})
+    assert (answer.state, answer.created_ms) == ("paused", T0)
+    assert catalog.snapshot().servers == {"gpu1": answer}
+
+
+def test_a_server_may_serve_several_models_of_one_fleet(catalog):
+    catalog.register("zimg", "gpu1", URL, 4, T0)
+    answer = catalog.register("flux", "gpu1", "http://10.0.0.1:8000/flux", 4, T0)
+    snapshot = catalog.snapshot()
+    assert answer.fleet == "zimg"
+    assert answer.endpoints == {"zimg": URL, "flux": "http://10.0.0.1:8000/flux"}
+    assert snapshot.models_of("zimg") == ["flux", "zimg"]
+    assert [server.name for server in snapshot.servers_of("zimg")] == ["gpu1"]
+    assert (snapshot.slots_of("flux"), snapshot.slots_of("zimg"), snapshot.slots_of("trellis")) == (4, 4, 0)
+
+
+def test_a_model_may_have_several_servers(catalog):
+    for name, slots in (("gpu2", 3), ("gpu1", 2)):
+        catalog.register("zimg", name, URL, slots, T0)
+    snapshot = catalog.snapshot()
+    assert [server.name for server in snapshot.servers_of("zimg")] == ["gpu1", "gpu2"]
+    assert snapshot.slots_of("zimg") == 5
+
+
+def test_a_known_model_that_nobody_serves_moves_to_the_fleet_of_its_first_server(catalog, store):
+    catalog.configure("flux", {}, T0)
+    a_job_in(store, sorted(FINAL)[0], model="flux")  # jobs that have ended do not hold it
+    catalog.register("zimg", "gpu1", URL, 4, T0)
+    assert catalog.register("flux", "gpu1", URL, 4, T0).fleet == "zimg"
+    assert catalog.snapshot().models["flux"].fleet == "zimg"
+
+
+def test_fleets_that_both_have_servers_are_not_joined(catalog):
+    catalog.register("zimg", "gpu1", URL, 4, T0)
+    catalog.register("flux", "gpu2", URL, 4, T0)
+    before = catalog.snapshot()
+    with pytest.raises(Conflict, match="another name"):
+        catalog.register("flux", "gpu1", URL, 4, T0)
+    assert catalog.snapshot() == before
+
+
+@pytest.mark.parametrize("state", sorted(ACTIVE))
+def test_a_model_whose_jobs_have_not_ended_does_not_change_its_fleet(catalog, store, state):
+    """They wait under the old fleet's keys, where nobody would look for them."""
+    catalog.configure("flux", {}, T0)
+    a_job_in(store, state, model="flux")
+    catalog.register("zimg", "gpu1", URL, 4, T0)
+    before = catalog.snapshot()
+    with pytest.raises(Conflict):
+        catalog.register("flux", "gpu1", URL, 4, T0)
+    assert catalog.snapshot() == before
+
+
+@pytest.mark.parametrize("state", ["draining", "paused"])
+def test_slots_of_a_server_that_takes_nothing_new_do_not_count(catalog, state):
+    catalog.register("zimg", "gpu1", URL, 4, T0)
+    catalog.register("zimg", "gpu2", URL, 2, T0)
+    catalog.set_server_state("gpu1", state)
+    assert catalog.snapshot().servers["gpu1"].state == state
+    assert catalog.snapshot().slots_of("zimg") == 2
+    catalog.set_server_state("gpu1", "online")
+    assert catalog.snapshot().slots_of("zimg") == 6
+
+
+def test_a_removed_server_is_gone_and_its_models_and_their_jobs_stay(catalog, store):
+    catalog.register("zimg", "gpu1", URL, 4, T0)
+    job = a_queued_job(store, model="zimg")
+    catalog.remove_server("gpu1")
+    snapshot = catalog.snapshot()
+    assert (snapshot.servers, list(snapshot.models), snapshot.slots_of("zimg")) == ({}, ["zimg"], 0)
+    assert store.get(job.id).state == "queued"
+    assert catalog.register("zimg", "gpu1", URL, 1, T0).endpoints == {"zimg": URL}
+
+
+def test_what_is_asked_of_an_unknown_server_is_not_found(catalog):
+    with pytest.raises(NotFound):
+        catalog.set_server_state("gpu1", "paused")
+    with pytest.raises(NotFound):
+        catalog.remove_server("gpu1")
+
+
+def test_servers_that_register_a_new_model_from_many_sides_at_once_are_all_in(database, catalog):
+    sides = [Catalog(Database(database.url)) for _ in range(3)]
+    names = [f"gpu{n}" for n in range(3)]
+    act = [lambda s=s, n=n: s.register("zimg", n, URL, 2, T0) for s, n in zip(sides, names, strict=True)]
+    assert [getattr(answer, "name", repr(answer)) for answer in at_once(*act)] == names
+    assert sorted(catalog.snapshot().servers) == names
+    assert catalog.version() == 3
+    for side in sides:
+        side.database.close()
+
+
+# -- configuration ---------------------------------------------------------------------------------------------
+
+
+def test_an_override_replaces_the_one_before_and_nothing_goes_back_to_the_defaults(catalog):
+    catalog.configure("flux", {"model_type": "async", "poll_interval": 3.0}, T0)
+    assert catalog.snapshot().models["flux"].config == ModelConfig(model_type="async", poll_interval=3.0)
+    catalog.configure("flux", {"max_retries": 5}, T0)
+    model = catalog.snapshot().models["flux"]
+    assert (model.overrides, model.config) == ({"max_retries": 5}, ModelConfig(max_retries=5))
+    answer = catalog.configure("flux", {}, T0)
+    assert answer == catalog.snapshot().models["flux"]
+    assert (answer.overrides, answer.config) == ({}, ModelConfig())
+
+
+def test_configuring_keeps_a_models_fleet_and_creates_an_unknown_one(catalog):
+    catalog.register("zimg", "gpu1", URL, 4, T0)
+    catalog.register("flux", "gpu1", URL, 4, T0)
+    assert catalog.configure("flux", {"max_retries": 5}, T0).fleet == "zimg"
+    assert catalog.configure("new", {}, T0).fleet == "new"
+    assert catalog.snapshot().fleets() == ["new", "zimg"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_retrys": 5},
+        {"max_retries": -1},
+        {"poll_interval": 10, "max_poll_time": 5},
+        {"poll_endpoint_template": "/status"},
+        {"policy": "random"},
+    ],
+)
+def test_an_override_that_is_wrong_changes_nothing(catalog, wrong):
+    catalog.configure("flux", {"max_retries": 5}, T0)
+    before = catalog.snapshot()
+    with pytest.raises(ValidationError):
+        catalog.configure("flux", wrong, T0)
+    assert catalog.snapshot() == before
+
+
+# -- the version -----------------------------------------------------------------------------------------------
+
+
+def test_the_version_grows_with_every_change(catalog):
+    seen = [catalog.version()]
+    for change in (
+        lambda: catalog.register("zimg", "gpu1", URL, 4, T0),
+        lambda: catalog.register("zimg", "gpu1", URL, 4, T0),
+        lambda: catalog.configure("zimg", {"max_retries": 5}, T0),
+        lambda: catalog.set_server_state("gpu1", "paused"),
+        lambda: catalog.remove_server("gpu1"),
+    ):
+        change()
+        seen.append(catalog.version())
+        assert catalog.snapshot().version == seen[-1]
+    assert seen[0] == 0
+    assert seen == sorted(set(seen))
+
+
+def test_the_version_grows_in_the_transaction_of_the_change(catalog, faults):
+    catalog.register("zimg", "gpu1", URL, 4, T0)
+    before = catalog.snapshot()
+    with faults("UPDATE counters"):
+        for change in (
+            lambda: catalog.register("zimg", "gpu2", URL, 4, T0),
+            lambda: catalog.configure("zimg", {"max_retries": 5}, T0),
+            lambda: catalog.set_server_state("gpu1", "paused"),
+            lambda: catalog.remove_server("gpu1"),
+        ):
+            with pytest.raises(ZeroDivisionError):
+                change()
+    assert catalog.snapshot() == before
+
+
+def test_a_change_while_the_catalog_is_read_is_never_hidden_by_its_version(database, catalog):
+    """A snapshot may be newer than its version says, and is then read again; never older."""
+    catalog.register("zimg", "gpu1", URL, 4, T0)
+    other = Catalog(Database(database.url))
+    changed: list[bool] = []
+
+    def change(connection: object, cursor: object, statement: str, *_: object) -> None:
+        if "FROM models" in statement and not changed:
+            changed.append(True)
+            other.configure("zimg", {"max_retries": 5}, T0)
+
+    event.listen(database.engine, "before_cursor_execute", change)
+    snapshot = catalog.snapshot()
+    event.remove(database.engine, "before_cursor_execute", change)
+    assert snapshot.models["zimg"].config.max_retries == 5
+    assert snapshot.version < catalog.version()
+    other.database.close()
+
+
+# -- tenants ---------------------------------------------------------------------------------------------------
+
+
+def test_a_tenant_is_found_by_its_key(tenants):
+    acme = Tenant("acme", admin=False, rate_per_s=10, burst=20)
+    key = tenants.add(acme, T0)
+    assert tenants.by_key(key) == acme
+    assert tenants.by_key(key + "x") is None
+    assert tenants.by_key("") is None
+
+
+def test_the_key_cannot_be_read_from_the_record(database, tenants):
+    key = tenants.add(Tenant("acme", admin=True), T0)
+    with database.read() as connection:
+        cells = [
+            str(cell)
+            for table in metadata.sorted_tables
+            for row in connection.execute(text(f"SELECT * FROM {table.name}"))
+            for cell in row
+        ]
+    assert any(re.fullmatch("[0-9a-f]{64}", cell) for cell in cells)
+    assert not any(key in cell or key.removeprefix("sk_") in cell for cell in cells)
+
+
+def test_no_two_keys_are_alike_and_each_is_hard_to_guess(tenants):
+    keys = [tenants.add(Tenant(f"t{n}", admin=False), T0) for n in range(20)]
+    assert len(set(keys)) == 20
+    assert min(len(key) for key in keys) >= 43  # 256 bits, six to a character
+
+
+def test_a_name_is_taken_once(tenants):
+    key = tenants.add(Tenant("acme", admin=False), T0)
+    with pytest.raises(Conflict):
+        tenants.add(Tenant("acme", admin=True), T0)
+    assert tenants.by_key(key) == Tenant("acme", admin=False)
+
+
+def test_a_name_that_is_wanted_from_two_sides_at_once_is_taken_once(database, tenants):
+    other = Tenants(Database(database.url))
+    for n in range(5):
+        tenant = Tenant(f"t{n}", admin=False)
+        answers = at_once(lambda t=tenant: tenants.add(t, T0), lambda t=tenant: other.add(t, T0))
+        assert sorted(type(answer) for answer in answers if isinstance(answer, Exception)) == [Conflict]
+    assert len(tenants.all()) == 5
+    other.database.close()
+
+
+def test_a_removed_tenants_key_stops_working_at_once(tenants):
+    key = tenants.add(Tenant("acme", admin=False), T0)
+    tenants.remove("acme")
+    assert tenants.by_key(key) is None
+    with pytest.raises(NotFound):
+        tenants.remove("acme")
+
+
+def test_tenants_are_listed_by_name(tenants):
+    for name in ("zoe", "acme"):
+        tenants.add(Tenant(name, admin=False), T0)
+    assert [tenant.name for tenant in tenants.all()] == ["acme", "zoe"]

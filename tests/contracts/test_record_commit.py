@@ -1,0 +1,400 @@
+"""What the record promises about writing: group commit keeps every unit to itself, and no answer comes before
+the commit; a database that is gone says so and stores nothing.
+"""
+
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from sqlalchemy import event, func, insert, select, text
+from sqlalchemy.exc import OperationalError
+
+import jobs.db
+from jobs.db import Database, Transaction
+from jobs.errors import RecordUnavailable
+from jobs.models import counters, events
+from jobs.models import jobs as jobs_table
+from jobs.states import Why
+from jobs.store import Store
+from tests.support.builders import T0, a_job, a_queued_job, a_running_job, at_once, eventually, row_of, trail_of
+
+Act = Callable[[], Any]
+
+
+class Crash(BaseException):
+    """Ends the thread that leads, as Ctrl-C or a soft time limit would."""
+
+
+@contextmanager
+def _held(database: Database) -> Iterator[None]:
+    """One unit holds the lead for as long as the block lasts; all others line up behind it."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def hold(_: Transaction) -> None:
+        began.set()
+        assert go_on.wait(30)
+
+    holder = threading.Thread(target=lambda: database.write(hold))
+    holder.start()
+    assert began.wait(30)
+    try:
+        yield
+    finally:
+        go_on.set()
+        holder.join(30)
+
+
+def _in_one_group(database: Database, *acts: Act) -> list[Any]:
+    """Have all acts wait for one commit, in this order; their results or exceptions."""
+    results: list[Future[Any]] = []
+    with ThreadPoolExecutor(len(acts)) as pool:
+        with _held(database):
+            for act in acts:
+                results.append(pool.submit(act))
+                eventually(lambda: len(database._line) == len(results))
+        return [result.exception(30) or result.result() for result in results]
+
+
+@contextmanager
+def _commits(database: Database) -> Iterator[list[object]]:
+    seen: list[object] = []
+    note = seen.append  # one object: the listener is removed by its identity
+    event.listen(database.engine, "commit", note)
+    yield seen
+    event.remove(database.engine, "commit", note)
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
+def _count(database: Database, table: Any) -> int:
+    with database.read() as connection:
+        return connection.execute(select(func.count()).select_from(table)).scalar_one()
+
+
+# -- group commit ----------------------------------------------------------------------------------------------
+
+
+def test_many_threads_write_much_and_each_write_is_committed_exactly_once(database, store):
+    threads, writes = 8, 25
+    mine = [[a_job() for _ in range(writes)] for _ in range(threads)]
+    answers = at_once(*[lambda own=own: [store.submit([job], T0)[0] for job in own] for own in mine])
+    for own, answered in zip(mine, answers, strict=True):
+        assert [a.id for a in answered] == [job.id for job in own]  # to the right caller
+        assert [a.seq for a in answered] == sorted(a.seq for a in answered)
+    assert _count(database, jobs_table) == _count(database, events) == threads * writes
+
+
+def test_two_processes_that_write_much_lose_and_double_nothing(database, store):
+    other = Store(Database(database.url))
+    work = [lambda s=s: [s.submit([a_job()], T0)[0] for _ in range(25)] for s in (store, other) * 3]
+    answers = [answer for answered in at_once(*work) for answer in answered]
+    assert len({answer.seq for answer in answers}) == 150
+    assert _count(database, jobs_table) == _count(database, events) == 150
+    other.database.close()
+
+
+def test_those_who_wait_share_one_commit_and_get_their_own_results(database):
+    with _commits(database) as seen:
+        results = _in_one_group(database, *[lambda n=n: database.write(lambda _: n) for n in range(6)])
+    assert results == [0, 1, 2, 3, 4, 5]
+    assert len(seen) == 2  # the holder's, and theirs
+
+
+def test_no_more_than_a_batch_share_a_commit_and_the_rest_follow(database, store, monkeypatch):
+    monkeypatch.setattr(jobs.db, "_LARGEST_BATCH", 4)
+    with _commits(database) as seen:
+        answers = _in_one_group(database, *[lambda: store.submit([a_job()], T0)[0].seq for _ in range(10)])
+    assert len(set(answers)) == 10
+    assert len(seen) == 1 + 3
+
+
+def test_nobody_is_answered_before_the_commit(database, store):
+    outside = Database(database.url)
+    answered: list[bool] = []
+
+    def look_before_commit(_: object) -> None:
+        answered.append(any(result.done() for result in results))
+        assert _count(outside, jobs_table) == 0
+
+    results: list[Future[Any]] = []
+    with ThreadPoolExecutor(3) as pool:
+        with _held(database):
+            results += [pool.submit(store.submit, [a_job()], T0) for _ in range(3)]
+            eventually(lambda: len(database._line) == 3)
+            event.listen(database.engine, "commit", look_before_commit)
+        assert all(result.result(30) for result in results)
+    event.remove(database.engine, "commit", look_before_commit)
+    assert answered == [False, False]
+    assert _count(outside, jobs_table) == 3
+    outside.close()
+
+
+def test_a_unit_that_fails_spoils_nothing_for_its_neighbours(database, store):
+    before, after = a_job(), a_job()
+    first, bad, last = _in_one_group(
+        database,
+        lambda: store.submit([before], T0)[0].id,
+        lambda: database.write(lambda _: _raise(ZeroDivisionError("mine"))),
+        lambda: store.submit([after], T0)[0].id,
+    )
+    assert (first, str(bad), last) == (before.id, "mine", after.id)
+    assert _count(database, jobs_table) == _count(database, events) == 2
+
+
+def test_a_unit_whose_sql_fails_spoils_nothing_for_its_neighbours(database, store):
+    broken = text("INSERT INTO no_such_table VALUES (1)")
+    first, bad, last = _in_one_group(
+        database,
+        lambda: len(store.submit([a_job()], T0)),
+        lambda: database.write(lambda tx: tx.connection.execute(broken)),
+        lambda: len(store.submit([a_job()], T0)),
+    )
+    assert (first, last) == (1, 1)
+    assert isinstance(bad, Exception)
+    assert _count(database, jobs_table) == _count(database, events) == 2
+
+
+def test_a_unit_whose_event_cannot_be_written_spoils_nothing_for_its_neighbours(database, store):
+    """Events are written for the whole group at the end: there too, each only answers for its own."""
+    run = a_running_job(store)
+
+    def spoil(tx: Transaction) -> None:
+        tx.connection.execute(insert(counters), {"name": "spoiled", "value": 1})
+        tx.events.append({"job_id": None, "type": "t", "at_ms": T0, "attempt": 0, "data": "{}"})
+
+    moved, bad, accepted = _in_one_group(
+        database,
+        lambda: store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}"),
+        lambda: database.write(spoil),
+        lambda: store.submit([a_job()], T0)[0],
+    )
+    assert moved.to == "completed"
+    assert isinstance(bad, Exception)
+    assert trail_of(store, run.job.id)[-1] == ("job.completed", "finished", 1)
+    assert trail_of(store, accepted.id) == [("job.enqueued", "submitted", 0)]
+    assert _count(database, counters) == 0
+
+
+def test_job_2_a_transition_keeps_its_one_event_when_a_later_unit_of_its_group_fails(database, store):
+    run = a_running_job(store, callback_url="https://c.example/h")
+    moved, _ = _in_one_group(
+        database,
+        lambda: store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}"),
+        lambda: database.write(lambda _: _raise(ZeroDivisionError())),
+    )
+    assert moved.webhook_id is not None
+    assert [why for _, why, _ in trail_of(store, run.job.id)] == ["submitted", "started", "finished"]
+
+
+def test_of_two_transitions_of_one_job_in_one_group_only_the_first_counts(database, store):
+    job = a_queued_job(store)
+    first, second, third = _in_one_group(
+        database,
+        lambda: store.start(job.id, "gpu1", "gpu1-slot0", "l1", T0),
+        lambda: store.start(job.id, "gpu2", "gpu2-slot0", "l2", T0),
+        lambda: store.settle(job.id, 1, Why.FINISHED, T0, result="{}"),
+    )
+    assert (first.attempt, second, third.to) == (1, None, "completed")
+    assert len(trail_of(store, job.id)) == 3
+
+
+def test_a_leader_that_is_interrupted_leaves_nobody_waiting_or_wrongly_answered(database, store):
+    """Whoever is not answered by a commit is told that nothing was stored, and may try again."""
+    fails_first = threading.Event()
+
+    def interrupted(_: Transaction) -> None:
+        if fails_first.is_set():
+            raise Crash  # while each is run on its own
+        fails_first.set()
+        raise ZeroDivisionError  # first the group fails
+
+    def lead() -> Any:
+        try:
+            return database.write(interrupted)
+        except Crash as crash:
+            return crash
+
+    crashed, neighbour = _in_one_group(database, lead, lambda: store.submit([a_job()], T0))
+    assert isinstance(crashed, Crash)
+    assert isinstance(neighbour, RecordUnavailable)
+    assert _count(database, jobs_table) == 0
+    assert store.submit([a_job()], T0)
+
+
+def test_a_unit_that_finds_a_row_where_it_saw_none_looks_again(database):
+    """Another process inserted it in between; on PostgreSQL only the insert can tell."""
+    looks = iter([True, False])
+
+    def unit(tx: Transaction) -> str:
+        if next(looks):
+            tx.connection.execute(insert(counters), [{"name": "n", "value": 1}] * 2)
+        return "saw it"
+
+    assert database.write(unit) == "saw it"
+    assert _count(database, counters) == 0
+
+
+# -- a database that is gone -----------------------------------------------------------------------------------
+
+
+def _is_unavailable(act: Act) -> None:
+    with pytest.raises(RecordUnavailable) as refused:
+        act()
+    assert refused.value.retry_after_s > 0
+    assert "nothing was stored" in refused.value.detail
+
+
+def _nowhere(kind: str, folder: Any) -> str:
+    if kind == "postgresql":
+        return f"postgresql://nobody@/record?host={folder}"  # no socket there: connection refused
+    (folder / "record.db").mkdir()  # a folder cannot be opened as a file, not even by root
+    return f"sqlite:///{folder / 'record.db'}"
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_a_database_that_cannot_be_opened_is_unavailable(kind, tmp_path):
+    database = Database(_nowhere(kind, tmp_path))
+    store = Store(database)
+    _is_unavailable(lambda: store.submit([a_job()], T0))
+    _is_unavailable(lambda: store.get("j"))
+    _is_unavailable(store.counts)
+    database.close()
+
+
+def test_a_connection_that_breaks_in_the_middle_of_a_unit_stores_nothing_and_the_next_one_works(postgres_url):
+    database = Database(postgres_url)
+    store = Store(database)
+
+    def cut(tx: Transaction) -> None:
+        store._accept(tx, a_job(), T0)
+        pid = tx.connection.execute(text("SELECT pg_backend_pid()")).scalar()
+        with database.read() as other:
+            other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": pid})
+        tx.connection.execute(text("SELECT 1"))
+
+    _is_unavailable(lambda: database.write(cut))
+    assert _count(database, jobs_table) == 0
+    assert len(store.submit([a_job()], T0)) == 1
+    database.close()
+
+
+def test_connections_that_the_server_closed_while_idle_are_replaced_unseen(postgres, postgres_url):
+    database = Database(postgres_url)
+    store = Store(database)
+    store.submit([a_job()], T0)
+    postgres.clear(postgres_url, [])  # puts everybody out
+    assert len(store.submit([a_job()], T0)) == 1
+    assert store.counts()["queued"] == 2
+    database.close()
+
+
+def test_a_server_that_became_a_read_only_standby_is_unavailable(postgres_url):
+    database = Database(postgres_url)
+    read_only = text("SET TRANSACTION READ ONLY")
+    _is_unavailable(
+        lambda: database.write(lambda tx: (tx.connection.execute(read_only), Store(database)._accept(tx, a_job(), T0)))
+    )
+    database.close()
+
+
+def test_when_every_connection_is_taken_the_record_is_unavailable(database, monkeypatch):
+    monkeypatch.setattr(database.engine.pool, "_timeout", 0.01)
+    monkeypatch.setattr(database.engine.pool, "_max_overflow", 0)
+    taken = [database.engine.connect() for _ in range(database.engine.pool.size())]
+    _is_unavailable(lambda: Store(database).submit([a_job()], T0))
+    _is_unavailable(Store(database).counts)
+    for connection in taken:
+        connection.close()
+    assert Store(database).submit([a_job()], T0)
+
+
+@pytest.fixture
+def impatient(sqlite_url, monkeypatch) -> Iterator[Database]:
+    """An SQLite record that waits 50 ms for a lock."""
+    monkeypatch.setattr(jobs.db, "_BUSY_TIMEOUT_MS", 50)
+    database = Database(sqlite_url)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def lock(sqlite_url) -> Iterator[sqlite3.Connection]:
+    """Somebody else's connection, to hold the only write lock with."""
+    connection = sqlite3.connect(
+        sqlite_url.removeprefix("sqlite:///"), isolation_level=None, timeout=0, check_same_thread=False
+    )
+    yield connection
+    connection.close()
+
+
+def test_a_record_that_somebody_else_keeps_locked_is_unavailable_and_can_still_be_read(impatient, lock):
+    store = Store(impatient)
+    job = a_queued_job(store)
+    lock.execute("BEGIN IMMEDIATE")
+    _is_unavailable(lambda: store.start(job.id, "gpu1", "gpu1-slot0", "l", T0))
+    assert store.get(job.id).state == "queued"
+    lock.execute("ROLLBACK")
+    assert store.start(job.id, "gpu1", "gpu1-slot0", "l", T0).attempt == 1
+
+
+def test_a_group_that_cannot_begin_is_refused_as_a_whole_and_does_not_wait_once_for_each(impatient, lock):
+    statements: list[str] = []
+
+    def lock_out(*_: object) -> None:
+        """In the moment between the holder's commit and the group's BEGIN."""
+        lock.execute("BEGIN IMMEDIATE")
+        event.listen(impatient.engine, "before_cursor_execute", lambda c, cursor, sql, *_: statements.append(sql))
+
+    store = Store(impatient)
+    answers: list[Future[Any]] = []
+    with ThreadPoolExecutor(6) as pool:
+        with _held(impatient):
+            answers += [pool.submit(store.submit, [a_job()], T0) for _ in range(6)]
+            eventually(lambda: len(impatient._line) == 6)
+            event.listen(impatient.engine.pool, "checkin", lock_out, once=True)
+        errors = [answer.exception(30) for answer in answers]
+    assert [type(error) for error in errors] == [RecordUnavailable] * 6
+    assert statements == ["PRAGMA synchronous=FULL", "BEGIN IMMEDIATE"]
+
+
+def test_a_group_that_loses_its_database_half_way_does_not_wait_once_for_each(database, store, monkeypatch):
+    begins: list[bool] = []
+
+    def gone(_: object) -> Any:
+        begins.append(True)
+        raise OperationalError("BEGIN", {}, Exception("connection refused"))
+
+    def lose(_: Transaction) -> None:
+        monkeypatch.setattr(type(database.engine), "begin", gone)
+        raise OperationalError("SELECT 1", {}, Exception("connection reset"))
+
+    acts = [lambda: database.write(lose)] + [lambda: store.submit([a_job()], T0)] * 5
+    errors = _in_one_group(database, *acts)
+    assert [type(error) for error in errors] == [RecordUnavailable] * 6
+    assert begins == [True]
+
+
+def test_a_write_is_not_seen_half(database, store):
+    """Readers see a job and its event together or not at all."""
+    outside = Database(database.url)
+    seen: list[int] = []
+    watch = Store(outside)
+    job = a_queued_job(store)
+
+    def look(connection: object, cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith("INSERT INTO events"):  # the job's UPDATE has run, its event is about to
+            seen.append(row_of(outside, job.id)["attempt"])
+            seen.append(len(trail_of(watch, job.id)))
+
+    event.listen(database.engine, "before_cursor_execute", look)
+    store.start(job.id, "gpu1", "gpu1-slot0", "l", T0)
+    event.remove(database.engine, "before_cursor_execute", look)
+    assert seen == [0, 1]
+    assert (row_of(outside, job.id)["attempt"], len(trail_of(watch, job.id))) == (1, 2)
+    outside.close()

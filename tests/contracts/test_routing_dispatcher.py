@@ -1,0 +1,539 @@
+"""What the use cases promise: submit, start, settle, cancel, revive, and what each outcome costs."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+
+from jobs.errors import Conflict, InvalidJob, JobNotFound, RecordUnavailable, TooMany, UnknownModel
+from jobs.states import FINAL, State, Why
+from jobs.tenants import Tenant
+from routing import reconcile
+from routing.dispatcher import new_owner
+from routing.leases import Held, Renewal
+from routing.outcome import Kind, Outcome
+from routing.policies.verdict import judge
+from tests.lua.stage import LEASE_MS, OFFER_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage, client, stage, valkey
+from tests.support.builders import CALLBACK, at_once, row_of, trail_of
+
+__all__ = ["client", "stage", "valkey"]
+
+
+# -- submit ----------------------------------------------------------------------------------------------------
+
+
+def test_a_submitted_job_is_recorded_and_offered_at_once(stage):
+    stage.register()
+    job_id = stage.submit()
+    assert stage.state(job_id) is State.QUEUED
+    assert [(it.job_id, it.slot, it.model, it.owner) for it in stage.told.offers] == [(job_id, "gpu-slot0", "zimg", "")]
+
+
+def test_without_a_free_slot_a_job_waits_in_the_room_and_nobody_is_woken(stage):
+    stage.register()
+    first, second = stage.submit(), stage.submit()
+    assert stage.offered() == [first]
+    assert stage.room.waiting() == [second]
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ({"payload": "text"}, InvalidJob),
+        ({"model": "nobody"}, UnknownModel),
+        ({"callback_url": "http://inside"}, InvalidJob),
+    ],
+)
+def test_jobs_are_accepted_all_or_none(stage, asked, error):
+    stage.register(3)
+    with pytest.raises(error):
+        stage.submit_all([stage.a(), stage.a(**asked)])
+    assert sum(stage.store.counts().values()) == 0
+    assert stage.offered() == [] and stage.room.waiting() == []
+
+
+def test_a_job_that_was_accepted_before_is_not_put_into_the_room_again(stage):
+    stage.register()
+    running = stage.submit(id="one")
+    task = stage.start()
+    (receipt,) = stage.dispatcher.submit([stage.a(id="one")])
+    assert receipt.accepted.deduplicated and receipt.accepted.id == running
+    assert stage.room.waiting() == []
+    stage.settle(task)
+    assert stage.offered() == []
+
+
+def test_a_job_with_a_not_before_time_is_not_offered_until_then(stage):
+    stage.register()
+    job_id = stage.submit(delay_s=5)
+    assert stage.state(job_id) is State.DELAYED and stage.offered() == []
+    stage.later(4_999)
+    assert reconcile.promote_due(stage.dispatcher) == 0
+    stage.later(1)
+    assert reconcile.promote_due(stage.dispatcher) == 1
+    assert stage.offered() == [job_id]
+
+
+def test_jobs_of_several_models_go_to_their_own_fleets(stage):
+    stage.register(2)
+    stage.register(1, server="other", model="flux")
+    ids = stage.submit_all([stage.a(), stage.a("flux"), stage.a(), stage.a("flux")])
+    assert sorted((it.job_id, it.server) for it in stage.told.offers) == [
+        (ids[0], "gpu"),
+        (ids[1], "other"),
+        (ids[2], "gpu"),
+    ]
+
+
+def test_with_redis_down_a_submit_is_accepted_and_brought_in_later_in_order(stage):
+    stage.register(1)
+    cut_off = stage.cut_off()
+    early = [cut_off.submit([stage.a()])[0].accepted.id for _ in range(3)]
+    assert [stage.state(job_id) for job_id in early] == [State.QUEUED] * 3
+    assert stage.offered() == [] and stage.room.waiting() == []
+    assert reconcile.reconcile(stage.dispatcher) == 3
+    assert stage.run_all() == early
+
+
+def test_with_redis_down_limits_admit_everybody(stage):
+    stage.register(1, max_waiting=0)
+    cut_off = stage.cut_off()
+    assert len(cut_off.submit([stage.a()], Tenant("acme", admin=False, rate_per_s=1))) == 1
+
+
+def test_with_the_database_down_nothing_is_half_done(stage, faults):
+    stage.register()
+    with faults("INSERT INTO"), pytest.raises(ZeroDivisionError):
+        stage.submit()
+    assert stage.room.waiting() == [] and stage.offered() == [] and sum(stage.store.counts().values()) == 0
+
+
+def test_a_full_queue_is_refused_with_the_time_to_wait(stage):
+    stage.register(1, max_waiting=2)
+    stage.submit_all([stage.a()])
+    stage.submit_all([stage.a(), stage.a()])
+    with pytest.raises(TooMany) as refused:
+        stage.submit()
+    assert refused.value.retry_after_s > 0
+    assert sum(stage.store.counts().values()) == 3
+
+
+def test_a_tenant_above_its_rate_is_refused_until_the_time_it_is_told(stage):
+    stage.register()
+    acme = Tenant("acme", admin=False, rate_per_s=2, burst=3)
+    stage.submit_all([stage.a() for _ in range(3)], acme)
+    with pytest.raises(TooMany) as refused:
+        stage.submit_all([stage.a()], acme)
+    assert refused.value.retry_after_s == 0.5
+    stage.later(500)
+    stage.submit_all([stage.a()], acme)
+    assert sum(stage.store.counts().values()) == 4
+
+
+def test_more_jobs_at_once_than_a_tenant_may_ever_submit_are_no_matter_of_waiting(stage):
+    stage.register()
+    acme = Tenant("acme", admin=False, rate_per_s=2, burst=3)
+    with pytest.raises(InvalidJob, match="3 at once"):
+        stage.submit_all([stage.a() for _ in range(4)], acme)
+    assert sum(stage.store.counts().values()) == 0
+    stage.submit_all([stage.a() for _ in range(3)], acme)  # nothing was spent
+
+
+def test_a_broker_that_is_away_delays_a_job_and_no_more(stage):
+    stage.register()
+    stage.told.broken = True
+    job_id = stage.submit()
+    stage.told.broken = False
+    stage.later(OFFER_MS)
+    assert reconcile.reap(stage.dispatcher) == 1
+    assert stage.offered() == [job_id]
+
+
+# -- start, settle, hand-off -----------------------------------------------------------------------------------
+
+
+def test_the_whole_way_of_a_job(stage):
+    stage.register()
+    first, second = stage.submit(callback_url=CALLBACK), stage.submit()
+    task = stage.start()
+    assert task.run.job.id == first and (task.run.attempt, task.run.slot) == (1, "gpu-slot0")
+    assert stage.state(first) is State.RUNNING and stage.renewal(task) is Renewal.RENEWED
+    settled = stage.settle(task)
+    assert settled.moved is not None and settled.moved.to is State.COMPLETED and settled.next is None
+    assert stage.job(first).result == '{"url":"x"}'
+    assert [it.job_id for it in stage.told.offers] == [second]
+    assert [why for _, why, _ in trail_of(stage.store, first)] == ["submitted", "started", "finished"]
+    assert stage.told.ends == [(first, State.COMPLETED, True)]
+
+
+def test_the_worker_that_settles_goes_on_with_the_next_job_without_the_broker(stage):
+    stage.register()
+    first, second = stage.submit(), stage.submit()
+    task = stage.start()
+    following = stage.settle(task, taker="w1").next
+    assert following is not None and (following.job_id, following.owner) == (second, "w1")
+    assert stage.offered() == []
+    again = stage.dispatcher.start(following, "w1")
+    assert again is not None and stage.renewal(again) is Renewal.RENEWED
+    assert stage.state(first) is State.COMPLETED and stage.state(second) is State.RUNNING
+
+
+def test_r132_the_end_is_told_after_the_slot_is_free(stage):
+    stage.register()
+    stage.submit()
+    stage.settle(stage.start())
+    assert stage.told.slots_taken_at_end == [0]
+
+
+def test_an_end_that_cannot_be_told_is_an_end_all_the_same(stage):
+    stage.register()
+    job_id = stage.submit(callback_url=CALLBACK)
+    task = stage.start()
+    stage.told.broken = True
+    moved = stage.settle(task).moved
+    assert moved is not None and moved.webhook_id is not None
+    assert stage.state(job_id) is State.COMPLETED and stage.free() == 1
+
+
+def test_a_doubled_wake_up_starts_nothing_twice(stage):
+    stage.register()
+    job_id = stage.submit()
+    offer = stage.told.offers[0]
+    assert stage.dispatcher.start(offer, "w1") is not None
+    assert stage.dispatcher.start(offer, "w1") is None
+    assert stage.dispatcher.start(offer, "w2") is None
+    assert stage.job(job_id).attempt == 1
+
+
+def test_of_many_workers_with_one_wake_up_one_starts_the_job(stage):
+    stage.register()
+    job_id = stage.submit()
+    offer = stage.told.offers[0]
+    started = at_once(*[lambda n=n: stage.dispatcher.start(offer, f"w{n}") for n in range(8)])
+    assert sum(task is not None for task in started) == 1
+    assert stage.job(job_id).attempt == 1
+
+
+def test_a_job_that_was_canceled_meanwhile_is_not_started_and_its_slot_goes_on(stage):
+    stage.register()
+    job_id, following = stage.submit(), stage.submit()
+    offer = stage.told.offers.pop()
+    assert stage.dispatcher.cancel(job_id) is State.CANCELED
+    assert stage.dispatcher.start(offer, "w1") is None
+    assert stage.job(job_id).attempt == 0
+    held = Held(offer.fleet, offer.job_id, offer.lease, "w1", offer.slot)
+    stage.dispatcher.free(held, back=False)
+    assert stage.offered() == [following] and stage.room.waiting() == []
+
+
+def test_an_offer_that_was_taken_back_cannot_be_started(stage):
+    stage.register()
+    job_id = stage.submit()
+    old = stage.told.offers.pop()
+    stage.later(OFFER_MS)
+    reconcile.reap(stage.dispatcher)
+    assert stage.dispatcher.start(old, "w1") is None
+    assert stage.state(job_id) is State.QUEUED
+    assert stage.start("w2").run.attempt == 1
+
+
+def test_with_redis_down_a_settled_job_is_settled_and_its_slot_comes_back_later(stage):
+    stage.register()
+    first, second = stage.submit(), stage.submit()
+    task = stage.start()
+    cut_off = stage.cut_off()
+    verdict = judge(Outcome(Kind.DONE), 0, 0, False, stage.dispatcher.fleet.model("zimg").config)
+    assert cut_off.settle(task, verdict, result="1").moved is not None
+    assert stage.state(first) is State.COMPLETED and stage.free() == 0
+    stage.later(LEASE_MS)
+    assert reconcile.reap(stage.dispatcher) == 1
+    assert stage.offered() == [second] and stage.state(first) is State.COMPLETED
+
+
+def test_with_the_database_down_the_lease_is_held_on(stage, monkeypatch):
+    stage.register()
+    job_id = stage.submit()
+    task = stage.start()
+
+    def away(*_: object, **__: object) -> None:
+        raise RecordUnavailable("away")
+
+    monkeypatch.setattr(stage.store, "settle", away)
+    with pytest.raises(RecordUnavailable):
+        stage.settle(task)
+    monkeypatch.undo()
+    assert stage.renewal(task) is Renewal.RENEWED and stage.state(job_id) is State.RUNNING
+
+
+# -- the separate budgets --------------------------------------------------------------------------------------
+
+
+def test_a_busy_server_costs_nothing_the_slot_rests_and_another_is_tried_at_once(stage):
+    stage.register(1, server="a")
+    stage.register(1, server="b")
+    job_id, later = stage.submit(), stage.submit()
+    one, two = stage.start(), stage.start()
+    stage.settle(two)
+    settled = stage.settle(one, Kind.BUSY, retry_after_s=2.0)
+    assert settled.moved is not None and settled.moved.to is State.QUEUED
+    assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, two.held.slot)]
+    job = stage.job(job_id)
+    assert (job.attempts, job.failures, job.crashes, job.waits) == (0, 0, 0, 1)
+    assert stage.free() == 0
+    stage.later(1_999)
+    reconcile.sweep(stage.dispatcher)
+    assert stage.free() == 0
+    stage.later(1)
+    reconcile.sweep(stage.dispatcher)
+    assert stage.free() == 1 and stage.state(later) is State.COMPLETED
+
+
+def test_a_busy_server_that_says_nothing_rests_as_configured_and_never_longer_than_the_longest(stage):
+    stage.register()
+    for wish, rest_ms in ((None, SETTINGS.busy_rest_ms), (3600.0, SETTINGS.busy_rest_max_ms), (0.0, 0)):
+        job_id = stage.submit()
+        stage.settle(stage.start(), Kind.BUSY, retry_after_s=wish)
+        if rest_ms:
+            stage.later(rest_ms - 1)
+            reconcile.sweep(stage.dispatcher)
+            assert stage.offered() == []
+            stage.later(1)
+            reconcile.sweep(stage.dispatcher)
+        assert [it.job_id for it in stage.told.offers] == [job_id]
+        stage.settle(stage.start())
+
+
+def test_a_job_that_met_a_busy_server_keeps_its_place(stage):
+    stage.register()
+    ids = [stage.submit() for _ in range(3)]
+    stage.settle(stage.start(), Kind.BUSY)
+    stage.later(SETTINGS.busy_rest_ms)
+    reconcile.sweep(stage.dispatcher)
+    assert stage.run_all() == ids
+
+
+def test_r96_a_day_without_its_server_costs_a_job_nothing(stage):
+    stage.register(1, max_retries=0, max_crashes=1)
+    job_id, starts, end = stage.submit(), 0, stage.now + 86_400_000
+    while stage.now < end:
+        if stage.told.offers:
+            stage.settle(stage.start(), Kind.UNREACHABLE)
+            starts += 1
+        stage.later(300_000)
+        reconcile.sweep(stage.dispatcher)
+    job = stage.job(job_id)
+    assert job.state is State.QUEUED and starts > 200
+    assert (job.attempts, job.failures, job.crashes) == (0, 0, 0)
+    stage.settle(stage.start())
+    assert stage.state(job_id) is State.COMPLETED
+
+
+def test_a_server_that_cannot_be_reached_rests_with_all_its_slots_longer_each_time(stage):
+    stage.register(3)
+    stage.submit()
+    rests = []
+    for _ in range(7):
+        stage.settle(stage.start(), Kind.UNREACHABLE)
+        assert stage.free() == 0, "the other slots of the server rest as well"
+        began = stage.now
+        while not stage.told.offers:
+            stage.later(500)
+            reconcile.sweep(stage.dispatcher)
+        rests.append((stage.now - began) // SECOND)
+    assert rests == [1, 2, 4, 8, 16, 30, 30]
+
+
+def test_a_wrong_answer_costs_one_retry_and_the_job_waits_outside_the_room(stage):
+    stage.register()
+    job_id, following = stage.submit(), stage.submit()
+    settled = stage.settle(stage.start(), Kind.RETRY)
+    assert settled.moved is not None and settled.moved.to is State.DELAYED
+    job = stage.job(job_id)
+    assert (job.failures, job.attempts) == (1, 1)
+    assert job.due_ms is not None and 900 <= job.due_ms - stage.now <= 1100
+    assert stage.offered() == [following] and stage.room.waiting() == []
+
+
+def test_r98_a_job_that_waited_for_its_retry_returns_to_its_own_place(stage):
+    stage.register()
+    ids = [stage.submit(priority=2), stage.submit(priority=2), stage.submit(priority=3)]
+    stage.settle(stage.start(), Kind.RETRY)
+    running = stage.start()
+    stage.later(1_100)
+    assert reconcile.promote_due(stage.dispatcher) == 1
+    urgent = stage.submit(priority=1)
+    stage.settle(running)
+    assert stage.run_all() == [urgent, ids[0], ids[2]]
+
+
+def test_a_server_may_ask_for_a_longer_wait_but_not_beyond_the_models_longest(stage):
+    stage.register()
+    for wish, low, high in ((10.0, 9_000, 11_000), (3600.0, 27_000, 33_000)):
+        job_id = stage.submit()
+        stage.settle(stage.start(), Kind.RETRY, retry_after_s=wish)
+        due = stage.job(job_id).due_ms
+        assert due is not None and low <= due - stage.now <= high
+
+
+def test_after_max_retries_a_job_is_dead_and_revived_it_has_all_of_them_again(stage):
+    stage.register(1, max_retries=2)
+    job_id = stage.submit()
+    for _ in range(3):
+        assert stage.state(job_id) is State.QUEUED
+        stage.settle(stage.start(), Kind.RETRY)
+        stage.later(60_000)
+        reconcile.promote_due(stage.dispatcher)
+    assert stage.state(job_id) is State.DEAD and stage.job(job_id).why is Why.RETRIES_EXHAUSTED
+    assert stage.told.ends == [(job_id, State.DEAD, True)]
+    stage.dispatcher.revive(job_id)
+    assert stage.offered() == [job_id]
+    assert stage.job(job_id).failures == 0
+    with pytest.raises(Conflict):
+        stage.dispatcher.revive(job_id)
+    with pytest.raises(JobNotFound):
+        stage.dispatcher.revive("nobody")
+
+
+def test_a_request_that_is_wrong_fails_at_once_and_a_good_one_goes_on(stage):
+    stage.register()
+    bad, good = stage.submit(), stage.submit()
+    stage.settle(stage.start(), Kind.FAILED)
+    assert stage.state(bad) is State.FAILED and stage.job(bad).error_code == "said"
+    assert stage.run_all() == [good]
+
+
+# -- cancel ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delay_s", [None, 5])
+def test_a_job_that_waits_is_canceled_at_once(stage, delay_s):
+    stage.register()
+    stage.submit()
+    job_id = stage.submit(delay_s=delay_s)
+    assert stage.dispatcher.cancel(job_id) is State.CANCELED
+    assert stage.state(job_id) is State.CANCELED and stage.room.waiting() == []
+    assert stage.told.ends == [(job_id, State.CANCELED, False)]
+
+
+def test_a_running_job_is_canceled_when_its_server_lets_go(stage):
+    stage.register()
+    job_id = stage.submit()
+    task = stage.start()
+    assert stage.dispatcher.cancel(job_id) is State.RUNNING
+    assert stage.state(job_id) is State.RUNNING and stage.renewal(task) is Renewal.CANCEL
+    assert stage.dispatcher.cancel(job_id) is State.RUNNING
+    verdict = judge(Outcome(Kind.CANCELED), 0, 0, True, stage.dispatcher.fleet.model("zimg").config)
+    stage.dispatcher.settle(task, verdict)
+    assert stage.state(job_id) is State.CANCELED and stage.free() == 1
+
+
+def test_a_cancel_that_came_too_late_does_not_undo_a_result(stage):
+    stage.register()
+    job_id = stage.submit()
+    task = stage.start()
+    stage.dispatcher.cancel(job_id)
+    stage.settle(task, Kind.DONE)
+    assert stage.state(job_id) is State.COMPLETED
+
+
+def test_a_canceled_run_that_ends_in_a_retry_is_known_as_canceled_at_its_next_start(stage):
+    stage.register()
+    job_id = stage.submit()
+    task = stage.start()
+    stage.dispatcher.cancel(job_id)
+    stage.settle(task, Kind.BUSY, retry_after_s=0.0)
+    assert stage.start().run.cancel_requested is True
+
+
+@pytest.mark.parametrize("state", sorted(FINAL))
+def test_an_ended_job_cannot_be_canceled(stage, state):
+    stage.register(1, max_retries=0)
+    job_id = _ended(stage, state)
+    before = row_of(stage.database, job_id)
+    with pytest.raises(Conflict, match=state.value):
+        stage.dispatcher.cancel(job_id)
+    assert row_of(stage.database, job_id) == before
+
+
+def _ended(stage: Stage, state: State) -> str:
+    """A job that came to its end in the ordinary way."""
+    job_id = stage.submit(ttl_s=60)
+    match state:
+        case State.CANCELED:
+            stage.dispatcher.cancel(job_id)
+        case State.EXPIRED:
+            stage.later(60_000)
+            reconcile.expire_overdue(stage.dispatcher)
+        case _:
+            kinds = {State.COMPLETED: Kind.DONE, State.FAILED: Kind.FAILED, State.DEAD: Kind.RETRY}
+            stage.settle(stage.start(), kinds[state])
+    assert stage.state(job_id) is state
+    return job_id
+
+
+def test_a_job_that_does_not_exist_cannot_be_canceled(stage):
+    with pytest.raises(JobNotFound):
+        stage.dispatcher.cancel("nobody")
+
+
+def test_a_job_that_moves_between_the_two_looks_of_a_cancel_is_canceled_all_the_same(stage, monkeypatch):
+    stage.register()
+    job_id = stage.submit()
+    task = stage.start()
+    look = stage.store.request_cancel
+
+    def after_a_retry(*args: Any) -> bool:
+        stage.settle(task, Kind.RETRY)
+        monkeypatch.setattr(stage.store, "request_cancel", look)
+        return look(*args)
+
+    monkeypatch.setattr(stage.store, "request_cancel", after_a_retry)
+    assert stage.dispatcher.cancel(job_id) is State.CANCELED
+    assert stage.state(job_id) is State.CANCELED
+
+
+def test_with_redis_down_a_cancel_counts_all_the_same(stage):
+    stage.register()
+    stage.submit()
+    job_id = stage.submit()
+    cut_off = stage.cut_off()
+    assert cut_off.cancel(job_id) is State.CANCELED
+    assert stage.room.waiting() == [job_id]
+    stage.settle(stage.start())
+    assert stage.dispatcher.start(stage.told.offers.pop(), "w1") is None
+    assert stage.state(job_id) is State.CANCELED
+
+
+# -- names -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("server", ["zimg-api4", "a-slot3", "a-slot3-slot0", "rack.2/gpu:0"])
+@pytest.mark.parametrize("model", ["stable-diffusion", "org/model.v2"])
+def test_r112_a_name_may_hold_what_separates_other_names(stage, server, model):
+    stage.redis.set(f"clock:{{{model}}}", stage.now)
+    stage.register(1, server=server, model=model)
+    first, second = stage.submit(model), stage.submit(model)
+    task = stage.start()
+    assert (task.run.server, task.run.slot) == (server, f"{server}-slot0")
+    stage.remote(task)
+    stage.dispatcher.hand_back(task)
+    assert stage.told.offers[0].server == server
+    again = stage.start()
+    assert again.run.remote_id == "r-1"
+    stage.settle(again, Kind.UNREACHABLE)
+    assert stage.dispatcher.queues.depths(model).resting == 1
+    assert stage.state(first) is stage.state(second) is State.QUEUED
+
+
+def test_an_owners_name_is_its_own():
+    assert len({new_owner("worker") for _ in range(1000)}) == 1000
+
+
+def test_no_server_report_is_needed_of_what_is_not_running(
+    stage, faults: Callable[[str], AbstractContextManager[None]]
+):
+    stage.register()
+    stage.submit()
+    stage.later(60_000)
+    assert reconcile.suspects(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []

@@ -1,0 +1,495 @@
+"""What maintenance promises: nothing is lost or doubled, whatever dies and whoever looks twice at once."""
+
+from typing import Any
+
+import pytest
+
+from jobs.record import Job, Waiting
+from jobs.states import State, Why
+from routing import reconcile
+from routing.dispatcher import Task
+from routing.leases import Renewal
+from tests.lua.stage import LEASE_MS, OFFER_MS, SECOND, YEAR, Stage, client, stage, valkey
+from tests.support.builders import CALLBACK, at_once, row_of
+
+__all__ = ["client", "stage", "valkey"]
+
+
+# -- reap ------------------------------------------------------------------------------------------------------
+
+
+def test_an_offer_that_nobody_took_goes_back_to_its_own_place(stage):
+    stage.register()
+    first, second = stage.submit(), stage.submit()
+    stage.offered()
+    stage.later(OFFER_MS - 1)
+    assert reconcile.reap(stage.dispatcher) == 0
+    stage.later(1)
+    assert reconcile.reap(stage.dispatcher) == 1
+    job = stage.job(first)
+    assert (job.state, job.attempt, job.crashes) == (State.QUEUED, 0, 0)
+    assert stage.run_all() == [first, second]
+
+
+def test_an_expired_offer_of_a_job_that_was_canceled_leaves_the_room(stage):
+    stage.register()
+    gone, following = stage.submit(), stage.submit()
+    stage.offered()
+    stage.dispatcher.cancel(gone)
+    stage.later(OFFER_MS)
+    reconcile.reap(stage.dispatcher)
+    assert stage.offered() == [following]
+    assert stage.room.waiting() == []
+
+
+def test_a_worker_that_died_under_a_job_costs_a_crash_and_the_job_goes_back_to_its_place(stage):
+    stage.register()
+    first, second = stage.submit(), stage.submit()
+    stage.start()
+    stage.later(LEASE_MS - 1)
+    assert reconcile.reap(stage.dispatcher) == 0
+    stage.later(1)
+    assert reconcile.reap(stage.dispatcher) == 1
+    job = stage.job(first)
+    assert (job.state, job.why, job.crashes, job.failures) == (State.QUEUED, Why.LEASE_EXPIRED, 1, 0)
+    assert stage.run_all() == [first, second]
+
+
+def test_a_job_under_which_workers_keep_dying_is_set_aside_as_poison(stage):
+    stage.register(1, max_crashes=3)
+    poison, good = stage.submit(), stage.submit()
+    for crash in range(1, 4):
+        stage.start()
+        stage.later(LEASE_MS)
+        reconcile.reap(stage.dispatcher)
+        assert stage.job(poison).crashes == crash
+    assert stage.state(poison) is State.DEAD and stage.job(poison).why is Why.CRASHES_EXHAUSTED
+    assert stage.told.ends == [(poison, State.DEAD, False)]
+    assert stage.run_all() == [good]
+
+
+def test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle(stage):
+    stage.register()
+    job_id = stage.submit()
+    zombie = stage.start("zombie")
+    stage.later(LEASE_MS)
+    reconcile.reap(stage.dispatcher)
+    assert stage.renewal(zombie) is Renewal.LOST
+    current = stage.start("w2")
+    taken = stage.room.taken()
+    before = row_of(stage.database, job_id)
+    assert stage.renewal(zombie) is Renewal.LOST
+    assert stage.dispatcher.leases.release(zombie.held, back=True) == (False, [])
+    settled = stage.settle(zombie)
+    assert settled.moved is None and settled.next is None
+    assert stage.dispatcher.hand_back(zombie) is False
+    assert row_of(stage.database, job_id) == before
+    assert stage.room.taken() == taken and stage.room.waiting() == []
+    assert stage.renewal(current) is Renewal.RENEWED
+    assert stage.settle(current).moved is not None
+
+
+def test_a_worker_that_renews_between_the_reapers_look_and_its_grip_is_not_reaped(stage, monkeypatch):
+    stage.register()
+    job_id = stage.submit()
+    task = stage.start()
+    stage.later(LEASE_MS)
+    look = stage.dispatcher.leases.expired
+
+    def and_then_it_renews(fleet: str) -> Any:
+        found = look(fleet)
+        assert len(found) == 1 and stage.renewal(task) is Renewal.RENEWED
+        return found
+
+    monkeypatch.setattr(stage.dispatcher.leases, "expired", and_then_it_renews)
+    assert reconcile.reap(stage.dispatcher) == 0
+    assert stage.state(job_id) is State.RUNNING and stage.renewal(task) is Renewal.RENEWED
+
+
+def test_two_reapers_at_once_reap_each_lease_once(stage):
+    stage.register(4)
+    ids = [stage.submit() for _ in range(4)]
+    for _ in ids:
+        stage.start()
+    stage.later(LEASE_MS)
+    at_once(*[lambda: reconcile.reap(stage.dispatcher) for _ in range(3)])
+    assert [stage.job(job_id).crashes for job_id in ids] == [1] * 4
+    assert sorted(stage.offered()) == sorted(ids)
+
+
+def test_a_lease_whose_run_had_already_ended_is_only_freed(stage):
+    stage.register()
+    job_id, following = stage.submit(), stage.submit()
+    task = stage.start()
+    stage.store.settle(job_id, task.run.attempt, Why.FINISHED, stage.now, result="1")  # and then the worker died
+    stage.later(LEASE_MS)
+    assert reconcile.reap(stage.dispatcher) == 1
+    assert stage.state(job_id) is State.COMPLETED and stage.job(job_id).crashes == 0
+    assert stage.offered() == [following]
+
+
+def test_a_worker_that_died_between_claim_and_start_costs_the_job_nothing(stage):
+    stage.register()
+    job_id = stage.submit()
+    assert stage.dispatcher.leases.claim(stage.told.offers.pop(), "w1") is not None
+    stage.later(LEASE_MS)
+    assert reconcile.reap(stage.dispatcher) == 1
+    job = stage.job(job_id)
+    assert (job.state, job.crashes, job.attempt) == (State.QUEUED, 0, 0)
+    assert stage.offered() == [job_id]
+
+
+def test_a_reaper_that_dies_after_its_grip_is_followed_by_the_next(stage, faults):
+    stage.register()
+    job_id = stage.submit()
+    stage.start()
+    stage.later(LEASE_MS)
+    with faults("UPDATE jobs"), pytest.raises(ZeroDivisionError):
+        reconcile.reap(stage.dispatcher)
+    assert stage.state(job_id) is State.RUNNING
+    stage.later(OFFER_MS)
+    assert reconcile.reap(stage.dispatcher) == 1
+    assert stage.state(job_id) is State.QUEUED and stage.job(job_id).why is Why.LEASE_EXPIRED
+    assert stage.offered() == [job_id]
+
+
+def test_a_canceled_job_whose_worker_dies_is_canceled_and_not_run_again(stage):
+    stage.register()
+    job_id = stage.submit()
+    stage.start()
+    assert stage.dispatcher.cancel(job_id) is State.RUNNING
+    stage.later(LEASE_MS)
+    reconcile.reap(stage.dispatcher)
+    assert stage.state(job_id) is State.CANCELED and stage.job(job_id).crashes == 0
+    assert stage.offered() == [] and stage.free() == 1
+
+
+# -- resuming what a server goes on with -----------------------------------------------------------------------
+
+
+def test_a_job_that_its_server_has_is_offered_again_on_the_same_slot_and_resumed(stage):
+    stage.register(2)
+    job_id = stage.submit()
+    task = stage.start()
+    stage.remote(task)
+    stage.later(LEASE_MS)
+    assert reconcile.reap(stage.dispatcher) == 1
+    (offer,) = stage.told.offers
+    assert (offer.job_id, offer.slot, offer.owner) == (job_id, task.held.slot, "")
+    assert stage.free() == 1
+    again = stage.start("w2")
+    assert (again.run.remote_id, again.run.attempt, again.held.slot) == ("r-1", 2, task.held.slot)
+    assert stage.settle(again).moved is not None and stage.free() == 2
+
+
+def test_a_job_whose_worker_died_in_the_middle_of_a_call_is_repeated_on_the_same_slot_only(stage):
+    """The server may still be at work on it: anywhere else it could run twice at once."""
+    stage.register(2)
+    job_id = stage.submit()
+    task = stage.start()
+    stage.later(LEASE_MS)
+    reconcile.reap(stage.dispatcher)
+    assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, task.held.slot)]
+    assert stage.free() == 1
+
+
+def test_a_draining_worker_hands_its_run_back_and_it_costs_the_job_nothing(stage):
+    stage.register(2)
+    job_id = stage.submit()
+    task = stage.start()
+    stage.remote(task)
+    assert stage.dispatcher.hand_back(task) is True
+    job = stage.job(job_id)
+    assert (job.state, job.crashes, job.failures, job.remote_id) == (State.QUEUED, 0, 0, "r-1")
+    assert stage.renewal(task) is Renewal.LOST
+    again = stage.start("w2")
+    assert (again.run.remote_id, again.held.slot) == ("r-1", task.held.slot)
+
+
+def test_while_no_worker_comes_the_slot_stays_with_the_job_that_its_server_has(stage):
+    stage.register(3)
+    job_id = stage.submit()
+    task = stage.start()
+    stage.remote(task)
+    stage.dispatcher.hand_back(task)
+    for _ in range(5):
+        stage.offered()
+        stage.later(OFFER_MS)
+        assert reconcile.reap(stage.dispatcher) == 1
+        assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, task.held.slot)]
+    assert stage.start("w2").run.remote_id == "r-1"
+
+
+def test_a_job_that_came_to_another_server_is_not_kept_there(stage):
+    stage.register(1, server="a")
+    job_id = stage.submit()
+    task = stage.start()
+    stage.remote(task)
+    stage.lose_redis()
+    stage.store.settle(job_id, 1, Why.HANDED_BACK, stage.now)
+    stage.set_state("paused", "a")
+    stage.offered()
+    stage.register(2, server="b")
+    assert stage.told.offers.pop().slot == "b-slot0"
+    stage.later(OFFER_MS)
+    reconcile.reap(stage.dispatcher)
+    assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, "b-slot1")], "free for longer"
+    assert stage.job(job_id).server == "a"
+
+
+def test_on_another_server_a_job_is_run_anew(stage):
+    stage.register(1, server="a")
+    job_id = stage.submit()
+    task = stage.start()
+    stage.remote(task)
+    stage.later(LEASE_MS)
+    reconcile.reap(stage.dispatcher)
+    stage.told.offers.clear()
+    stage.lose_redis()
+    stage.catalog.remove_server("a")
+    stage.register(1, server="b")
+    reconcile.sweep(stage.dispatcher)
+    again = stage.start()
+    assert (again.run.job.id, again.run.server, again.run.remote_id) == (job_id, "b", None)
+
+
+# -- Redis is lost ---------------------------------------------------------------------------------------------
+
+
+def test_an_emptied_redis_is_rebuilt_in_order_with_the_leases_of_running_jobs(stage):
+    stage.register(2)
+    ids = [stage.submit(priority=tier) for tier in (5, 5, 7, 1, 5, 1)]
+    one, two = stage.start("w1"), stage.start("w2")
+    stage.lose_redis()
+    assert stage.renewal(one) is Renewal.UNKNOWN
+    stage.offered()
+    reconcile.sweep(stage.dispatcher)
+    assert stage.offered() == [] and stage.room.taken() == {one.held.slot: ids[0], two.held.slot: ids[1]}
+    assert stage.renewal(one) is Renewal.RENEWED and stage.renewal(two) is Renewal.RENEWED
+    stage.settle(one)
+    assert stage.run_all() == [ids[3], ids[5], ids[4], ids[2]]
+    assert stage.settle(two).moved is not None and stage.free() == 2
+
+
+def test_after_a_rebuild_leases_whose_workers_died_expire_like_any_other(stage):
+    stage.register()
+    job_id = stage.submit()
+    stage.start()
+    stage.lose_redis()
+    reconcile.sweep(stage.dispatcher)
+    stage.later(LEASE_MS)
+    assert reconcile.reap(stage.dispatcher) == 1
+    assert stage.job(job_id).crashes == 1 and stage.offered() == [job_id]
+
+
+def test_until_the_room_is_rebuilt_a_late_job_does_not_overtake_an_early_one(stage):
+    stage.register()
+    early = stage.submit()
+    stage.offered()
+    stage.lose_redis()
+    late = stage.submit()
+    assert stage.offered() == []
+    reconcile.sweep(stage.dispatcher)
+    assert stage.run_all() == [early, late]
+
+
+def test_two_rebuilds_at_once_are_harmless(stage):
+    stage.register(2)
+    ids = [stage.submit() for _ in range(6)]
+    stage.start("w1")
+    stage.lose_redis()
+    stage.offered()
+    assert not [e for e in at_once(*[lambda: reconcile.sweep(stage.dispatcher)] * 4) if isinstance(e, Exception)]
+    assert stage.offered() == [ids[1]]
+    assert stage.room.waiting() == ids[2:]
+
+
+@pytest.mark.parametrize("fleets_job", ["lease", "seized"])
+def test_a_running_job_whose_lease_is_lost_gets_it_back(stage, fleets_job):
+    stage.register(2)
+    job_id = stage.submit()
+    task = stage.start()
+    stage.redis.delete(stage.room.key(f"leases:{job_id}"))
+    stage.redis.zrem(stage.room.key("leases"), job_id)
+    stage.redis.hdel(stage.room.key("slots"), task.held.slot)
+    assert reconcile.reconcile(stage.dispatcher) == 1
+    assert stage.renewal(task) is Renewal.RENEWED
+    assert reconcile.reconcile(stage.dispatcher) == 0
+
+
+# -- reconcile, sweep ------------------------------------------------------------------------------------------
+
+
+def test_r30_reconcile_leaves_waiting_jobs_where_they_are(stage):
+    stage.register(2)
+    for tier in (5, 1, 9, 5, 1, 5, 5):
+        stage.submit(priority=tier)
+    stage.start()
+    stage.later(3_000)
+    before = stage.room.dump()
+    offers = len(stage.told.offers)
+    for _ in range(3):
+        reconcile.reconcile(stage.dispatcher)
+        assert stage.room.dump() == before
+    at_once(*[lambda: reconcile.reconcile(stage.dispatcher)] * 4)
+    assert stage.room.dump() == before
+    assert len(stage.told.offers) == offers
+
+
+def test_queue_1_a_queued_job_that_the_room_has_lost_is_brought_back_to_its_place(stage):
+    stage.register()
+    ids = [stage.submit() for _ in range(4)]
+    lost = stage.job(ids[2])
+    stage.dispatcher.queues.withdraw("zimg", Waiting(lost.id, lost.seq, lost.model, lost.tier, lost.tenant))
+    assert stage.room.waiting() == [ids[1], ids[3]]
+    reconcile.reconcile(stage.dispatcher)
+    assert stage.room.waiting() == ids[1:]
+
+
+def test_slot_2_the_sweep_offers_what_was_missed(stage):
+    stage.register()
+    ids = [stage.submit() for _ in range(2)]
+    task = stage.start()
+    stage.room.run("release", task.run.job.id, task.held.lease, "w1", 0, 0, "p", 0, 1, "", 1)  # no offers made
+    assert stage.offered() == []
+    reconcile.sweep(stage.dispatcher)
+    assert stage.offered() == [ids[1]]
+
+
+def test_queue_1_the_sweep_brings_in_what_was_accepted_while_redis_was_away(stage):
+    stage.register()
+    running = stage.submit()
+    for _ in range(3):
+        reconcile.sweep(stage.dispatcher)
+    cut_off = stage.cut_off()
+    late = [cut_off.submit([stage.a()])[0].accepted.id for _ in range(2)]
+    assert stage.room.waiting() == []
+    reconcile.sweep(stage.dispatcher)
+    assert stage.room.waiting() == late
+    assert stage.run_all() == [running, *late]
+
+
+def test_a_sweep_leaves_waiting_jobs_where_they_are(stage):
+    stage.register()
+    for tier in (5, 1, 9, 5):
+        stage.submit(priority=tier)
+    before = stage.room.dump()
+    for _ in range(4):
+        reconcile.sweep(stage.dispatcher)
+        assert stage.room.dump() == before
+
+
+def test_two_sweeps_at_once_offer_each_job_once(stage):
+    stage.register(3)
+    stage.set_state("paused")
+    ids = [stage.submit() for _ in range(5)]
+    stage.catalog.set_server_state("gpu", "online")
+    at_once(*[lambda: reconcile.sweep(stage.dispatcher)] * 4)
+    assert sorted(stage.offered()) == ids[:3]
+
+
+@pytest.mark.parametrize("state", ["paused", "draining"])
+def test_a_server_that_is_paused_finishes_what_runs_and_gets_nothing_new(stage, state):
+    stage.register()
+    _, following = stage.submit(), stage.submit()
+    task = stage.start()
+    stage.set_state(state)
+    assert stage.renewal(task) is Renewal.RENEWED
+    assert stage.settle(task).moved is not None
+    reconcile.sweep(stage.dispatcher)
+    assert stage.offered() == []
+    stage.set_state("online")
+    assert stage.offered() == [following]
+
+
+def test_a_policy_can_change_while_jobs_wait_and_run(stage):
+    stage.register(1, policy="fifo")
+    ids = [stage.submit(priority=tier) for tier in (5, 9, 1, 5, 1)]
+    assert stage.dispatcher.queues.ahead("zimg", _waiting(stage.job(ids[4]))) == 3
+    stage.catalog.configure("zimg", {"policy": "priority"}, stage.now)
+    reconcile.refresh_fleet(stage.dispatcher, "zimg")
+    assert stage.dispatcher.queues.ahead("zimg", _waiting(stage.job(ids[4]))) == 1
+    assert stage.run_all() == [ids[0], ids[2], ids[4], ids[3], ids[1]]
+
+
+def test_what_a_process_with_an_old_catalog_did_to_the_order_is_put_right_by_the_sweep(stage):
+    stage.register(1, policy="fifo")
+    stage.set_state("paused")
+    first, second = stage.submit(priority=9), stage.submit(priority=1)
+    late = stage.submit(priority=9)
+    stage.dispatcher.queues.withdraw("zimg", _waiting(stage.job(late)))
+    stage.dispatcher.queues.enqueue("zimg", [_waiting(stage.job(late))], {"zimg": "priority"}, 0)
+    assert stage.dispatcher.queues.ahead("zimg", _waiting(stage.job(first))) == 1, "the lane stands too far back"
+    reconcile.sweep(stage.dispatcher)
+    ahead = [stage.dispatcher.queues.ahead("zimg", _waiting(stage.job(it))) for it in (first, second, late)]
+    assert ahead == [0, 1, 2]
+
+
+def _waiting(job: Job) -> Waiting:
+    return Waiting(job.id, job.seq, job.model, job.tier, job.tenant)
+
+
+# -- deadlines (R122) ------------------------------------------------------------------------------------------
+
+
+def _in_state(stage: Stage, state: State, **changes: Any) -> tuple[str, Task | None]:
+    """A job in a state in which it may still expire, and its run if it has one."""
+    if state is State.DELAYED:
+        return stage.submit(delay_s=1, **changes), None
+    job_id = stage.submit(**changes)
+    return job_id, stage.start() if state is State.RUNNING else None
+
+
+@pytest.mark.parametrize("state", [State.QUEUED, State.DELAYED, State.RUNNING])
+@pytest.mark.parametrize("late_ms", [0, YEAR])
+def test_r122_a_deadline_ends_a_job_in_every_state_however_late_somebody_looks(stage, state, late_ms):
+    stage.register()
+    job_id, task = _in_state(stage, state, ttl_s=10, callback_url=CALLBACK)
+    stage.later(9_999)
+    assert reconcile.expire_overdue(stage.dispatcher) == 0
+    stage.later(1 + late_ms)
+    assert reconcile.expire_overdue(stage.dispatcher) == 1
+    job = stage.job(job_id)
+    assert (job.state, job.error_code) == (State.EXPIRED, "deadline_passed")
+    assert stage.told.ends == [(job_id, State.EXPIRED, False)]
+    assert reconcile.expire_overdue(stage.dispatcher) == 0
+    assert stage.room.waiting() == []
+    if task is not None:
+        assert stage.renewal(task) is Renewal.CANCEL
+        assert stage.settle(task).moved is None
+        assert stage.state(job_id) is State.EXPIRED and stage.free() == 1
+
+
+def test_a_waiting_job_that_expires_makes_room_in_the_line(stage):
+    stage.register()
+    stage.submit()
+    overdue, last = stage.submit(ttl_s=1), stage.submit()
+    stage.later(SECOND)
+    reconcile.expire_overdue(stage.dispatcher)
+    assert stage.room.waiting() == [last] and stage.state(overdue) is State.EXPIRED
+
+
+def test_two_looks_at_the_deadlines_at_once_end_a_job_once(stage):
+    stage.register()
+    ids = [stage.submit(ttl_s=1, callback_url=CALLBACK) for _ in range(5)]
+    stage.later(SECOND)
+    assert sum(at_once(*[lambda: reconcile.expire_overdue(stage.dispatcher)] * 3)) == 5
+    assert sorted(job_id for job_id, _, _ in stage.told.ends) == ids
+
+
+# -- purge -----------------------------------------------------------------------------------------------------
+
+
+def test_what_ended_before_the_retention_time_is_removed_and_nothing_else(stage):
+    stage.register(2)
+    old, waiting, running = stage.submit(), stage.submit(), stage.submit()
+    stage.settle(stage.start())
+    stage.start()
+    stage.later(100 * SECOND)
+    fresh = stage.submit()
+    stage.dispatcher.cancel(fresh)
+    stage.later(1)
+    assert reconcile.purge(stage.dispatcher, retention_s=100) == 1
+    assert stage.store.get(old) is None
+    assert all(stage.store.get(job_id) is not None for job_id in (waiting, running, fresh))
+    assert reconcile.purge(stage.dispatcher, retention_s=100) == 0

@@ -1,0 +1,238 @@
+"""What follows from the servers' own reports: who rests, whose lease is freed, how many slots are withheld."""
+
+import pytest
+
+from jobs.states import State, Why
+from routing import reconcile
+from routing.leases import Renewal
+from routing.outcome import Kind
+from routing.policies.identity import ServerReport
+from tests.lua.stage import DOWN, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage, client, stage, valkey
+
+__all__ = ["client", "stage", "valkey"]
+
+
+# -- what the servers say of themselves ------------------------------------------------------------------------
+
+
+def test_a_server_that_is_down_rests_longer_each_time_and_is_awake_when_it_is_up(stage):
+    stage.register(2)
+    for rest_ms in (1_000, 2_000, 4_000):
+        reconcile.note_health(stage.dispatcher, {"gpu": DOWN})
+        assert stage.free() == 0
+        stage.later(rest_ms - 1)
+        reconcile.sweep(stage.dispatcher)
+        assert stage.free() == 0
+        stage.later(1)
+        reconcile.sweep(stage.dispatcher)
+        assert stage.free() == 2
+    reconcile.note_health(stage.dispatcher, {"gpu": DOWN})
+    reconcile.note_health(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    assert stage.free() == 2
+    reconcile.note_health(stage.dispatcher, {"gpu": DOWN})
+    stage.later(1_000)
+    reconcile.sweep(stage.dispatcher)
+    assert stage.free() == 2
+
+
+def test_a_report_of_a_server_that_is_not_registered_changes_nothing(stage):
+    stage.register()
+    before = stage.room.dump()
+    reconcile.note_health(stage.dispatcher, {"stranger": DOWN, "gpu": UP_AND_IDLE})
+    assert stage.room.dump() == before
+
+
+def _ghosts(stage: Stage, report: ServerReport | None, second: ServerReport | None = None) -> int:
+    first = {} if report is None else {"gpu": report}
+    again = first if second is None else {"gpu": second}
+    return reconcile.free_ghosts(stage.dispatcher, reconcile.suspects(stage.dispatcher, first), again)
+
+
+def test_r114_a_run_that_its_server_does_not_know_is_ended_and_its_slot_freed(stage):
+    stage.register()
+    job_id, following = stage.submit(), stage.submit()
+    task = stage.start()
+    stage.later(5_000)
+    assert _ghosts(stage, UP_AND_IDLE) == 1
+    job = stage.job(job_id)
+    assert (job.state, job.why, job.crashes) == (State.QUEUED, Why.SERVER_LOST, 1)
+    assert stage.renewal(task) is Renewal.LOST and stage.settle(task).moved is None
+    assert stage.run_all() == [job_id, following]
+
+
+def test_r115_a_run_younger_than_five_seconds_is_never_suspected(stage):
+    stage.register()
+    stage.submit()
+    stage.start()
+    stage.later(4_999)
+    assert reconcile.suspects(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []
+    stage.later(1)
+    assert len(reconcile.suspects(stage.dispatcher, {"gpu": UP_AND_IDLE})) == 1
+
+
+@pytest.mark.parametrize(
+    ("report", "suspected"),
+    [
+        pytest.param(ServerReport(True, 0, None), ["one", "two"], id="a count of zero"),
+        pytest.param(ServerReport(True, 1, None), [], id="a count that is not zero says nothing of whom"),
+        pytest.param(ServerReport(True, None, None), [], id="no number at all"),
+        pytest.param(ServerReport(True, 0, frozenset({"one"})), ["two"], id="ids beat the count"),
+        pytest.param(ServerReport(True, 2, frozenset()), ["one", "two"], id="ids beat the count, again"),
+        pytest.param(ServerReport(True, 2, frozenset({"one", "two"})), [], id="it knows both"),
+        pytest.param(ServerReport(True, 2, frozenset({"remote-one"})), ["two"], id="by its own id"),
+        pytest.param(ServerReport(True, 2, frozenset({"one-1", "two-1"})), [], id="by the attempt's id"),
+        pytest.param(ServerReport(True, 2, frozenset({"one-2"})), ["one", "two"], id="by another attempt's id"),
+        pytest.param(DOWN, [], id="it is down"),
+        pytest.param(ServerReport(False, 0, frozenset()), [], id="down, whatever it says"),
+        pytest.param(None, [], id="no report"),
+    ],
+)
+def test_r114_only_a_report_that_says_so_makes_a_suspect(stage, report, suspected):
+    stage.register(2)
+    stage.submit(id="one")
+    stage.submit(id="two")
+    stage.remote(stage.start(), "remote-one")
+    stage.start()
+    stage.later(60_000)
+    reports = {} if report is None else {"gpu": report}
+    assert [job.id for job in reconcile.suspects(stage.dispatcher, reports)] == suspected
+
+
+@pytest.mark.parametrize("second", [None, DOWN, ServerReport(True, 1, None)])
+def test_a_suspicion_that_the_second_look_does_not_confirm_frees_nothing(stage, second):
+    stage.register()
+    job_id = stage.submit()
+    task = stage.start()
+    stage.later(5_000)
+    suspects = reconcile.suspects(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    assert reconcile.free_ghosts(stage.dispatcher, suspects, {"gpu": second} if second else {}) == 0
+    assert stage.state(job_id) is State.RUNNING and stage.renewal(task) is Renewal.RENEWED
+
+
+def test_a_later_run_of_a_suspect_is_no_suspect(stage):
+    stage.register()
+    stage.submit()
+    task = stage.start()
+    stage.later(5_000)
+    before = reconcile.suspects(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    stage.settle(task, Kind.BUSY, retry_after_s=0.0)
+    again = stage.start()
+    stage.later(5_000)
+    assert reconcile.free_ghosts(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
+    assert stage.renewal(again) is Renewal.RENEWED
+
+
+def test_a_suspect_that_has_ended_meanwhile_is_left_alone(stage):
+    stage.register()
+    job_id = stage.submit()
+    task = stage.start()
+    stage.later(5_000)
+    before = reconcile.suspects(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    stage.settle(task)
+    assert reconcile.free_ghosts(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
+    assert stage.state(job_id) is State.COMPLETED
+
+
+def test_a_job_under_which_its_server_keeps_dying_is_set_aside_as_poison(stage):
+    stage.register(1, max_crashes=2)
+    job_id = stage.submit()
+    for _ in range(2):
+        stage.start()
+        stage.later(5_000)
+        assert _ghosts(stage, UP_AND_IDLE) == 1
+    assert stage.state(job_id) is State.DEAD and stage.free() == 1
+    assert stage.told.ends == [(job_id, State.DEAD, False)]
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too(stage, silent):
+    stage.register()
+    job_id = stage.submit()
+    task = stage.start()
+    stage.later(5_000)
+    if not silent:
+        assert stage.renewal(task) is Renewal.RENEWED
+    assert reconcile.heed_reports(stage.dispatcher, {"gpu": UP_AND_IDLE}) == silent
+    assert stage.state(job_id) is (State.QUEUED if silent else State.RUNNING)
+
+
+@pytest.mark.parametrize(
+    "report", [DOWN, ServerReport(True), ServerReport(True, 1), ServerReport(True, 1, frozenset({"one"}))]
+)
+def test_a_silent_worker_alone_frees_nothing(stage, report):
+    stage.register()
+    stage.submit(id="one")
+    stage.start()
+    stage.later(5_500)
+    before = stage.room.dump()
+    assert reconcile.heed_reports(stage.dispatcher, {"gpu": report}) == 0
+    assert stage.room.dump() == before
+
+
+def test_servers_that_were_down_and_those_of_silent_workers_are_asked_first(stage):
+    for name in ("calm", "down", "silent"):
+        stage.register(1, server=name)
+    for _ in range(3):
+        stage.submit()
+    tasks = {task.run.server: task for task in (stage.start(f"w{n}") for n in range(3))}
+    assert reconcile.urgent_servers(stage.dispatcher) == set()
+    reconcile.note_health(stage.dispatcher, {"down": DOWN})
+    stage.later(2 * SETTINGS.renew_every_ms + 1)
+    for name in ("calm", "down"):
+        stage.renewal(tasks[name])
+    assert reconcile.urgent_servers(stage.dispatcher) == {"down", "silent"}
+
+
+def test_an_open_offer_makes_no_server_urgent(stage):
+    stage.register()
+    stage.submit()
+    stage.later(OFFER_MS - 1)
+    assert reconcile.urgent_servers(stage.dispatcher) == set()
+
+
+@pytest.mark.parametrize(
+    ("report", "free"),
+    [
+        pytest.param(ServerReport(True, 3), 1, id="three run, one is ours"),
+        pytest.param(ServerReport(True, 1), 3, id="the one that runs is ours"),
+        pytest.param(ServerReport(True, 3, frozenset({"one", "x", "y"})), 1, id="two strangers by name"),
+        pytest.param(ServerReport(True, 3, frozenset({"one"})), 3, id="ids beat the count"),
+        pytest.param(ServerReport(True, 99), 0, id="more than it has slots"),
+        pytest.param(ServerReport(True), 3, id="it does not say"),
+        pytest.param(DOWN, 3, id="it is down"),
+    ],
+)
+def test_slot_1_slots_that_others_use_are_not_offered_for_a_while(stage, report, free):
+    stage.register(4)
+    stage.submit(id="one")
+    stage.start()
+    reconcile.heed_reports(stage.dispatcher, {"gpu": report})
+    assert stage.free() == free
+    stage.later(12_000)
+    reconcile.sweep(stage.dispatcher)
+    assert stage.free() == 3
+
+
+def test_a_job_that_has_only_just_ended_is_no_stranger(stage):
+    stage.register(2)
+    stage.submit(id="one")
+    stage.settle(stage.start())
+    report = {"gpu": ServerReport(True, 1, frozenset({"one"}))}
+    reconcile.heed_reports(stage.dispatcher, report)
+    assert stage.free() == 2
+    stage.later(2_001)
+    reconcile.heed_reports(stage.dispatcher, report)
+    assert stage.free() == 1, "two seconds later it is"
+
+
+def test_r116_a_run_that_was_given_up_here_and_goes_on_there_keeps_its_slot_taken(stage):
+    stage.register()
+    stage.submit(id="one", ttl_s=1)
+    task = stage.start()
+    stage.later(1_000)
+    reconcile.expire_overdue(stage.dispatcher)
+    stage.settle(task)
+    stage.later(60_000)
+    reconcile.heed_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({"one"}))})
+    stage.submit()
+    assert stage.offered() == []

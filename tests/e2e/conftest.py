@@ -1,0 +1,69 @@
+"""One Slotkeeper of real processes for all end-to-end tests; each test registers models of its own."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+
+from tests.support.stack import RefServer, Stack, eventually
+
+_numbers = itertools.count(1)
+
+
+class Api:
+    """Speaks HTTP to the door, and to nothing else."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.session = requests.Session()
+
+    def call(self, method: str, path: str, **options: Any) -> requests.Response:
+        return self.session.request(method, self.stack.url + path, timeout=70, **options)
+
+    def submit(self, model: str, payload: dict[str, Any] | None = None, **fields: Any) -> str:
+        answer = self.call("POST", "/queue/submit", json={"model": model, "payload": payload or {}, **fields})
+        assert answer.status_code == 202, answer.text
+        return answer.json()["job_id"]
+
+    def job(self, job_id: str, wait: int = 0) -> dict[str, Any]:
+        answer = self.call("GET", f"/queue/jobs/{job_id}", params={"wait": wait} if wait else None)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def ended(self, job_id: str, within_s: float = 60) -> dict[str, Any]:
+        def look() -> dict[str, Any] | None:
+            job = self.job(job_id, wait=10)
+            return job if job["completed_at"] else None
+
+        return eventually(look, f"job {job_id} ends", within_s)
+
+    def register(self, model: str, server: RefServer, **config: Any) -> None:
+        if config:
+            answer = self.call("PUT", f"/admin/model-configs/{model}", json=config)
+            assert answer.ok, answer.text
+        body = {"model": model, "server": server.name, "endpoint": server.endpoint, "slots": server.slots}
+        answer = self.call("POST", "/admin/register", json=body)
+        assert answer.ok, answer.text
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    env = {"SLOTKEEPER_WEBHOOK_ALLOW": "127.0.0.1/32"}
+    with Stack(tmp_path_factory.mktemp("slotkeeper"), env) as running:
+        running.maintenance()
+        running.beat()
+        running.worker()
+        running.web()
+        yield running
+
+
+@pytest.fixture(scope="session")
+def api(stack: Stack) -> Api:
+    return Api(stack)
+
+
+@pytest.fixture
+def server_name() -> str:
+    return f"e2e-api{next(_numbers)}"

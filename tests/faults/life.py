@@ -1,0 +1,310 @@
+"""The life of a few jobs in one process: submit, offer, start, call, settle, retry, webhook, and all maintenance.
+
+    python -m tests.faults.life story      # dies where SLOTKEEPER_CRASH_AT says; SLOTKEEPER_* says on what it works
+    python -m tests.faults.life recover    # starts nothing new, brings to an end what is there
+    python -m tests.faults.life nursery    # forks one life for each line that it reads: imports are paid for once
+
+Tasks run as in a worker: through Celery's tracer, from messages that went through the broker, or were handed on.
+There is one pair of hands, so whatever is passed is passed in the same order in every life.  A worker that falls
+silent, a Redis that is emptied, and a client that asks again after no answer are part of the story.
+
+What a life leaves for others: `asked` and `told`, one line for each job before and after its submit; `emptied`, the
+last event before Redis was; and if it was not cut short, `report-<name>.json`.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import celery.backends.redis  # noqa: F401  Imported before the fork, like everything that takes a while.
+import kombu.transport.redis  # noqa: F401
+from celery.app.trace import build_tracer
+
+from jobs import crash
+from jobs.errors import Conflict
+from jobs.record import NewJob, now_ms
+from jobs.states import ACTIVE, State, Why
+from routing import audit, reconcile
+from routing.dispatcher import new_owner
+from routing.submission import Submission
+from tasks import maintenance, messages, wiring
+from tasks import webhooks as hooks
+from tasks.celery_app import celery as app
+from tasks.inference import infer
+from tasks.worker import this_worker
+
+SERVER, SLOTS, SYNC, ASYNC = "gpu", 2, "zimg", "flux"
+SETTINGS = {
+    "SLOTKEEPER_LEASE_MS": "300",
+    "SLOTKEEPER_RENEW_EVERY_MS": "100",
+    "SLOTKEEPER_OFFER_MS": "300",
+    "SLOTKEEPER_BUSY_REST_MS": "30",
+    "SLOTKEEPER_CATALOG_REFRESH_S": "0",
+    "SLOTKEEPER_RETENTION_S": "3600",
+    "SLOTKEEPER_WEBHOOK_TIMEOUT_S": "0.5",
+    "SLOTKEEPER_WEBHOOK_ALLOW": "127.0.0.0/8",
+    "SLOTKEEPER_SECRET": "c2xvdGtlZXBlci1zbG90a2VlcGVyLXNsb3RrZWVwZXI=",
+}
+_CONFIG = {"retry_backoff": 0.05, "retry_backoff_max": 0.1, "poll_interval": 0.02, "max_retries": 1, "max_crashes": 20}
+_QUEUES = (messages.queue_of(SYNC), messages.queue_of(ASYNC), "webhooks")
+_QUIET_WITHIN_S = 30.0
+_TICK_S = 0.02
+_LONG_AGO_MS = 10 * 3600 * 1000
+_COUNTS_ONLY = -1  # A crash point that counts down from here never reaches zero.
+
+
+class Hands:
+    """What a worker process does, one message after another."""
+
+    def __init__(self) -> None:
+        self.put_aside: deque[tuple[dict[str, Any], Any]] = deque()
+        self.strategies = {messages.TASK: self._hand_on}
+        self._channel = app.connection_for_read().default_channel
+        self._tracers = {task.name: build_tracer(task.name, task, app=app) for task in (infer, hooks.send)}
+        this_worker().consumer = self
+
+    def work(self) -> None:
+        """Do whatever there is to be done."""
+        while (found := self.next()) is not None:
+            self.do(*found)
+
+    def next(self) -> tuple[dict[str, Any], Any] | None:
+        if self.put_aside:
+            return self.put_aside.popleft()
+        for queue in _QUEUES:
+            message = self._channel.basic_get(queue, no_ack=True)
+            if message is not None:
+                return message.headers, message.payload
+        return None
+
+    def do(self, headers: dict[str, Any], body: Any) -> None:
+        args, kwargs, embedded = body
+        request = {**headers, **embedded, "delivery_info": {}, "hostname": "life"}
+        self._tracers[headers["task"]](headers["id"], args, kwargs, request)
+
+    def _hand_on(self, message: Any, *_: object) -> None:
+        self.put_aside.append((message.headers, message.body))
+
+
+class Life:
+    """One process's life.  `name` makes the ids of its jobs unlike those of any other."""
+
+    def __init__(self, name: str, home: Path, url: str) -> None:
+        self.name, self.home, self.url = name, home, url
+        self.dispatcher = wiring.dispatcher()
+        self._prepare()
+        self.hands = Hands()
+
+    # -- acts ------------------------------------------------------------------------------------------------
+
+    def submit(self, what: str, payload: dict[str, Any], model: str = SYNC, **more: Any) -> str:
+        """Ask for a job, as a client that writes down what it asks and what it is told."""
+        wish = {"id": f"{self.name}-{what}", "model": model, "payload": payload, **more}
+        self._note("asked", wish)
+        self._ask(wish)
+        return str(wish["id"])
+
+    def ask_again(self) -> None:
+        """A client that was not answered asks again, under the same id."""
+        answered = {line["id"] for line in read_lines(self.home / "told")}
+        for wish in read_lines(self.home / "asked"):
+            if wish["id"] not in answered:
+                self._ask(wish)
+
+    def abandon(self, job_id: str) -> None:
+        """Another worker begins the job and is never heard of again."""
+        while (found := self.hands.next()) is None or found[0]["id"] != job_id:
+            if found is not None:
+                self.hands.do(*found)
+            else:
+                maintenance.sweep()
+                _pause()
+        headers, ((model, *_), *_) = found
+        offer = messages.read_offer(job_id, model, headers)
+        assert offer is not None
+        self.dispatcher.start(offer, new_owner("silent"))
+
+    def recover(self) -> None:
+        """Work, and keep everything in order, until nothing is left to do."""
+        end = time.monotonic() + _QUIET_WITHIN_S
+        self.ask_again()
+        while True:
+            self.hands.work()
+            for task in (maintenance.keep_time, maintenance.reap, maintenance.reconcile_all, maintenance.sweep):
+                task()
+            hooks.send_due()
+            self.hands.work()
+            self._revive()
+            if self._is_quiet():
+                return
+            if time.monotonic() > end:
+                raise TimeoutError("it never became quiet")
+            _pause()
+
+    # -- the story -------------------------------------------------------------------------------------------
+
+    def story(self) -> None:
+        hook = f"{self.url}/hook"
+        self.submit("first", {"do": "ok"}, callback_url=hook)
+        self.submit("second", {"do": "ok"})
+        self.submit("overdue", {"do": "ok"}, ttl_s=0.02, callback_url=hook)
+        _pause(0.03)
+        maintenance.keep_time()
+        self.submit("wrong", {"do": "error", "times": 1}, callback_url=hook)
+        self.submit("busy", {"do": "busy", "times": 1})
+        self.submit("bad", {"do": "invalid"}, callback_url=hook)
+        self.submit("polled", {"do": "ok"}, ASYNC, callback_url=hook)
+        self.submit("later", {"do": "ok"}, delay_s=0.05)
+        self.submit("task", {"do": "ok"}, by_task=True)
+        self.submit("stubborn", {"do": "error", "times": 2}, callback_url=hook)
+        self._cancel(self.submit("unwanted", {"do": "ok"}, callback_url=hook))
+        self.recover()
+        self.abandon(self.submit("orphan", {"do": "ok"}, callback_url=hook))
+        self.submit("offered", {"do": "ok"})
+        self.submit("waiting", {"do": "ok"})
+        self._lose_from_room(self.submit("lost", {"do": "ok"}, priority=9))
+        maintenance.reconcile_all()
+        self._empty_redis()
+        maintenance.sweep()
+        self._leave_something_old()
+        maintenance.scan_dlq()
+        self.recover()
+
+    def _cancel(self, job_id: str) -> None:
+        with suppress(Conflict):
+            self.dispatcher.cancel(job_id)
+
+    def _lose_from_room(self, job_id: str) -> None:
+        waiting = [job for job in self.dispatcher.store.queued([SYNC]) if job.id == job_id]
+        self.dispatcher.queues.withdraw(SYNC, waiting[0])
+
+    def _empty_redis(self) -> None:
+        with self.dispatcher.store.database.read() as connection:
+            last_event = connection.exec_driver_sql("SELECT max(id) FROM events").scalar()
+        self._note("emptied", {"last_event": last_event})
+        wiring.scripts().redis.flushdb()
+
+    def _leave_something_old(self) -> None:
+        """A job that ended longer ago than anything is kept."""
+        store, then = self.dispatcher.store, now_ms() - _LONG_AGO_MS
+        store.submit([NewJob(f"{self.name}-old", SYNC, "{}")], then)
+        store.end_waiting(f"{self.name}-old", Why.CANCEL_REQUESTED, then)
+
+    # -- the rest --------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """The server and its models, and an open room, if this is the first life of all."""
+        if (self.home / "asked").exists():
+            return
+        if not self.dispatcher.fleet.snapshot().servers:
+            for model in (SYNC, ASYNC):
+                wiring.catalog().register(model, SERVER, f"{self.url}/{model}", SLOTS, now_ms())
+            wiring.catalog().configure(SYNC, _CONFIG, now_ms())
+            wiring.catalog().configure(ASYNC, _CONFIG | {"model_type": "async"}, now_ms())
+        reconcile.refresh_fleet(self.dispatcher, SYNC)
+
+    def _ask(self, wish: dict[str, Any]) -> None:
+        if wish.get("by_task"):
+            infer.apply_async((wish["model"], wish["payload"]), task_id=wish["id"])
+        else:
+            self.dispatcher.submit([Submission(**wish)])
+        self._note("told", {"id": wish["id"]})
+
+    def _note(self, file: str, line: dict[str, Any]) -> None:
+        with (self.home / file).open("a") as out:
+            out.write(json.dumps(line) + "\n")
+
+    def _revive(self) -> None:
+        for job in self.dispatcher.store.find(state=State.DEAD):
+            self.dispatcher.revive(job.id)
+
+    def _is_quiet(self) -> bool:
+        standing, room = self.dispatcher.store.counts(), self.dispatcher.queues.depths(SYNC)
+        if any(standing[state] for state in ACTIVE) or room.taken or room.lanes or self.dispatcher.leases.all(SYNC):
+            return False
+        with self.dispatcher.store.database.read() as connection:
+            return not connection.exec_driver_sql("SELECT count(*) FROM webhooks WHERE state = 'pending'").scalar()
+
+    def report(self) -> None:
+        room = self.dispatcher.queues.depths(SYNC)
+        found = {
+            "open": room.open,
+            "slots": room.free + room.resting,
+            "taken": room.taken,
+            "lanes": room.lanes,
+            "leases": len(self.dispatcher.leases.all(SYNC)),
+            "audit": sorted(f"{it.check} {it.subject}" for it in audit.look(self.dispatcher, {})),
+            "passed": {point: _COUNTS_ONLY - left for point, left in crash._left.items() if left < _COUNTS_ONLY},
+        }
+        (self.home / f"report-{self.name}.json").write_text(json.dumps(found))
+
+
+def live(step: str) -> None:
+    """One life, by the settings of the environment.  `story`: first what others have left, then its own jobs."""
+    crash._left.clear()
+    home = Path(os.environ["SLOTKEEPER_HOME"])
+    hooks._FIRST_RETRY_S = 0.1
+    life = Life(os.environ["LIFE_NAME"], home, os.environ["LIFE_SERVER"])
+    # From here on it may die, and every passing is counted.
+    crash._left.update(dict.fromkeys(crash.POINTS, _COUNTS_ONLY))
+    crash._left.update(crash._read(os.environ.get("SLOTKEEPER_CRASH_AT", "")))
+    life.recover()
+    if step == "story":
+        life.story()
+    life.report()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def nursery() -> None:
+    """For each line `{"step", "env"}` fork a life, and say how it ended: 0, or the negative of a signal."""
+    for line in sys.stdin:
+        order = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            _be_born(order["step"], order["env"])
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        sys.stdout.write(f"{code}\n")
+        sys.stdout.flush()
+
+
+def _be_born(step: str, env: dict[str, str]) -> None:
+    code = 1
+    try:
+        os.environ.update(env)
+        log = os.open(Path(env["SLOTKEEPER_HOME"]) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        signal.alarm(90)
+        live(step)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _pause(seconds: float = _TICK_S) -> None:
+    """Leases, delays and deadlines are real time here."""
+    threading.Event().wait(seconds)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["nursery"]:
+        nursery()
+    else:
+        live(sys.argv[1])
+        os._exit(0)

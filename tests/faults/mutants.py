@@ -1,0 +1,711 @@
+"""Guards, each taken out once: with any of them gone, a test must fail.
+
+    python -m tests.faults.mutants                # all of them, as a table; exit code 1 if one survives
+    python -m tests.faults.mutants renew seize    # those whose names contain a word
+
+To add a guard: a Mutant in MUTANTS whose `old` stands exactly once in its file, and the tests that fail when it is
+replaced by `new`.  Each of them must fail, and `still` must pass, so that a mutant that breaks everything proves
+nothing.  The packages are copied, so the tree that you work in is never touched.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+REPO = Path(__file__).resolve().parents[2]
+_COPIED = ("jobs", "routing", "tasks", "app", "reference_server", "migrations", "tests", "celeryconfig.py", "setup.cfg")
+_LONGEST_S = 180
+
+_RECORD = "tests/contracts/test_record.py::"
+_SUBMIT = "tests/contracts/test_record_submit.py::"
+_HOOKS = "tests/contracts/test_record_webhooks.py::"
+_CALLBACK = "tests/contracts/test_api_callback.py::"
+_USES = "tests/contracts/test_routing_dispatcher.py::"
+_MAINTENANCE = "tests/contracts/test_routing_reconcile.py::"
+_SERVERS = "tests/contracts/test_routing_servers.py::"
+_LEASES = "tests/lua/test_leases.py::"
+_ORDER = "tests/lua/test_order.py::"
+_SLOTS = "tests/lua/test_servers.py::"
+_POLICIES = "tests/unit/routing/test_policies.py::"
+_IDENTITY = "tests/unit/routing/test_identity.py::"
+_GUARDS = "tests/faults/test_guards.py::"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One guard taken out.  `breaks`: the invariant, or the row, that then no longer holds."""
+
+    name: str
+    breaks: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    still: str = f"{_USES}test_the_whole_way_of_a_job"
+
+
+MUTANTS = [
+    # -- the record ------------------------------------------------------------------------------------------
+    Mutant(
+        "a transition asks for no state",
+        "JOB-1",
+        "jobs/store.py",
+        'statement = update(jobs).where(jobs.c.id == bindparam("p_id"), jobs.c.state == state.value)',
+        'statement = update(jobs).where(jobs.c.id == bindparam("p_id"))',
+        (f"{_RECORD}test_job_1_a_final_state_is_never_left", f"{_RECORD}test_a_job_is_revived_once_however_many_ask"),
+    ),
+    Mutant(
+        "a settle asks for no token",
+        "LEASE-3",
+        "jobs/store.py",
+        'statement = statement.where(jobs.c.attempt == bindparam("p_attempt"))',
+        "pass",
+        (
+            f"{_RECORD}test_lease_3_a_settle_under_an_old_token_changes_nothing",
+            f"{_MAINTENANCE}test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle",
+        ),
+    ),
+    Mutant(
+        "the token does not grow",
+        "LEASE-2",
+        "jobs/store.py",
+        '"attempt": jobs.c.attempt + 1,',
+        '"attempt": 1,',
+        (f"{_RECORD}test_lease_2_the_token_grows_with_every_start",),
+    ),
+    Mutant(
+        "a server's id is stored under any token",
+        "LEASE-3",
+        "jobs/store.py",
+        """        jobs.c.state == State.RUNNING.value,
+        jobs.c.attempt == bindparam("p_attempt"),
+""",
+        """        jobs.c.state == State.RUNNING.value,
+        bindparam("p_attempt") > 0,
+""",
+        (f"{_RECORD}test_lease_3_a_remote_id_is_stored_only_under_the_current_token",),
+    ),
+    Mutant(
+        "events are written after the commit",
+        "JOB-2",
+        "jobs/db.py",
+        """                yield transaction
+                transaction.flush()
+""",
+        """                yield transaction
+            with self.engine.begin() as transaction.connection:
+                transaction.flush()
+""",
+        (
+            f"{_RECORD}test_job_2_a_transition_whose_event_cannot_be_written_did_not_happen",
+            f"{_RECORD}test_job_2_an_end_whose_webhook_cannot_be_written_did_not_happen",
+        ),
+    ),
+    Mutant(
+        "a key names any tenant's job",
+        "R21",
+        "jobs/store.py",
+        """idempotency_keys.c.expires_ms).where(
+    idempotency_keys.c.tenant == bindparam("p_tenant"), idempotency_keys.c.key == bindparam("p_key")
+)""",
+        'idempotency_keys.c.expires_ms).where(idempotency_keys.c.key == bindparam("p_key"))',
+        (f"{_SUBMIT}test_r21_a_key_belongs_to_its_tenant",),
+    ),
+    Mutant(
+        "a key stands for any request",
+        "R21",
+        "jobs/store.py",
+        "if known.fingerprint != job.fingerprint:",
+        "if known.fingerprint is None:",
+        (f"{_SUBMIT}test_r21_the_same_key_with_another_request_is_a_conflict_that_names_the_job",),
+    ),
+    Mutant(
+        "a key is kept for ever",
+        "R22",
+        "jobs/store.py",
+        "if known is not None and known.expires_ms > now:",
+        "if known is not None:",
+        (f"{_SUBMIT}test_r22_within_the_window_the_key_names_the_job_and_after_it_is_fresh_work",),
+    ),
+    Mutant(
+        "what waits for long is removed",
+        "R125",
+        "jobs/store.py",
+        ".where(jobs.c.finished_ms < ended_before_ms, jobs.c.state.in_([s.value for s in sorted(FINAL)]), ~owed)",
+        ".where(jobs.c.created_ms < ended_before_ms, ~owed)",
+        (f"{_GUARDS}test_r125_a_job_that_waits_for_a_year_is_not_removed",),
+    ),
+    Mutant(
+        "a job is removed whose message is owed",
+        "HOOK-1",
+        "jobs/store.py",
+        "sorted(FINAL)]), ~owed)",
+        "sorted(FINAL)]))",
+        (f"{_RECORD}test_hook_1_a_job_whose_message_is_still_owed_is_not_purged",),
+    ),
+    Mutant(
+        "only recent deadlines are looked for",
+        "R122",
+        "jobs/store.py",
+        "_LISTED.where(jobs.c.deadline_ms <= now,",
+        "_LISTED.where(jobs.c.deadline_ms <= now, jobs.c.deadline_ms > now - 10_000,",
+        (f"{_MAINTENANCE}test_r122_a_deadline_ends_a_job_in_every_state_however_late_somebody_looks",),
+    ),
+    Mutant(
+        "a message is tried before its time",
+        "HOOK-1",
+        "jobs/webhooks.py",
+        'webhooks.c.next_ms <= bindparam("p_now"),',
+        'bindparam("p_now") > 0,',
+        (f"{_HOOKS}test_only_one_at_a_time_may_try", f"{_HOOKS}test_a_message_is_not_tried_before_its_time"),
+    ),
+    Mutant(
+        "an old try speaks for the next",
+        "HOOK-1",
+        "jobs/webhooks.py",
+        'webhooks.c.tries == bindparam("p_tries"),',
+        'bindparam("p_tries") > 0,',
+        (f"{_HOOKS}test_who_took_too_long_cannot_speak_for_the_try_that_came_after",),
+    ),
+    Mutant(
+        "a server's id is taken to another server",
+        "LEASE-3",
+        "jobs/store.py",
+        'return case((jobs.c.server == bindparam("p_server"), column), else_=None)',
+        "return column",
+        (f"{_MAINTENANCE}test_on_another_server_a_job_is_run_anew",),
+    ),
+    Mutant(
+        "a doubled submit is booked twice",
+        "JOB-3",
+        "jobs/store.py",
+        'count(tx, "doubled")',
+        "pass",
+        (f"{_GUARDS}test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed",),
+    ),
+    Mutant(
+        "what is removed is not booked",
+        "JOB-3",
+        "jobs/store.py",
+        'count(tx, f"purged.{state}")',
+        "pass",
+        (f"{_GUARDS}test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed",),
+    ),
+    # -- leases ----------------------------------------------------------------------------------------------
+    Mutant(
+        "a lease is known by its owner alone",
+        "LEASE-4",
+        "routing/lua/lib/lease.lua",
+        "return held[1] == lease and held[2] == owner",
+        "return held[2] == owner",
+        (f"{_LEASES}test_r74_nobody_else_renews", f"{_LEASES}test_r75_nobody_else_releases"),
+    ),
+    Mutant(
+        "a lease is known by its name alone",
+        "LEASE-4",
+        "routing/lua/lib/lease.lua",
+        "return held[1] == lease and held[2] == owner",
+        "return held[1] == lease",
+        (f"{_LEASES}test_another_worker_cannot_claim_what_is_claimed", f"{_LEASES}test_r75_nobody_else_releases"),
+    ),
+    Mutant(
+        "a claim does not ask whether the offer is open",
+        "LEASE-1",
+        "routing/lua/claim.lua",
+        'if not (is_held(job, lease, "") or is_held(job, lease, owner)) then return { "lost" } end',
+        'if redis.call("HGET", lease_key(job), "lease") ~= lease then return { "lost" } end',
+        (f"{_LEASES}test_another_worker_cannot_claim_what_is_claimed",),
+    ),
+    Mutant(
+        "anybody renews",
+        "R74",
+        "routing/lua/renew.lua",
+        "if is_held(job, lease, owner) then",
+        'if redis.call("EXISTS", lease_key(job)) == 1 then',
+        (f"{_LEASES}test_r74_nobody_else_renews",),
+    ),
+    Mutant(
+        "a lost lease is made anew by its renewal",
+        "LEASE-1",
+        "routing/lua/renew.lua",
+        'answer = rebuilt and "lost" or "unknown"',
+        'redis.call("ZADD", LEASES, expires, job)\n    answer = rebuilt and "lost" or "unknown"',
+        (f"{_LEASES}test_r74_nobody_else_renews",),
+    ),
+    Mutant(
+        "anybody releases",
+        "R75",
+        "routing/lua/release.lua",
+        "if is_held(job, ARGV[2], ARGV[3]) then",
+        'if redis.call("EXISTS", lease_key(job)) == 1 then',
+        (
+            f"{_LEASES}test_r75_nobody_else_releases",
+            f"{_MAINTENANCE}test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle",
+        ),
+    ),
+    Mutant(
+        "anybody's lease is seized",
+        "LEASE-4",
+        "routing/lua/seize.lua",
+        'if not is_held(job, ARGV[2], ARGV[3]) then return { "lost" } end',
+        "",
+        (f"{_LEASES}test_only_the_lease_that_was_seen_can_be_seized",),
+    ),
+    Mutant(
+        "a lease that was renewed is seized as expired",
+        "LEASE-4",
+        "routing/lua/seize.lua",
+        'if ARGV[7] == "1" and tonumber(redis.call("ZSCORE", LEASES, job) or "0") > now then return { "lost" } end',
+        "",
+        (
+            f"{_LEASES}test_a_lease_that_was_renewed_meanwhile_is_not_seized_as_expired",
+            f"{_MAINTENANCE}test_a_worker_that_renews_between_the_reapers_look_and_its_grip_is_not_reaped",
+        ),
+    ),
+    Mutant(
+        "the reaper ends whatever run there is",
+        "LEASE-3",
+        "routing/reconcile.py",
+        "if job is not None and job.state is State.RUNNING and (job.lease == held.tag or held.owner == _REAPER):",
+        "if job is not None and job.state is State.RUNNING:",
+        (f"{_GUARDS}test_a_lease_that_outlived_its_run_does_not_end_the_next_one",),
+    ),
+    Mutant(
+        "a lease is restored beside the one on its slot",
+        "LEASE-1",
+        "routing/lua/restore.lua",
+        ' and redis.call("HEXISTS", SLOTS, slot) == 0 then',
+        " then",
+        (f"{_LEASES}test_restore_leaves_alone_what_stands_there",),
+    ),
+    Mutant(
+        "a lease is restored for a job that waits",
+        "LEASE-1",
+        "routing/lua/restore.lua",
+        "if not waits and ",
+        "if ",
+        (f"{_GUARDS}test_a_job_that_waits_again_is_given_no_lease_by_a_late_restore",),
+    ),
+    Mutant(
+        "what a dead reaper held is held for ever",
+        "LEASE-1",
+        "routing/reconcile.py",
+        "(job.lease == held.tag or held.owner == _REAPER):",
+        "job.lease == held.tag:",
+        (f"{_MAINTENANCE}test_a_reaper_that_dies_after_its_grip_is_followed_by_the_next",),
+    ),
+    Mutant(
+        "a canceled job runs again when its worker dies",
+        "JOB-1",
+        "routing/reconcile.py",
+        """    if job.cancel_requested_ms is not None:
+        return Why.CANCEL_REQUESTED
+""",
+        "",
+        (f"{_MAINTENANCE}test_a_canceled_job_whose_worker_dies_is_canceled_and_not_run_again",),
+    ),
+    Mutant(
+        "a waiting job that the room lost stays lost",
+        "QUEUE-1",
+        "routing/reconcile.py",
+        "found += _requeue_lost_runs(dispatcher, fleet) + _fill(dispatcher, fleet)",
+        "found += _requeue_lost_runs(dispatcher, fleet)",
+        (f"{_MAINTENANCE}test_queue_1_a_queued_job_that_the_room_has_lost_is_brought_back_to_its_place",),
+    ),
+    Mutant(
+        "a lease that Redis lost stays lost",
+        "LEASE-1",
+        "routing/reconcile.py",
+        "found += _requeue_lost_runs(dispatcher, fleet) + _fill(dispatcher, fleet)",
+        "found += _fill(dispatcher, fleet)",
+        (f"{_MAINTENANCE}test_a_running_job_whose_lease_is_lost_gets_it_back",),
+    ),
+    # -- offers ----------------------------------------------------------------------------------------------
+    Mutant(
+        "a job is taken without a lease",
+        "R71",
+        "routing/lua/lib/offer.lua",
+        'redis.call("HSET", lease_key(job), "lease", lease, "owner"',
+        'redis.call("HSET", LEASES .. "-lost:" .. job, "lease", lease, "owner"',
+        (f"{_LEASES}test_r71_an_offer_takes_the_job_and_the_slot_together",),
+        still=f"{_LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
+        "an offer never expires",
+        "R72",
+        "routing/lua/lib/offer.lua",
+        'redis.call("ZADD", LEASES, exact(now + lease_ms), job)',
+        "",
+        (
+            f"{_LEASES}test_r71_an_offer_takes_the_job_and_the_slot_together",
+            f"{_MAINTENANCE}test_an_offer_that_nobody_took_goes_back_to_its_own_place",
+        ),
+    ),
+    Mutant(
+        "a job that was offered stays in its lane",
+        "R72",
+        "routing/lua/lib/offer.lua",
+        '  redis.call("ZREM", lane_key(lane), job)\n',
+        "",
+        (f"{_LEASES}test_r72_a_job_is_never_offered_twice",),
+        still=f"{_LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
+        "a room that is not rebuilt makes offers",
+        "ORDER-1",
+        "routing/lua/lib/offer.lua",
+        'if redis.call("HEXISTS", META, "epoch") == 0 then return offers end',
+        "",
+        (f"{_ORDER}test_nothing_is_offered_before_the_room_is_open",),
+    ),
+    Mutant(
+        "a job under lease is put in its lane",
+        "R30",
+        "routing/lua/enqueue.lua",
+        'if redis.call("EXISTS", lease_key(job)) == 0 and not',
+        "if not",
+        (
+            f"{_ORDER}test_r30_a_job_that_waits_or_is_offered_is_left_as_it_is",
+            f"{_MAINTENANCE}test_r30_reconcile_leaves_waiting_jobs_where_they_are",
+        ),
+    ),
+    Mutant(
+        "a job that waits is put in its lane again",
+        "R30",
+        "routing/lua/enqueue.lua",
+        ' and not redis.call("ZSCORE", lane_key(lane), job) then',
+        " then",
+        (f"{_GUARDS}test_r30_a_job_that_the_room_knows_is_not_added_however_often_it_is_brought",),
+    ),
+    Mutant(
+        "a job that comes back goes to the end",
+        "ORDER-1",
+        "routing/lua/release.lua",
+        "was.seq, job)",
+        "was.seq + 1000000, job)",
+        (
+            f"{_ORDER}test_a_job_that_comes_back_stands_where_it_stood",
+            f"{_USES}test_a_job_that_met_a_busy_server_keeps_its_place",
+        ),
+    ),
+    Mutant(
+        "a job that comes back brings an old policy",
+        "ORDER-1",
+        "routing/lua/release.lua",
+        'redis.call("HGET", OFFSETS, was.lane) or was.offset',
+        "was.offset",
+        (f"{_ORDER}test_a_job_that_returns_after_a_change_of_policy_does_not_bring_the_old_policy_back",),
+    ),
+    Mutant(
+        "order keys are rounded",
+        "R39",
+        "routing/lua/lib/fleet.lua",
+        'local function exact(number) return string.format("%.0f", number) end',
+        "local function exact(number) return tostring(number) end",
+        (f"{_ORDER}test_r39_acceptance_numbers_are_exact_up_to_two_to_the_49_in_every_tier",),
+        still=f"{_LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
+        "tiers are further apart than a number can tell",
+        "R39",
+        "routing/policies/order.py",
+        "_TIER_STEP = 1 << 49",
+        "_TIER_STEP = 1 << 53",
+        (f"{_POLICIES}test_r39_every_order_key_is_an_exact_integer",),
+    ),
+    # -- slots and servers -----------------------------------------------------------------------------------
+    Mutant(
+        "an old catalog is taken for the newest",
+        "SLOT-1",
+        "routing/lua/sync_servers.lua",
+        'if tonumber(redis.call("HGET", META, "catalog") or "-1") > version then return { "stale" } end',
+        "",
+        (f"{_SLOTS}test_an_older_catalog_changes_nothing",),
+    ),
+    Mutant(
+        "a slot under lease becomes free when it comes back",
+        "LEASE-1",
+        "routing/lua/sync_servers.lua",
+        'if redis.call("HEXISTS", SLOTS, slot) == 0 then return_slot(slot, now, 0) end',
+        "return_slot(slot, now, 0)",
+        (f"{_SLOTS}test_a_slot_that_came_back_while_it_was_leased_is_not_free_twice",),
+    ),
+    Mutant(
+        "a slot of a server that is not online is freed",
+        "SLOT-1",
+        "routing/lua/lib/fleet.lua",
+        "if not online_entry(slot) then return end",
+        "",
+        (
+            f"{_SLOTS}test_a_rest_that_ends_on_a_server_that_is_not_online_frees_nothing",
+            f"{_SLOTS}test_a_removed_server_keeps_only_its_leases",
+        ),
+    ),
+    Mutant(
+        "slots are not counted",
+        "SLOT-1",
+        "routing/lua/lib/fleet.lua",
+        'if slots and tonumber(string.match(slot, "(%d+)$")) < slots then return entry end',
+        "if slots then return entry end",
+        (f"{_SLOTS}test_a_slot_that_is_taken_away_under_a_lease_is_kept_until_its_release_and_not_offered_then",),
+    ),
+    Mutant(
+        "a server's name ends at its first hyphen",
+        "R112",
+        "routing/lua/lib/fleet.lua",
+        'return string.match(slot, "^(.*)%-slot%d+$")',
+        'return string.match(slot, "^([^-]*)%-.*slot%d+$") or string.match(slot, "^([^-]*)%-slot%d+$")',
+        (f"{_SLOTS}test_r112_a_servers_name_may_look_like_anything",),
+    ),
+    Mutant(
+        "slots that others use are offered",
+        "SLOT-1",
+        "routing/lua/occupy.lua",
+        'redis.call("ZREM", FREE, slot)',
+        "",
+        (f"{_SLOTS}test_slot_1_so_many_slots_of_a_server_as_others_use_are_withheld_for_a_while",),
+    ),
+    # -- what servers report ---------------------------------------------------------------------------------
+    Mutant(
+        "a young lease is held against the server's ids",
+        "R115",
+        "routing/policies/identity.py",
+        "if not lease.names & running and lease.age_ms >= YOUNG_MS",
+        "if not lease.names & running",
+        (
+            f"{_IDENTITY}test_r115_a_lease_younger_than_five_seconds_is_no_ghost",
+            f"{_SERVERS}test_r115_a_run_younger_than_five_seconds_is_never_suspected",
+        ),
+    ),
+    Mutant(
+        "a young lease is held against the server's count",
+        "R115",
+        "routing/policies/identity.py",
+        "if active == 0 and lease.age_ms >= YOUNG_MS",
+        "if active == 0",
+        (f"{_IDENTITY}test_r115_a_lease_younger_than_five_seconds_is_no_ghost",),
+    ),
+    Mutant(
+        "a count above zero makes ghosts",
+        "R114",
+        "routing/policies/identity.py",
+        "if active == 0 and lease.age_ms",
+        "if active < len(leases) and lease.age_ms",
+        (f"{_SERVERS}test_r114_only_a_report_that_says_so_makes_a_suspect",),
+    ),
+    Mutant(
+        "the count beats the ids",
+        "R114",
+        "routing/policies/identity.py",
+        "if report.job_ids is not None:",
+        "if report.job_ids is not None and report.active_jobs is None:",
+        (f"{_SERVERS}test_r114_only_a_report_that_says_so_makes_a_suspect",),
+    ),
+    Mutant(
+        "a server that is down is taken at its word",
+        "R114",
+        "routing/policies/identity.py",
+        "if not report.up:",
+        "if report.up is None:",
+        (f"{_SERVERS}test_r114_only_a_report_that_says_so_makes_a_suspect",),
+    ),
+    Mutant(
+        "ghosts are freed at the first look",
+        "R114",
+        "routing/reconcile.py",
+        "for job in suspects(dispatcher, reports) if (job.id, job.attempt) in known)",
+        "for job in suspects(dispatcher, reports))",
+        (f"{_SERVERS}test_a_later_run_of_a_suspect_is_no_suspect",),
+    ),
+    Mutant(
+        "the second look is not asked",
+        "R114",
+        "routing/reconcile.py",
+        "for job in suspects(dispatcher, reports) if (job.id, job.attempt) in known)",
+        "for job in before)",
+        (f"{_SERVERS}test_a_suspicion_that_the_second_look_does_not_confirm_frees_nothing",),
+    ),
+    Mutant(
+        "a living worker's run is freed at once",
+        "R114",
+        "routing/reconcile.py",
+        "if job.id in found.ghosts and silent.get(job.id, 0) > silent_ms:",
+        "if job.id in found.ghosts:",
+        (f"{_SERVERS}test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too",),
+    ),
+    # -- budgets ---------------------------------------------------------------------------------------------
+    Mutant(
+        "a poison job never ends",
+        "R75",
+        "routing/policies/verdict.py",
+        "return Why.CRASHES_EXHAUSTED if crashes + 1 >= config.max_crashes else lost",
+        "return lost",
+        (
+            f"{_POLICIES}test_the_last_of_max_crashes_makes_a_job_dead",
+            f"{_MAINTENANCE}test_a_job_under_which_workers_keep_dying_is_set_aside_as_poison",
+        ),
+    ),
+    Mutant(
+        "a job is retried for ever",
+        "R96",
+        "routing/policies/verdict.py",
+        "Why.RETRIES_EXHAUSTED if failures >= config.max_retries else Why.SERVER_ERROR",
+        "Why.SERVER_ERROR",
+        (
+            f"{_POLICIES}test_r96_a_job_is_run_once_and_then_retried_as_often_as_allowed",
+            f"{_USES}test_after_max_retries_a_job_is_dead_and_revived_it_has_all_of_them_again",
+        ),
+    ),
+    Mutant(
+        "a busy server costs the job a retry",
+        "R71",
+        "jobs/states.py",
+        "(State.RUNNING, Why.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.WAITS)",
+        "(State.RUNNING, Why.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.FAILURES)",
+        (
+            f"{_POLICIES}test_r67_r101_waiting_for_capacity_never_spends_an_attempt",
+            f"{_USES}test_a_busy_server_costs_nothing_the_slot_rests_and_another_is_tried_at_once",
+        ),
+    ),
+    Mutant(
+        "a server that cannot be reached costs the job a crash",
+        "R96",
+        "jobs/states.py",
+        "(State.RUNNING, Why.SERVER_UNREACHABLE): Edge(State.QUEUED, _SETTLE, Budget.WAITS)",
+        "(State.RUNNING, Why.SERVER_UNREACHABLE): Edge(State.QUEUED, _SETTLE, Budget.CRASHES)",
+        (f"{_USES}test_r96_a_day_without_its_server_costs_a_job_nothing",),
+    ),
+    # -- the outside -----------------------------------------------------------------------------------------
+    Mutant(
+        "any token will do",
+        "LEASE-3",
+        "tasks/callbacks.py",
+        "return hmac.compare_digest(shown.encode(), token(job_id, attempt).encode())",
+        "return bool(shown)",
+        (f"{_CALLBACK}test_a_forged_push_changes_nothing",),
+    ),
+    Mutant(
+        "a token is good for all attempts",
+        "LEASE-3",
+        "tasks/callbacks.py",
+        'f"callback {job_id} {attempt}"',
+        'f"callback {job_id}"',
+        (f"{_CALLBACK}test_a_superseded_attempt_cannot_end_the_next",),
+    ),
+    Mutant(
+        "a script that was slow is sent again",
+        "LEASE-1",
+        "routing/scripts.py",
+        "retry=Retry(NoBackoff(), 0),",
+        "retry=Retry(NoBackoff(), 3),",
+        (f"{_GUARDS}test_lease_1_a_script_whose_answer_was_lost_has_run_once",),
+    ),
+    Mutant(
+        "a run may take ten minutes whatever its model allows",
+        "R113",
+        "tasks/runner.py",
+        "ends = began + config.max_poll_time * 1000",
+        "ends = began + 600 * 1000",
+        (f"{_GUARDS}test_r113_a_run_may_take_as_long_as_its_own_model_allows",),
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one mutant: the tests that ought to have failed and did not, and whether `still` broke."""
+
+    mutant: Mutant
+    survived: tuple[str, ...]
+    broken: bool
+    output: str
+
+    @property
+    def killed(self) -> bool:
+        return not self.survived and not self.broken
+
+    @property
+    def words(self) -> str:
+        if self.killed:
+            return "killed"
+        return "breaks everything" if self.broken else "SURVIVED " + ", ".join(self.survived)
+
+
+def try_out(mutant: Mutant) -> Verdict:
+    """Run the mutant's tests on a copy in which the guard is missing."""
+    with _copy() as folder:
+        path = folder / mutant.file
+        path.write_text(replaced(mutant, path.read_text("utf-8")), "utf-8")
+        passed, failed, output = _run(folder, [mutant.still, *mutant.tests])
+    survived = tuple(test for test in mutant.tests if test not in failed)
+    return Verdict(mutant, survived, mutant.still not in passed or mutant.still in failed, output)
+
+
+def healthy(mutants: Sequence[Mutant]) -> str:
+    """Run the tests of all these mutants on an unaltered copy; answers what fails there, empty: nothing."""
+    wanted = sorted({test for mutant in mutants for test in (mutant.still, *mutant.tests)})
+    with _copy() as folder:
+        passed, failed, output = _run(folder, wanted)
+    return output if failed or set(wanted) - passed else ""
+
+
+def replaced(mutant: Mutant, text: str) -> str:
+    """The file without the guard.  Raises ValueError unless the guard stands there exactly once."""
+    if text.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.name!r}: its text stands {text.count(mutant.old)} times in {mutant.file}, not once")
+    return text.replace(mutant.old, mutant.new)
+
+
+@contextmanager
+def _copy() -> Iterator[Path]:
+    with TemporaryDirectory(prefix="mutant-") as name:
+        for part in _COPIED:
+            source, target = REPO / part, Path(name) / part
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, target)
+        yield Path(name)
+
+
+def _run(folder: Path, tests: Sequence[str]) -> tuple[set[str], set[str], str]:
+    """The tests that passed and those that failed, by their names without parameters, and what was said."""
+    report = folder / "report.xml"
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLOTKEEPER_", "PYTEST_"))}
+    env |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not postgres"]
+    command += [f"--basetemp={folder / 'temp'}", f"--junitxml={report}", *tests]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=_LONGEST_S)
+    passed, failed = set[str](), set[str]()
+    for case in ET.parse(report).iter("testcase") if report.exists() else ():
+        name = f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name'].partition('[')[0]}"
+        bad = case.find("failure") is not None or case.find("error") is not None
+        (failed if bad else passed).add(name)
+    return passed, failed, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def main(words: Sequence[str]) -> int:
+    chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    problem = healthy(chosen)
+    if problem:
+        sys.stdout.write(f"With all guards in place a test fails:\n{problem}\n")
+        return 2
+    killed = 0
+    for mutant in chosen:
+        verdict = try_out(mutant)
+        killed += verdict.killed
+        sys.stdout.write(f"{mutant.breaks:8} {mutant.name:58} {verdict.words}\n")
+        sys.stdout.flush()
+    sys.stdout.write(f"{killed} of {len(chosen)} mutants are killed\n")
+    return 0 if killed == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

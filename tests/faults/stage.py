@@ -1,0 +1,181 @@
+"""A town of real processes with short leases, for tests that break some of them.
+
+A module imports the fixture `town`; all modules share one.  It has beat, maintenance and the API; workers come and
+go as a test wants them, and each test registers a model of its own.
+"""
+
+import itertools
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from jobs.db import Database
+from jobs.record import Job
+from jobs.store import Store
+from tests.e2e.conftest import Api
+from tests.support.stack import Process, RefServer, Stack, eventually
+from tests.support.valkey import NoValkey
+
+LEASE_MS, RENEW_EVERY_MS, OFFER_MS = 2_000, 400, 2_000
+LEASE_S = LEASE_MS / 1000
+FLUX = "reference_server.demo:flux"
+ENV = {
+    "SLOTKEEPER_LEASE_MS": str(LEASE_MS),
+    "SLOTKEEPER_RENEW_EVERY_MS": str(RENEW_EVERY_MS),
+    "SLOTKEEPER_OFFER_MS": str(OFFER_MS),
+    "SLOTKEEPER_REDIS_TIMEOUT_S": "1",
+    "SLOTKEEPER_GRACE_S": "1",
+}
+_numbers = itertools.count(1)
+
+
+class Town:
+    """Real processes, spoken to as a client would, and looked at through the record and the servers' journals."""
+
+    def __init__(self, stack: Stack, record_url: str) -> None:
+        self.stack, self.api = stack, Api(stack)
+        self.servers: dict[str, RefServer] = {}
+        self.store = Store(Database(record_url))
+        self._crew: list[Process] = []
+
+    # -- workers -----------------------------------------------------------------------------------------------
+
+    def crew(self, count: int = 1) -> list[Process]:
+        """Exactly so many workers, alive and ready; those that are left from before are used again."""
+        self._crew = [worker for worker in self._crew if worker.popen.poll() is None]
+        while len(self._crew) > count:
+            self._crew.pop().kill()
+        while len(self._crew) < count:
+            self.hire()
+        return list(self._crew)
+
+    def hire(self, **env: str) -> Process:
+        """One worker more, ready; `env` is for it alone."""
+        (worker,) = self.hire_all(1, **env)
+        return worker
+
+    def hire_all(self, count: int, **env: str) -> list[Process]:
+        before = self.stack.env
+        self.stack.env = before | env
+        hired = [self.stack.worker(f"worker{next(_numbers)}", threads=8) for _ in range(count)]
+        self.stack.env = before
+        self._crew += hired
+        for worker in hired:
+            ready(worker)
+        return hired
+
+    # -- jobs --------------------------------------------------------------------------------------------------
+
+    def model(self, slots: int = 1, *options: str, function: str = "reference_server.demo:zimg", **config: Any) -> str:
+        """A model with a reference server of its own, both of the same name."""
+        name = f"fault{next(_numbers)}"
+        server = self.stack.server(name, slots, *options, function=function)
+        self.servers[name] = server
+        self.api.register(name, server, **config)
+        return name
+
+    def polled_model(self, slots: int = 1, **config: Any) -> str:
+        """The same, with a server that answers later."""
+        config = {"model_type": "async", "poll_interval": 0.1} | config
+        return self.model(slots, "--async", function=FLUX, **config)
+
+    def submit(self, model: str, seconds: float, **fields: Any) -> str:
+        return self.api.submit(model, {"seconds": seconds, "prompt": "a cat"}, **fields)
+
+    def row(self, job_id: str) -> Job:
+        found = self.store.get(job_id)
+        assert found is not None
+        return found
+
+    def until(self, job_id: str, state: str, within_s: float = 20) -> Job:
+        eventually(lambda: self.row(job_id).state == state, f"{job_id} is {state}", within_s)
+        return self.row(job_id)
+
+    def starts(self, job_id: str) -> int:
+        """How often the job was started by a worker."""
+        return len([event for event in self.store.events_of(job_id) if event.type == "job.started"])
+
+    def sent(self, model: str, count: int = 1) -> None:
+        """Wait until the model's server runs so many jobs."""
+        url = self.servers[model].endpoint.replace("/generate", "/health")
+        eventually(lambda: requests.get(url, timeout=5).json()["active_jobs"] == count, f"{model} runs {count}")
+
+    def sent_later(self, job_id: str) -> None:
+        """Wait until the record has the server's own id of the job."""
+        eventually(lambda: self.row(job_id).remote_id, f"{job_id} has been taken up")
+
+    def runs(self, model: str) -> list[dict[str, Any]]:
+        """The journal of the model's server: its runs, in the order of their starts."""
+        lines = self.servers[model].journal.read_text().splitlines()
+        return sorted((json.loads(line) for line in lines), key=lambda run: run["started_ns"])
+
+    def restart_server(self, model: str) -> None:
+        """Start the model's server again, on the port that it had."""
+        server = self.servers[model]
+        server.process.kill()
+        command = server.process.command
+        server.process = self.stack.start(server.name, command)
+        url = server.endpoint.replace("/generate", "/health")
+        eventually(lambda: _answers(url), f"{server.name} answers again", 10)
+
+
+def ready(process: Process, within_s: float = 30) -> None:
+    eventually(lambda: re.search(r"@\S+ ready\.", process.log), f"{process.name} is ready", within_s)
+
+
+def freeze(process: Process) -> None:
+    os.killpg(process.popen.pid, signal.SIGSTOP)
+
+
+def thaw(process: Process) -> None:
+    os.killpg(process.popen.pid, signal.SIGCONT)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return requests.get(url, timeout=1).ok
+    except requests.RequestException:
+        return False
+
+
+@contextmanager
+def started_town(home: Path, **env: str) -> Iterator[Town]:
+    """Everything but workers, for as long as the block lasts."""
+    try:
+        stack = Stack(home, ENV | env).__enter__()
+    except NoValkey as missing:
+        pytest.skip(str(missing))
+    town = Town(stack, env.get("SLOTKEEPER_DATABASE_URL") or f"sqlite:///{home / 'record.db'}")
+    try:
+        maintenance = stack.maintenance()
+        stack.beat()
+        stack.web()
+        ready(maintenance)
+        yield town
+    finally:
+        for process in stack.processes.values():  # Nothing here has to be put in order.
+            process.kill()
+        town.store.database.close()
+        stack.__exit__(None, None, None)
+
+
+_TOWN = pytest.StashKey[Town]()
+
+
+@pytest.fixture(scope="session")
+def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Town:
+    """The same for every module that imports this."""
+    config = request.config
+    if _TOWN not in config.stash:
+        running = ExitStack()
+        config.add_cleanup(running.close)
+        config.stash[_TOWN] = running.enter_context(started_town(tmp_path_factory.mktemp("town")))
+    return config.stash[_TOWN]

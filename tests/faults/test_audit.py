@@ -1,0 +1,155 @@
+"""The audit finds what somebody has broken, and nothing in a system that is well."""
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from sqlalchemy import text
+
+from jobs import ledger
+from jobs.record import Waiting
+from jobs.states import State
+from jobs.store import Store
+from routing import audit, reconcile
+from routing.audit import Check, Finding
+from routing.outcome import Kind
+from routing.policies.identity import ServerReport
+from tasks import maintenance
+from tests.lua.stage import UP_AND_IDLE, Stage, client, stage, valkey
+from tests.support.builders import an_ended_job
+
+__all__ = ["client", "stage", "valkey"]
+
+
+@pytest.fixture
+def busy(stage: Stage) -> Iterator[Stage]:
+    """A system that is well: j0 runs, j1 is offered, j2 and j3 wait, one is delayed, some have ended."""
+    for _ in range(3):
+        an_ended_job(stage.store, now=stage.now)
+    stage.register(2)
+    for _ in range(4):
+        stage.submit()
+    stage.submit(delay_s=60)
+    stage.start()
+    stage.later(6_000)
+    stage.dispatcher.leases.renew("zimg", "w1", [held for held, _ in stage.dispatcher.leases.all("zimg")])
+    yield stage
+
+
+WELL = {"gpu": ServerReport(True, 1, frozenset({"j0"}))}
+
+
+def look(stage: Stage, reports: dict[str, ServerReport] = WELL) -> set[Finding]:
+    return audit.look(stage.dispatcher, reports)
+
+
+def _execute(stage: Stage, statement: str) -> None:
+    with stage.database.engine.begin() as connection:
+        connection.execute(text(statement))
+
+
+def test_a_system_that_is_well_has_no_finding_at_any_step_of_a_job(busy):
+    assert look(busy) == set()
+    while busy.told.offers:
+        task = busy.start("w2")
+        assert look(busy) == set()
+        busy.settle(task, Kind.BUSY if task.run.attempt == 1 else Kind.DONE, retry_after_s=0.0)
+        assert look(busy) == set()
+
+
+def test_queue_1_a_waiting_job_that_is_nowhere_in_redis_is_found_until_it_is_brought_back(busy):
+    job = busy.job("j2")
+    busy.dispatcher.queues.withdraw("zimg", Waiting(job.id, job.seq, job.model, job.tier, job.tenant))
+    assert look(busy) == {Finding(Check.ROOM, "zimg")}
+    reconcile.reconcile(busy.dispatcher)
+    assert look(busy) == set()
+
+
+def test_a_running_job_without_a_lease_is_found_until_it_has_one_again(busy):
+    busy.redis.delete(busy.room.key("leases:j0"))
+    busy.redis.zrem(busy.room.key("leases"), "j0")
+    busy.redis.hdel(busy.room.key("slots"), "gpu-slot0")
+    assert look(busy) == {Finding(Check.RUN, "j0")}
+    reconcile.reconcile(busy.dispatcher)
+    assert look(busy) == set()
+
+
+@pytest.mark.parametrize("column", ["state = 'completed'", "lease = 'another w9'"])
+def test_a_lease_without_its_run_is_found(busy, column):
+    _execute(busy, f"UPDATE jobs SET {column} WHERE id = 'j0'")
+    assert Finding(Check.LEASE, "j0") in look(busy, {})
+
+
+def test_slot_1_a_slot_whose_server_does_not_know_the_job_is_found(busy):
+    assert look(busy, {"gpu": UP_AND_IDLE}) == {Finding(Check.SLOT, "j0")}
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_job_3_a_row_that_somebody_deleted_is_found(busy):
+    _execute(busy, "DELETE FROM jobs WHERE id IN (SELECT id FROM jobs WHERE state = 'completed' LIMIT 1)")
+    assert look(busy) == {Finding(Check.LEDGER, "ledger")}
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_job_3_a_row_that_retention_removed_is_none_missing(busy):
+    busy.later(100_000)
+    busy.dispatcher.leases.renew("zimg", "w1", [held for held, _ in busy.dispatcher.leases.all("zimg")])
+    assert reconcile.purge(busy.dispatcher, retention_s=1) == 3
+    book = ledger.read(busy.database)
+    assert book.balanced and book.purged[State.COMPLETED] == 3 and book.accepted == 8
+
+
+# -- the task --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watched(busy: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    monkeypatch.setattr(maintenance, "dispatcher", lambda: busy.dispatcher)
+    monkeypatch.setattr(maintenance, "database", lambda: busy.database)
+    monkeypatch.setattr(maintenance, "_reports", lambda servers: WELL)
+    monkeypatch.setattr(maintenance, "_SECOND_LOOK_S", 0)
+    return busy
+
+
+def test_the_audit_raises_a_gauge_and_an_event_for_each_difference_and_lowers_it_again(watched):
+    maintenance.check_invariants()
+    assert set(ledger.findings(watched.database)) == {check.value for check in Check}
+    assert not any(ledger.findings(watched.database).values())
+
+    lost = watched.job("j3")
+    watched.dispatcher.queues.withdraw("zimg", Waiting(lost.id, lost.seq, lost.model, lost.tier, lost.tenant))
+    maintenance.check_invariants()
+    assert ledger.findings(watched.database)[Check.ROOM] == 1
+    assert [event.data for event in watched.store.events_of("zimg")] == [{"check": "queued_not_in_room"}]
+
+    maintenance.reconcile_all()
+    maintenance.check_invariants()
+    assert not any(ledger.findings(watched.database).values())
+
+
+def test_a_difference_that_the_second_look_does_not_see_was_a_job_on_its_way(watched, monkeypatch):
+    looks = iter([{Finding(Check.ROOM, "zimg"), Finding(Check.RUN, "j0")}, {Finding(Check.RUN, "j0")}])
+    monkeypatch.setattr(audit, "look", lambda *_: next(looks))
+    maintenance.check_invariants()
+    assert {check for check, count in ledger.findings(watched.database).items() if count} == {Check.RUN}
+
+
+# -- at size ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_the_ledger_reads_an_index_and_not_the_jobs(store: Store):
+    """Measured with 1,000,000 jobs: `python -m benchmarks.recovery ledger`; here a tenth of that, on a busy machine."""
+    path = store.database.url.removeprefix("sqlite:///")
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(
+            "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 100000) INSERT INTO jobs "
+            "(id, model, state, why, tier, tenant, created_ms, source, payload) SELECT 'j' || i, 'zimg', "
+            "CASE i % 3 WHEN 0 THEN 'queued' ELSE 'completed' END, 'submitted', 5, 'default', 0, 'rest', '{}' FROM n"
+        )
+    began = time.monotonic()
+    book = ledger.read(store.database)
+    assert time.monotonic() - began < 0.5
+    assert book.balanced and book.accepted == 100_000 and book.by_state[State.QUEUED] == 33_333

@@ -1,0 +1,159 @@
+"""Deadlines and cancels: whatever a job is doing, it ends within a second, exactly once, and its server is told."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jobs.record import Job
+from jobs.states import State
+from routing import reconcile
+from routing.dispatcher import Task
+from routing.leases import Renewal
+from tests.faults.stage import Town, town
+from tests.lua.stage import OFFER_MS, SECOND, YEAR, Stage, client, stage, valkey
+from tests.support.builders import at_once
+from tests.support.stack import eventually
+
+__all__ = ["client", "stage", "town", "valkey"]
+
+_FINAL_EVENTS = {"job.completed", "job.failed", "job.expired", "job.canceled", "job.dlq"}
+
+
+def _ends(events: list[Any]) -> list[str]:
+    return [event.type for event in events if event.type in _FINAL_EVENTS]
+
+
+# -- the functions, with the clock set -------------------------------------------------------------------------
+
+
+def _waiting(stage: Stage, **changes: Any) -> tuple[str, Task | None]:
+    stage.submit(id="before")
+    stage.start()
+    return stage.submit(**changes), None
+
+
+def _delayed(stage: Stage, **changes: Any) -> tuple[str, Task | None]:
+    return stage.submit(delay_s=5, **changes), None
+
+
+def _offered(stage: Stage, **changes: Any) -> tuple[str, Task | None]:
+    job_id = stage.submit(**changes)
+    assert [offer.job_id for offer in stage.told.offers] == [job_id]
+    return job_id, None
+
+
+def _running(stage: Stage, **changes: Any) -> tuple[str, Task | None]:
+    return stage.submit(**changes), stage.start()
+
+
+def _polled(stage: Stage, **changes: Any) -> tuple[str, Task | None]:
+    job_id, task = stage.submit(**changes), stage.start()
+    stage.remote(task)
+    return job_id, task
+
+
+def _resumable(stage: Stage, **changes: Any) -> tuple[str, Task | None]:
+    """Handed back by its worker, its server goes on with it, nobody has taken it up."""
+    job_id, task = _polled(stage, **changes)
+    assert task is not None and stage.dispatcher.hand_back(task)
+    return job_id, None
+
+
+STATES = [_waiting, _delayed, _offered, _running, _polled, _resumable]
+in_every_state = pytest.mark.parametrize("begun", [pytest.param(it, id=it.__name__[1:]) for it in STATES])
+Begun = Callable[..., tuple[str, Task | None]]
+
+
+def _is_over(stage: Stage, job_id: str, task: Task | None, state: State) -> None:
+    """Ended once, and whoever still has to do with it can change nothing."""
+    if task is not None:
+        assert stage.renewal(task) is Renewal.CANCEL, "its worker is told, and tells the server"
+        assert stage.settle(task).moved is None
+    stage.later(OFFER_MS)
+    reconcile.reap(stage.dispatcher)
+    assert stage.state(job_id) is state
+    assert _ends(stage.store.events_of(job_id)) == [f"job.{state}"]
+    assert [told for told in stage.told.ends if told[0] == job_id] == [(job_id, state, False)]
+    assert job_id not in stage.room.waiting() and job_id not in stage.room.taken().values()
+
+
+@in_every_state
+def test_a_deadline_ends_a_job_once_whatever_it_is_doing(stage: Stage, begun: Begun) -> None:
+    stage.register()
+    job_id, task = begun(stage, ttl_s=9)
+    stage.later(9 * SECOND - 1)
+    assert reconcile.expire_overdue(stage.dispatcher) == 0
+    stage.later(1)
+    assert sum(at_once(*[lambda: reconcile.expire_overdue(stage.dispatcher)] * 3)) == 1
+    _is_over(stage, job_id, task, State.EXPIRED)
+
+
+@in_every_state
+def test_a_cancel_ends_a_job_once_whatever_it_is_doing(stage: Stage, begun: Begun) -> None:
+    stage.register()
+    job_id, task = begun(stage)
+    answers = at_once(*[lambda: stage.dispatcher.cancel(job_id)] * 3)
+    if task is None:
+        assert [it for it in answers if it is State.CANCELED] == [State.CANCELED], "the others are refused"
+        return _is_over(stage, job_id, task, State.CANCELED)
+    assert answers == [State.RUNNING] * 3
+    assert stage.renewal(task) is Renewal.CANCEL
+    stage.later(stage.dispatcher.settings.lease_ms)
+    reconcile.reap(stage.dispatcher)  # even if its worker dies of it
+    assert stage.state(job_id) is State.CANCELED
+    assert _ends(stage.store.events_of(job_id)) == ["job.canceled"]
+    assert stage.settle(task).moved is None and stage.free() == 1
+    return None
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_r122_after_a_long_pause_of_beat_no_deadline_is_missed(stage: Stage) -> None:
+    stage.register()
+    asked = [stage.a(id=f"many{n}", ttl_s=1 + n % 50) for n in range(1_500)]
+    stage.submit_all(asked)
+    kept = stage.submit(ttl_s=366 * 86_400)
+    stage.later(YEAR - SECOND)
+
+    assert reconcile.expire_overdue(stage.dispatcher) == 1_500, "all of them, by the first look"
+
+    assert stage.store.counts()[State.EXPIRED] == 1_500
+    assert stage.state(kept) is State.QUEUED
+
+
+# -- real processes --------------------------------------------------------------------------------------------
+
+
+def _late_s(job: Job) -> float:
+    assert job.deadline_ms is not None and job.finished_ms is not None
+    return (job.finished_ms - job.deadline_ms) / 1000
+
+
+@pytest.mark.e2e
+def test_deadlines_and_cancels_reach_the_servers_of_running_jobs(town: Town) -> None:
+    town.crew(1)
+    models = [town.model(2), town.polled_model(2)]
+    expiring = [town.submit(model, 60, ttl=3) for model in models]
+    canceled = [town.submit(model, 60) for model in models]
+    in_line = [town.submit(model, 0.02, ttl=2) for model in models]
+    for model in models:
+        town.sent(model, 2)
+
+    asked = time.monotonic()
+    for job_id in canceled:
+        assert town.api.call("POST", f"/queue/jobs/{job_id}/cancel").status_code == 202
+    for model in models:
+        eventually(lambda model=model: len(town.runs(model)) >= 1, "its server has let go", 5)
+    assert time.monotonic() - asked < 3
+    ended = [town.until(job_id, "canceled") for job_id in canceled]
+    ended += [town.until(job_id, "expired") for job_id in expiring]
+
+    assert max(map(_late_s, ended[2:])) < 1.5, "beat looks once a second"
+    for model in models:
+        eventually(lambda model=model: len(town.runs(model)) >= 2, "the other is told too", 5)
+        assert [run["outcome"] for run in town.runs(model)][:2] == ["canceled", "canceled"]
+    for job in ended:
+        assert _ends(town.store.events_of(job.id)) == [f"job.{job.state}"]
+    for job_id in in_line:
+        eventually(lambda job_id=job_id: town.row(job_id).state in ("completed", "expired"), "it ends too")

@@ -1,0 +1,239 @@
+"""Claim, renew, release and seize of one lease by many threads are linearizable.
+
+The model is a register that holds (name, owner) of the lease.  Real histories, each act with the moments of its
+call and of its answer, are searched for an order of the acts, one after another and none before it was called or
+after it was answered, in which the register gives the same answers (Wing & Gong 1993, with the states that have
+been tried remembered, as Lowe 2017 does).
+"""
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import pytest
+from redis import Redis
+
+from jobs.record import Waiting
+from routing.keys import Keys
+from routing.leases import Held, Leases, Renewal
+from routing.queues import Offer, Queues
+from routing.scripts import Scripts, source
+from tests.lua.room import client, valkey
+from tests.lua.stage import SETTINGS
+
+__all__ = ["client", "valkey"]
+
+JOB, SLOT, FLEET = "one", "gpu-slot0", "zimg"
+
+
+class Lease(NamedTuple):
+    """What the register holds.  `owner` "": an open offer."""
+
+    name: str
+    owner: str
+
+
+class Act(NamedTuple):
+    """One call: with which lease in hand, what it made of it (None: refused), and when."""
+
+    what: str
+    given: Lease
+    by: str
+    made: Lease | None
+    called: int
+    answered: int
+
+
+def step(state: Lease, act: Act) -> Lease | None:
+    """The register after the act; None: it would have answered otherwise."""
+    held = state == act.given
+    match act.what:
+        case "claim":
+            wanted = Lease(act.given.name, act.by)
+            allowed = state.name == act.given.name and state.owner in ("", act.by)
+        case "renew":
+            wanted, allowed = act.given, held
+        case "release" | "seize":  # both leave the lease under a new name, which only the answer tells
+            wanted, allowed = act.made or state, held
+        case _:
+            raise ValueError(act.what)
+    if act.made is None:
+        return None if allowed else state
+    return wanted if allowed and act.made == wanted else None
+
+
+def linearizable(history: Sequence[Act], start: Lease) -> bool:
+    """Whether some order of the acts explains the history."""
+    acts = sorted(history, key=lambda act: act.called)
+    tried: set[tuple[int, Lease]] = set()
+    stack = [(0, start)]  # acts that have been put in order, as bits; the register after them
+    everything = (1 << len(acts)) - 1
+    while stack:
+        done, state = stack.pop()
+        if done == everything:
+            return True
+        if (done, state) in tried:
+            continue
+        tried.add((done, state))
+        for n in _may_be_next(acts, done):
+            after = step(state, acts[n])
+            if after is not None:
+                stack.append((done | 1 << n, after))
+    return False
+
+
+def _may_be_next(acts: Sequence[Act], done: int) -> list[int]:
+    """Acts that were called before the first answer to any that is not in order yet."""
+    found, first_answer = [], None
+    for n, act in enumerate(acts):
+        if done >> n & 1:
+            continue
+        if first_answer is not None and act.called > first_answer:
+            break
+        found.append(n)
+        first_answer = act.answered if first_answer is None else min(first_answer, act.answered)
+    return found
+
+
+# -- the checker -----------------------------------------------------------------------------------------------
+
+OPEN, MINE, THEIRS = Lease("l1", ""), Lease("l1", "me"), Lease("l1", "you")
+NEXT = Lease("l2", "")
+
+
+def test_a_history_in_turn_is_linearizable():
+    history = [
+        Act("claim", OPEN, "me", MINE, 1, 2),
+        Act("claim", OPEN, "you", None, 3, 4),
+        Act("renew", MINE, "me", MINE, 5, 6),
+        Act("release", MINE, "me", NEXT, 7, 8),
+        Act("renew", MINE, "me", None, 9, 10),
+        Act("seize", NEXT, "you", Lease("l3", "you"), 11, 12),
+    ]
+    assert linearizable(history, OPEN)
+
+
+def test_acts_at_the_same_time_may_have_happened_in_any_order():
+    history = [
+        Act("renew", MINE, "me", None, 1, 9),  # after the seizure, although it was called first
+        Act("seize", MINE, "you", Lease("l2", "you"), 2, 8),
+        Act("claim", OPEN, "me", MINE, 3, 4),
+    ]
+    assert linearizable(history, OPEN)
+    assert not linearizable([history[0]._replace(answered=2), *history[1:]], MINE), "it was answered before"
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        pytest.param(
+            [Act("claim", OPEN, "me", MINE, 1, 5), Act("claim", OPEN, "you", THEIRS, 2, 4)], id="two have claimed it"
+        ),
+        pytest.param(
+            [Act("seize", OPEN, "you", Lease("l2", "you"), 1, 2), Act("claim", OPEN, "me", MINE, 3, 4)],
+            id="claimed after it was seized",
+        ),
+        pytest.param(
+            [Act("claim", OPEN, "me", MINE, 1, 2), Act("renew", MINE, "me", None, 3, 4)], id="lost without a cause"
+        ),
+        pytest.param(
+            [
+                Act("claim", OPEN, "me", MINE, 1, 2),
+                Act("release", MINE, "me", NEXT, 3, 6),
+                Act("release", MINE, "me", Lease("l3", ""), 4, 5),
+            ],
+            id="freed twice",
+        ),
+        pytest.param(
+            [
+                Act("claim", OPEN, "me", MINE, 1, 2),
+                Act("seize", MINE, "you", Lease("l2", "you"), 3, 4),
+                Act("renew", MINE, "me", MINE, 5, 6),
+            ],
+            id="renewed after it was seized",
+        ),
+    ],
+)
+def test_a_planted_bad_history_is_refused(history: list[Act]):
+    assert not linearizable(history, OPEN)
+
+
+# -- histories of real scripts ---------------------------------------------------------------------------------
+
+
+class Game:
+    """One job and one slot, for which threads compete with whatever lease they last heard of."""
+
+    def __init__(self, redis: Redis, fragments: dict[str, str] | None = None) -> None:
+        self.scripts = Scripts(redis, Keys("game"), fragments)
+        self.leases, queues = Leases(self.scripts, SETTINGS), Queues(self.scripts, SETTINGS)
+        self.scripts.run("sync_servers", FLEET, [1, "gpu", f"online 1\n{FLEET}\n", 1])
+        queues.open(FLEET)
+        (offer,) = queues.enqueue(FLEET, [Waiting(JOB, 1, FLEET, 5, "default")], {FLEET: "fifo"})
+
+        self.start = Lease(offer.lease, "")
+        self.heard = self.start
+
+    def play(self, threads: int, acts: int, seed: int) -> list[Act]:
+        gate = threading.Barrier(threads)
+
+        def one(n: int) -> list[Act]:
+            rng = random.Random(f"{seed}/{n}")
+            gate.wait(10)
+            return [self._act(f"w{n % 3}", rng) for _ in range(acts)]
+
+        with ThreadPoolExecutor(threads) as pool:
+            return [act for played in pool.map(one, range(threads)) for act in played]
+
+    def _act(self, by: str, rng: random.Random) -> Act:
+        heard = self.heard
+        what = rng.choice(["claim", "claim", "renew", "renew", "release", "seize"])
+        given = heard if what in ("claim", "seize") or rng.random() < 0.3 else Lease(heard.name, by)
+        called = time.monotonic_ns()
+        made = self._do(what, given, by)
+        act = Act(what, given, by, made, called, time.monotonic_ns())
+        if made is not None:
+            self.heard = made  # The others use it too: what they know may be old.
+        return act
+
+    def _do(self, what: str, given: Lease, by: str) -> Lease | None:
+        held = Held(FLEET, JOB, given.name, given.owner, SLOT)
+        match what:
+            case "claim":
+                taken = self.leases.claim(Offer(FLEET, JOB, given.name, SLOT, "gpu", FLEET, 1), by)
+                return taken and Lease(taken.lease, taken.owner)
+            case "renew":
+                return given if self.leases.renew(FLEET, given.owner, [held]) == [Renewal.RENEWED] else None
+            case "release":  # Its job goes back and is offered again, in the same step.
+                freed, offers = self.leases.release(held, back=True, limit=1)
+                return Lease(offers[0].lease, "") if freed else None
+            case _:
+                seized = self.leases.seize(held, by, SETTINGS.lease_ms, only_expired=False)
+                return seized and Lease(seized.lease, seized.owner)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lease_1_and_4_every_history_of_a_lease_is_linearizable(client: Redis, seed: int):
+    game = Game(client)
+    history = game.play(threads=6, acts=60, seed=seed)
+    assert linearizable(history, game.start)
+    taken = [act for act in history if act.made is not None]
+    overlaps = sum(a.called < b.answered and b.called < a.answered for a in history for b in history if a is not b)
+    assert {act.what for act in taken} == {"claim", "renew", "release", "seize"} and overlaps > 100, "a real contest"
+
+
+@pytest.mark.parametrize(
+    ("guard", "without"),
+    [
+        pytest.param("held[2] == owner", "true", id="the owner is not compared"),
+        pytest.param("held[1] == lease", "true", id="the lease's name is not compared"),
+    ],
+)
+def test_a_script_without_its_guard_is_found(client: Redis, guard: str, without: str):
+    broken = source("lib/lease").replace(guard, without)
+    assert broken != source("lib/lease")
+    game = Game(client, {"lib/lease": broken})
+    assert not linearizable(game.play(threads=6, acts=60, seed=0), game.start)

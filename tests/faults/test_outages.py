@@ -1,0 +1,341 @@
+"""Redis, the database, a server go away and come back: nothing is lost, nothing runs twice, nobody has to help."""
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from redis import Redis
+from redis.exceptions import RedisError
+from sqlalchemy import make_url
+
+from jobs.db import Database
+from jobs.errors import RecordUnavailable
+from jobs.states import State, Why
+from routing import reconcile
+from routing.outcome import Kind
+from routing.scripts import connect
+from tasks import maintenance
+from tests.faults.stage import LEASE_S, Town, started_town, town
+from tests.lua.stage import Stage, client, stage, valkey
+from tests.support.postgres import Postgres
+from tests.support.stack import eventually
+from tests.support.valkey import Valkey
+
+__all__ = ["client", "stage", "town", "valkey"]
+
+# -- Redis -----------------------------------------------------------------------------------------------------
+
+
+def _flushed(valkey: Valkey) -> Iterator[None]:
+    valkey.flush()
+    yield
+
+
+def _killed(valkey: Valkey) -> Iterator[None]:
+    valkey.kill()
+    yield
+    valkey.start()
+
+
+def _lost(valkey: Valkey) -> Iterator[None]:
+    valkey.kill()
+    yield
+    shutil.rmtree(valkey.folder / "appendonlydir")
+    valkey.start()
+
+
+def _frozen(valkey: Valkey) -> Iterator[None]:
+    with frozen(valkey):
+        yield
+
+
+def _full(valkey: Valkey) -> Iterator[None]:
+    with valkey.client() as redis:
+        redis.config_set("maxmemory", 1)
+        yield
+        redis.config_set("maxmemory", 0)
+
+
+@contextmanager
+def frozen(valkey: Valkey) -> Iterator[None]:
+    """It is there, and does not answer."""
+    assert valkey._process is not None
+    os.kill(valkey._process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(valkey._process.pid, signal.SIGCONT)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "gone",
+    [
+        pytest.param(_flushed, id="FLUSHALL"),
+        pytest.param(_killed, id="killed, and back with what it had"),
+        pytest.param(_lost, id="killed, and back empty"),
+        pytest.param(_frozen, id="it does not answer"),
+        pytest.param(_full, id="out of memory"),
+    ],
+)
+def test_redis_vanishes_and_every_job_runs_once_in_its_turn(town: Town, gone: Callable[[Valkey], Any]) -> None:
+    outage: Callable[[Valkey], AbstractContextManager[None]] = contextmanager(gone)
+    town.crew(1)
+    model = town.model(1)
+    running = town.submit(model, LEASE_S + 1.5)
+    town.until(running, "running")
+    town.sent(model)
+    waiting = [town.submit(model, 0.02, priority=tier) for tier in (5, 9, 1, 5)]
+
+    assert town.stack.valkey is not None
+    with outage(town.stack.valkey):
+        began = time.monotonic()
+        waiting.append(town.submit(model, 0.02, priority=1))
+        first_s = time.monotonic() - began
+        waiting += [town.submit(model, 0.02, priority=5) for _ in range(3)]
+        following_s = time.monotonic() - began - first_s
+        if gone is not _flushed:
+            eventually(lambda: time.monotonic() - began > LEASE_S, "leases would have expired", every_s=0.1)
+
+    assert first_s < 4, "one time-out, not one for each act"
+    assert following_s < 1, "who comes next does not wait again"
+    jobs = [town.until(job_id, "completed", 30) for job_id in (running, *waiting)]
+    assert [(job.attempts, job.crashes) for job in jobs] == [(1, 0)] * len(jobs)
+    ran = [run["job_id"] for run in town.runs(model)]
+    in_turn = [running, *(waiting[n] for n in (2, 4, 0, 3, 5, 6, 7, 1))]
+    assert sorted(ran) == sorted(in_turn), "once each"
+    if gone in (_flushed, _lost):
+        assert ran == in_turn, "an emptied room is filled before it opens"
+    else:  # Who was accepted meanwhile comes with the next sweep: behind none of its own lane.
+        tiers = {job.id: job.tier for job in jobs}
+        for tier in (1, 5, 9):
+            assert [it for it in ran if tiers[it] == tier] == [it for it in in_turn if tiers[it] == tier]  # ORDER-1
+
+
+def test_a_script_that_ran_although_its_client_gave_up_is_not_sent_again(stage: Stage, valkey: Valkey) -> None:
+    stage.register()
+    impatient = stage.a_dispatcher(connect(valkey.url, 0.2))
+    impatient.slots.rest("zimg", "none")  # Redis knows the script now: another call is one message
+    calls = _scripts_run(stage.redis)
+
+    with frozen(valkey), pytest.raises(RedisError):
+        impatient.slots.rest("zimg", "gpu")
+
+    eventually(lambda: _scripts_run(stage.redis) > calls, "the script runs after all", 5, 0.01)
+    assert stage.dispatcher.slots.rest("zimg", "gpu") == 2_000, "this is the second failure in a row, not the third"
+    assert _scripts_run(stage.redis) == calls + 2
+
+
+def _scripts_run(redis: Redis) -> int:
+    counted = redis.info("commandstats")
+    return sum(counted[name]["calls"] for name in ("cmdstat_eval", "cmdstat_evalsha") if name in counted)
+
+
+def test_a_submit_whose_enqueue_was_not_answered_is_in_the_room_once_and_runs_once(
+    stage: Stage, valkey: Valkey
+) -> None:
+    stage.register()
+    impatient = stage.a_dispatcher(connect(valkey.url, 0.2))
+    impatient.queues.enqueue("zimg", [], impatient.fleet.policies())
+
+    with frozen(valkey):
+        (receipt,) = impatient.submit([stage.a()])
+
+    job_id = receipt.accepted.id
+    eventually(lambda: stage.room.lease_of(job_id), "it is offered after all, and nobody was told", 5, 0.01)
+    assert stage.offered() == []
+    reconcile.reconcile(stage.dispatcher)
+    assert stage.room.waiting() == [] and list(stage.room.taken().values()) == [job_id]
+    stage.later(10_000)
+    assert reconcile.reap(stage.dispatcher) == 1
+    assert stage.run_all() == [job_id]
+    assert stage.job(job_id).attempt == 1
+
+
+def test_a_sweep_that_takes_longer_than_its_period_is_not_joined_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    swept = []
+
+    def slow(_: object) -> None:
+        swept.append("begun")
+        maintenance.sweep()  # beat does not wait for it
+
+    monkeypatch.setattr(maintenance, "dispatcher", lambda: None)
+    monkeypatch.setattr(reconcile, "sweep", slow)
+    maintenance.sweep()
+    assert swept == ["begun"]
+    maintenance.sweep()
+    assert len(swept) == 2
+
+
+# -- the database ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(database: Database) -> Iterator[None]:
+    """Another process has the record for itself."""
+    other = database.engine.raw_connection()
+    other.execute("BEGIN EXCLUSIVE")
+    try:
+        yield
+    finally:
+        other.execute("ROLLBACK")
+        other.close()
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_a_submit_to_a_locked_record_is_refused_with_a_time_and_leaves_nothing(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.register()
+    before = stage.room.dump()
+    monkeypatch.setattr("jobs.db._BUSY_TIMEOUT_MS", 50)
+    hasty = Database(stage.database.url)
+    dispatcher = stage.a_dispatcher(stage.redis)
+    dispatcher.fleet.model("zimg")
+    dispatcher.store.database = hasty
+    try:
+        with locked(stage.database), pytest.raises(RecordUnavailable) as refused:
+            dispatcher.submit([stage.a()])
+    finally:
+        dispatcher.store.database = stage.database
+        hasty.close()
+    assert refused.value.retry_after_s
+    assert sum(stage.store.counts().values()) == 0
+    assert stage.room.dump() == before and stage.offered() == []
+
+
+@contextmanager
+def closed(url: str) -> Iterator[None]:
+    """PostgreSQL puts everybody out of this database and lets nobody in."""
+    name = make_url(url).database
+    admin = make_url(url).set(database="postgres", drivername="postgresql").render_as_string(hide_password=False)
+    with psycopg.connect(admin, autocommit=True) as connection:
+        connection.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
+        connection.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %s", [name])
+        try:
+            yield
+        finally:
+            connection.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
+
+
+@pytest.mark.e2e
+@pytest.mark.postgres
+def test_the_database_vanishes_and_a_running_call_keeps_its_result(postgres: Postgres, tmp_path: Path) -> None:
+    url = postgres.create().replace("postgresql://", "postgresql+psycopg://")
+    with started_town(tmp_path / "town", SLOTKEEPER_DATABASE_URL=url) as town:
+        town.crew(1)
+        model = town.model(1)
+        running = town.submit(model, 1.5)
+        waiting = town.submit(model, 0.02)
+        town.until(running, "running")
+        town.sent(model)
+
+        with closed(url):
+            refused = town.api.call("POST", "/queue/submit", json={"model": model, "payload": {"seconds": 0}})
+            eventually(lambda: town.runs(model), "the server is done", 10)
+            again = town.api.call("POST", "/queue/submit", json={"model": model, "payload": {"seconds": 0}})
+            eventually(_passed(LEASE_S), "the lease would have expired", every_s=0.1)
+
+        for answer in (refused, again):
+            assert answer.status_code == 503, answer.text
+            assert int(answer.headers["Retry-After"]) >= 1
+            assert answer.json()["code"] == "record_unavailable"
+        jobs = [town.until(job_id, "completed") for job_id in (running, waiting)]
+        assert [(job.attempts, job.crashes) for job in jobs] == [(1, 0), (1, 0)]
+        assert [run["job_id"] for run in town.runs(model)] == [running, waiting]
+        assert sum(town.store.counts().values()) == 2, "a refused submit leaves nothing"
+    postgres.drop(url)
+
+
+def _passed(seconds: float) -> Callable[[], bool]:
+    until = time.monotonic() + seconds
+    return lambda: time.monotonic() > until
+
+
+# -- servers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_a_server_that_is_down_for_a_day_costs_no_job_anything(stage: Stage) -> None:
+    stage.register(2, max_retries=0, max_crashes=1)
+    ids = [stage.submit() for _ in range(5)]
+    for _ in range(240):  # every six minutes: longer than the longest rest
+        for _ in range(len(stage.told.offers)):
+            stage.settle(stage.start(), Kind.UNREACHABLE)
+        stage.later(360_000)
+        reconcile.sweep(stage.dispatcher)
+    jobs = [stage.job(job_id) for job_id in ids]
+    assert {(job.state, job.failures, job.crashes, job.attempts) for job in jobs} == {(State.QUEUED, 0, 0, 0)}
+    assert jobs[0].waits > 200, "it was tried again and again"
+    assert stage.run_all() == ids
+
+
+@pytest.mark.e2e
+def test_after_a_server_is_back_the_first_job_starts_within_five_seconds(town: Town) -> None:
+    town.crew(1)
+    model = town.model(1)
+    town.servers[model].process.kill()
+    jobs = [town.submit(model, 0.02) for _ in range(3)]
+    eventually(lambda: town.row(jobs[0]).waits >= 2, "it was tried in vain")
+
+    town.restart_server(model)
+    back = time.time_ns()
+
+    ended = [town.until(job_id, "completed") for job_id in jobs]
+    assert (town.runs(model)[0]["started_wall_ns"] - back) / 1e9 < 5
+    assert [run["job_id"] for run in town.runs(model)] == jobs
+    assert {(job.failures, job.crashes, job.attempts) for job in ended} == {(0, 0, 1)}
+
+
+@pytest.mark.e2e
+def test_a_job_that_kills_its_server_three_times_is_set_aside_and_the_others_go_on(town: Town) -> None:
+    town.crew(1)
+    model = town.model(1, poll_interval=0.1)
+    poison = town.api.submit(model, {"fail": "crash", "seconds": 0.05})
+    others = [town.submit(model, 0.02) for _ in range(3)]
+    with _restarted_whenever_it_dies(town, model):
+        dead = town.until(poison, "dead", 40)
+        assert (dead.why, dead.crashes, dead.failures) == (Why.CRASHES_EXHAUSTED, 3, 0)
+        for job_id in others:
+            town.until(job_id, "completed")
+    assert [run["job_id"] for run in town.runs(model)] == others
+
+
+@pytest.mark.e2e
+def test_a_job_that_kills_its_worker_three_times_is_set_aside_and_the_others_go_on(town: Town) -> None:
+    town.crew(0)
+    town.hire_all(3, SLOTKEEPER_CRASH_AT="run_sent")
+    model = town.model(1)
+    poison, good = town.submit(model, 0.02), town.submit(model, 0.02)
+
+    dead = town.until(poison, "dead", 40)
+
+    assert (dead.why, dead.crashes, dead.failures) == (Why.CRASHES_EXHAUSTED, 3, 0)
+    town.crew(1)
+    assert town.until(good, "completed").crashes == 0
+
+
+@contextmanager
+def _restarted_whenever_it_dies(town: Town, model: str) -> Iterator[None]:
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.05):
+            if town.servers[model].process.popen.poll() is not None:
+                town.restart_server(model)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()

@@ -1,0 +1,75 @@
+"""The document describes the interface: all of it, and validly."""
+
+import re
+from typing import Any
+
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from app.api.openapi import document
+from tests.support.api import Api
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+# For people and for tools that read the document, not part of what it describes.
+UNDESCRIBED = {"/openapi.json", "/docs", "/docs/swagger", "/docs/swagger/{filename}", "/docs/oauth2-redirect.html"}
+METHODS = {"get", "post", "put", "patch", "delete"}
+
+
+@pytest.fixture
+def described(api: Api) -> dict[str, Any]:
+    return document(api.client.application)
+
+
+def _operations(described: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (f"{method} {path}", operation)
+        for path, item in described["paths"].items()
+        for method, operation in item.items()
+        if method in METHODS
+    ]
+
+
+def test_the_document_is_valid(described: dict[str, Any]) -> None:
+    assert described["openapi"] == "3.1.0"
+    OpenAPIV31SpecValidator(described).validate()
+
+
+def test_what_is_served_is_the_document(api: Api, described: dict[str, Any]) -> None:
+    assert api.client.get("/openapi.json").json == described
+
+
+def test_every_route_is_described(api: Api, described: dict[str, Any]) -> None:
+    routes = {
+        (re.sub(r"<(?:[^<:]+:)?([^>]+)>", r"{\1}", rule.rule), method.lower())
+        for rule in api.client.application.url_map.iter_rules()
+        for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}
+    }
+    known = {(path, method) for path, item in described["paths"].items() for method in item if method in METHODS}
+    assert {route for route in routes if route[0] not in UNDESCRIBED} == known
+
+
+def test_every_error_is_a_problem(described: dict[str, Any]) -> None:
+    for where, operation in _operations(described):
+        for status, answer in operation["responses"].items():
+            if int(status) >= 400 and not where.startswith("get /health"):
+                content = answer["content"]
+                assert list(content) == ["application/problem+json"], (where, status)
+                assert content["application/problem+json"]["schema"] == {"$ref": "#/components/schemas/Problem"}
+
+
+def test_every_operation_says_what_it_does_under_a_name_of_its_own(described: dict[str, Any]) -> None:
+    operations = _operations(described)
+    names = [operation["operationId"] for _, operation in operations]
+    assert len(set(names)) == len(names)
+    for where, operation in operations:
+        assert operation["summary"].endswith("."), where
+        assert any(int(status) < 300 for status in operation["responses"]), where
+        assert "<br" not in operation.get("description", ""), where
+
+
+def test_what_asks_for_a_key_says_so(described: dict[str, Any]) -> None:
+    keyless = {where for where, operation in _operations(described) if not operation.get("security")}
+    assert keyless == {"get /health/live", "get /health/ready", "post /tasks/callback/{job_id}"}
+    for where, operation in _operations(described):
+        assert where in keyless or "401" in operation["responses"], where

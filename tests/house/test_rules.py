@@ -1,0 +1,186 @@
+"""Rules of the house: what holds for all code of the product, whoever writes it."""
+
+import ast
+import configparser
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import celeryconfig
+from jobs.states import TRANSITIONS, State, Why
+from tasks.celery_app import celery
+
+REPO = Path(__file__).resolve().parents[2]
+PACKAGES = ("jobs", "routing", "tasks", "app", "reference_server", "migrations")
+LONGEST_FUNCTION, LONGEST_FILE, LONGEST_LINE = 60, 600, 120
+# Written for people at a terminal; everything else logs.
+MAY_PRINT = ("app/cli.py", "app/commands/")
+
+
+@cache
+def product_files() -> tuple[Path, ...]:
+    found = [path for package in PACKAGES for path in sorted((REPO / package).rglob("*")) if path.is_file()]
+    return (*[path for path in found if path.suffix in {".py", ".lua", ".mako"}], REPO / "celeryconfig.py")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(REPO).as_posix()
+
+
+def python_files() -> list[Path]:
+    return [path for path in product_files() if path.suffix == ".py"]
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for path in python_files():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{name_of(path)}:{node.lineno} {node.name}", node
+
+
+# -- structure -------------------------------------------------------------------------------------------------
+
+
+def test_imports_run_one_way():
+    """The contracts stand in setup.cfg."""
+    command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+def test_the_contracts_cover_every_package_of_the_product():
+    config = configparser.ConfigParser()
+    config.read(REPO / "setup.cfg")
+    assert set(config["importlinter"]["root_packages"].split()) == set(PACKAGES) - {"migrations"}
+    shipped = {line.rstrip("*") for line in config["options.packages.find"]["include"].split()}
+    assert shipped == set(PACKAGES)
+
+
+def test_no_function_is_longer_than_a_screen():
+    """But a migration, which is a list of what it does and is never changed again."""
+    too_long = [where for where, node in functions() if (node.end_lineno or 0) - node.lineno + 1 > LONGEST_FUNCTION]
+    assert [where for where in too_long if not where.startswith("migrations/versions/")] == []
+
+
+def test_no_file_is_longer_than_can_be_read_at_once():
+    assert [name_of(path) for path in product_files() if len(path.read_text("utf-8").splitlines()) > LONGEST_FILE] == []
+
+
+def test_every_module_says_what_it_is_for():
+    silent = [
+        name_of(path)
+        for path in python_files()
+        if path.name != "__init__.py" and not ast.get_docstring(ast.parse(path.read_text("utf-8")))
+    ]
+    assert silent == []
+
+
+def test_nothing_is_left_to_do_and_nobodys_machine_is_named():
+    forbidden = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|(?<![\w.\"'])/(?:home|root|work|Users)/|[A-Z]:\\\\Users")
+    found = [
+        f"{name_of(path)}:{number} {line.strip()}"
+        for path in product_files()
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if forbidden.search(line)
+    ]
+    assert found == []
+
+
+def test_only_the_command_line_prints():
+    found = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in python_files()
+        if not name_of(path).startswith(MAY_PRINT)
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"print", "breakpoint"}
+    ]
+    assert found == []
+
+
+def test_lines_of_scripts_fit_the_page():
+    """Python's are ruff's affair."""
+    lua = [path for path in product_files() if path.suffix == ".lua"]
+    long = [
+        f"{name_of(path)}:{number}"
+        for path in lua
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if len(line) > LONGEST_LINE
+    ]
+    assert lua and long == []
+
+
+# -- tables against code ---------------------------------------------------------------------------------------
+
+
+def _performer(by: str) -> object:
+    """What `routing.dispatcher.settle` names: a function of the module, or a method of its one class."""
+    module_name, _, function = by.rpartition(".")
+    module = importlib.import_module(module_name)
+    places = [module, *(it for _, it in inspect.getmembers(module, inspect.isclass) if it.__module__ == module_name)]
+    return next((getattr(place, function) for place in places if hasattr(place, function)), None)
+
+
+@pytest.mark.parametrize("by", sorted({edge.by for edge in TRANSITIONS.values()}))
+def test_the_function_that_a_transition_names_exists(by):
+    assert inspect.isfunction(_performer(by)), f"states.TRANSITIONS names {by}"
+
+
+def test_every_reason_is_the_reason_of_a_transition():
+    assert {why for _, why in TRANSITIONS} == set(Why)
+
+
+def test_every_state_can_be_reached():
+    assert {edge.to for edge in TRANSITIONS.values()} == set(State)
+
+
+@pytest.mark.parametrize("word", [*State, *Why])
+def test_every_state_and_every_reason_is_explained(word):
+    page = REPO / "ARCHITECTURE.md"
+    assert page.exists(), "ARCHITECTURE.md is missing"
+    assert f"`{word}`" in page.read_text("utf-8"), f"ARCHITECTURE.md does not tell what `{word}` is"
+
+
+@pytest.mark.parametrize("entry", sorted(celeryconfig.beat_schedule))
+def test_every_task_on_beats_schedule_is_registered(entry):
+    celery.loader.import_default_modules()
+    assert celeryconfig.beat_schedule[entry]["task"] in celery.tasks
+
+
+@pytest.mark.parametrize("entry", sorted(celeryconfig.beat_schedule))
+def test_what_beat_sends_expires_before_it_piles_up(entry):
+    assert 0 < celeryconfig.beat_schedule[entry]["options"]["expires"] <= 300
+
+
+@pytest.mark.parametrize("pattern", sorted(celeryconfig.task_routes))
+def test_every_route_leads_from_a_task_that_there_is(pattern):
+    celery.loader.import_default_modules()
+    rule = re.compile(re.escape(pattern).replace(r"\*", ".*"))
+    assert any(rule.fullmatch(name) for name in celery.tasks)
+
+
+def test_every_task_of_ours_but_infer_has_a_queue_of_its_own():
+    celery.loader.import_default_modules()
+    ours = [name for name, task in celery.tasks.items() if task.__module__.startswith("tasks.")]
+    routed = [p.removesuffix("*") for p in celeryconfig.task_routes]
+    assert [name for name in ours if not name.startswith(tuple(routed))] == ["infer"]
+
+
+# -- release ---------------------------------------------------------------------------------------------------
+
+
+def test_the_version_is_the_newest_in_the_changelog():
+    config = configparser.ConfigParser()
+    config.read(REPO / "setup.cfg")
+    page = REPO / "CHANGELOG.md"
+    assert page.exists(), "CHANGELOG.md is missing"
+    newest = re.search(r"^## \[?v?(\d+\.\d+\.\d+)", page.read_text("utf-8"), re.MULTILINE)
+    assert newest, "CHANGELOG.md has no heading `## <version>`"
+    assert config["metadata"]["version"] == newest[1]

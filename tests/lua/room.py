@@ -1,0 +1,266 @@
+"""A waiting room for tests: the scripts as they are, on a real Valkey, with a clock that the test sets.
+
+    room = Room(client).with_slots(2)
+    room.enqueue(a("first", 1), a("second", 2))
+
+Every method is one run of one script; answers come as texts and numbers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import pytest
+from redis import Redis
+
+from jobs.config import Policy
+from jobs.record import Waiting
+from routing.keys import Keys
+from routing.policies import order
+from routing.scripts import Scripts
+from tests.support.valkey import NoValkey, Valkey
+
+START_MS = 1_800_000_000_000
+OFFER_MS, LEASE_MS = 10_000, 8_000
+
+# Stands in for lib/now_ms.  The key lies in the same hash slot as the keys of the script.
+CLOCK = """
+local function now_ms()
+  local tag = string.match(KEYS[1], "{[^}]*}") or ("{" .. KEYS[1] .. "}")
+  return tonumber(redis.call("GET", "clock:" .. tag))
+end
+"""
+FRAGMENTS = {"lib/now_ms": CLOCK}
+
+
+@pytest.fixture(scope="session")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
+    """A server for the whole session, started by the first test that asks for it."""
+    try:
+        server = Valkey(tmp_path_factory.mktemp("valkey")).start()
+    except NoValkey as missing:
+        pytest.skip(str(missing))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def client(valkey: Valkey) -> Iterator[Redis]:
+    """A client of an empty server."""
+    valkey.flush()
+    with valkey.client() as connected:
+        yield connected
+
+
+@pytest.fixture
+def room(client: Redis) -> "Room":
+    """The room of the fleet `zimg`: no server, no job, not open."""
+    return Room(client)
+
+
+class Offered(NamedTuple):
+    """One offer as the scripts return it."""
+
+    job: str
+    lease: str
+    slot: str
+    server: str
+    model: str
+    number: int
+    owner: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as it is put into the room."""
+
+    id: str
+    seq: int
+    tier: int = 5
+    model: str = "zimg"
+    policy: Policy = "priority"
+
+    @property
+    def lane(self) -> str:
+        return order.lane(Waiting(self.id, self.seq, self.model, self.tier, "default"))
+
+    @property
+    def offset(self) -> int:
+        return order.offset(self.policy, self.tier)
+
+    @property
+    def args(self) -> list[Any]:
+        return [self.lane, self.offset, self.seq, self.id]
+
+
+a = Job
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server as the catalog describes it."""
+
+    name: str
+    slots: int = 1
+    state: str = "online"
+    models: tuple[str, ...] = ("zimg",)
+
+    @property
+    def args(self) -> list[Any]:
+        return [self.name, f"{self.state} {self.slots}\n" + "".join(f"{model}\n" for model in self.models), self.slots]
+
+
+class Room:
+    """One fleet's waiting room."""
+
+    def __init__(self, client: Redis, fleet: str = "zimg", prefix: str = "test") -> None:
+        self.client, self.fleet = client, fleet
+        self.keys = Keys(prefix)
+        self.scripts = Scripts(client, self.keys, FRAGMENTS)
+        self.version = 0
+        self.now = START_MS
+        self._prefixes = 0
+        self.set_clock(START_MS)
+
+    # -- the clock, and what stands in Redis -----------------------------------------------------------------
+
+    def set_clock(self, now_ms: int) -> None:
+        self.now = now_ms
+        self.client.set(f"clock:{{{self.fleet}}}", now_ms)
+
+    def later(self, ms: int) -> None:
+        self.set_clock(self.now + ms)
+
+    def dump(self) -> dict[str, Any]:
+        """Everything in Redis but the clock."""
+        return {key.decode(): self._content(key) for key in sorted(self.client.scan_iter()) if b"clock:" not in key}
+
+    def _content(self, key: bytes) -> Any:
+        match self.client.type(key):
+            case b"hash":
+                return self.client.hgetall(key)
+            case b"zset":
+                return self.client.zrange(key, 0, -1, withscores=True)
+            case _:
+                return self.client.get(key)
+
+    def key(self, name: str) -> str:
+        return f"{self.keys.fleet(self.fleet)[0].removesuffix(':lanes')}:{name}"
+
+    def members(self, name: str) -> list[str]:
+        """Of `free`, `resting`, `leases` or `lanes`, in order."""
+        return [member.decode() for member in self.client.zrange(self.key(name), 0, -1)]
+
+    def taken(self) -> dict[str, str]:
+        """slot -> job, of the slots that hold a lease."""
+        return {slot.decode(): job.decode() for slot, job in self.client.hgetall(self.key("slots")).items()}
+
+    def lane_of(self, lane: str) -> list[str]:
+        """The jobs of a lane, in order."""
+        return [job.decode() for job in self.client.zrange(self.key(f"lanes:{lane}"), 0, -1)]
+
+    def waiting(self) -> list[str]:
+        return [job for lane in self.members("lanes") for job in self.lane_of(lane)]
+
+    def lease_of(self, job: str) -> dict[str, str]:
+        return {name.decode(): text.decode() for name, text in self.client.hgetall(self.key(f"leases:{job}")).items()}
+
+    def expiry_of(self, job: str) -> int | None:
+        score = self.client.zscore(self.key("leases"), job)
+        return None if score is None else int(score)
+
+    # -- the scripts -----------------------------------------------------------------------------------------
+
+    def run(self, name: str, *args: Any) -> Any:
+        return _plain(self.scripts.run(name, self.fleet, args))
+
+    def with_slots(self, count: int) -> Self:
+        """One server `gpu` with so many slots, and the room open."""
+        return self.with_servers(Server("gpu", count))
+
+    def with_servers(self, *servers: Server) -> Self:
+        self.sync(*servers)
+        self.open()
+        return self
+
+    def sync(self, *servers: Server, version: int | None = None) -> str:
+        self.version = self.version + 1 if version is None else version
+        args = [arg for server in servers for arg in server.args]
+        return self.run("sync_servers", self.version, *args)[0]
+
+    def open(self, epoch: str = "epoch1") -> str:
+        return self.run("open", epoch)[0]
+
+    def enqueue(self, *jobs: Job, limit: int = 8) -> list[Offered]:
+        return self.enqueued(*jobs, limit=limit)[1]
+
+    def enqueued(self, *jobs: Job, limit: int = 8) -> tuple[int, list[Offered]]:
+        added, rows = self.run("enqueue", self._prefix(), limit, OFFER_MS, *[arg for job in jobs for arg in job.args])
+        return added, [Offered(*row) for row in rows]
+
+    def offer(self, limit: int = 256) -> list[Offered]:
+        return [Offered(*row) for row in self.run("offer", self._prefix(), limit, OFFER_MS)]
+
+    def claim(self, offer: Offered, owner: str = "w1") -> str:
+        return self.run("claim", offer.job, offer.lease, owner, LEASE_MS)[0]
+
+    def renew(self, owner: str, *held: Offered) -> list[str]:
+        return self.run("renew", owner, LEASE_MS, *[text for it in held for text in (it.job, it.lease)])
+
+    def release(
+        self,
+        offer: Offered,
+        owner: str = "w1",
+        *,
+        back: bool = False,
+        rest_ms: int = 0,
+        limit: int = 8,
+        taker: str = "",
+    ) -> tuple[str, list[Offered]]:
+        args = [offer.job, offer.lease, owner, int(back), rest_ms, self._prefix(), limit, OFFER_MS, taker, LEASE_MS]
+        answer, rows = self.run("release", *args)
+        return answer, [Offered(*row) for row in rows]
+
+    def expired(self, limit: int = 256) -> list[list[str]]:
+        return self.run("expired", limit)
+
+    def seize(
+        self, offer: Offered, owner: str, new_owner: str = "reaper", *, new_lease: str = "seized", only_expired: bool
+    ) -> str:
+        args = [offer.job, offer.lease, owner, new_lease, new_owner, LEASE_MS, int(only_expired)]
+        return self.run("seize", *args)[0]
+
+    def restore(self, *leases: tuple[Job, str, str, str]) -> int:
+        """Each: job, lease, owner, slot."""
+        args = [arg for job, *held in leases for arg in (job.id, *held, job.lane, job.offset, job.seq)]
+        return self.run("restore", LEASE_MS, *args)
+
+    def withdraw(self, job: Job) -> str:
+        return self.run("withdraw", job.id, job.lane)[0]
+
+    def position(self, job: Job) -> list[Any]:
+        return self.run("position", job.id, job.lane)
+
+    def rest(self, server: str, first_ms: int, max_ms: int = 30_000) -> list[int]:
+        return self.run("rest", server, first_ms, max_ms)
+
+    def drain(self, limit: int = 1000) -> list[str]:
+        """Give the first free slot to one job after another until none is left; answers the jobs in order."""
+        order_of_jobs: list[str] = []
+        offers = self.offer(1)
+        while offers and len(order_of_jobs) < limit:
+            order_of_jobs.append(offers[0].job)
+            _, offers = self.release(offers[0], "", limit=1)
+        return order_of_jobs
+
+    def _prefix(self) -> str:
+        self._prefixes += 1
+        return f"p{self._prefixes}"
+
+
+def _plain(answer: Any) -> Any:
+    if isinstance(answer, bytes):
+        return answer.decode()
+    if isinstance(answer, Sequence) and not isinstance(answer, str):
+        return [_plain(part) for part in answer]
+    return answer

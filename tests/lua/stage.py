@@ -1,0 +1,191 @@
+"""A dispatcher for tests: a real record, a real room, both clocks set by the test.
+
+Celery is replaced by a list of what it would have been told.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from jobs.catalog import Catalog
+from jobs.db import Database
+from jobs.record import Job
+from jobs.states import State
+from jobs.store import Error, Moved, Store
+from jobs.tenants import Tenant
+from routing import reconcile
+from routing.admission import Admission
+from routing.config import RoutingSettings
+from routing.dispatcher import Dispatcher, Settled, Task
+from routing.fleet import Fleet
+from routing.keys import Keys
+from routing.leases import Leases, Renewal
+from routing.outcome import Kind, Outcome
+from routing.policies.identity import ServerReport
+from routing.policies.verdict import judge
+from routing.queues import Offer, Queues
+from routing.scripts import Scripts, connect
+from routing.slots import Slots
+from routing.submission import Submission
+from tests.lua.room import FRAGMENTS, Room, client, valkey
+from tests.support.builders import T0
+from tests.support.valkey import free_port
+
+__all__ = ["client", "valkey"]
+
+SETTINGS = RoutingSettings.model_construct(**{n: f.default for n, f in RoutingSettings.model_fields.items()})
+LEASE_MS, OFFER_MS = SETTINGS.lease_ms, SETTINGS.offer_ms
+SECOND, YEAR = 1000, 365 * 86_400_000
+UP_AND_IDLE = ServerReport(up=True, active_jobs=0, job_ids=frozenset())
+DOWN = ServerReport(up=False)
+FLEETS, TENANTS = ("zimg", "flux"), ("acme",)
+
+
+@dataclass
+class Recorder:
+    """Remembers what Celery would have been told."""
+
+    offers: list[Offer] = field(default_factory=list)
+    ends: list[tuple[str, State, bool]] = field(default_factory=list)
+    slots_taken_at_end: list[int] = field(default_factory=list)
+    count_taken: Callable[[], int] = lambda: -1
+    broken: bool = False
+
+    def offered(self, offer: Offer) -> None:
+        if self.broken:
+            raise ConnectionError("the broker is away")
+        self.offers.append(offer)
+
+    def ended(self, moved: Moved, *, by_worker: bool) -> None:
+        if self.broken:
+            raise ConnectionError("the broker is away")
+        self.ends.append((moved.job.id, moved.to, by_worker))
+        self.slots_taken_at_end.append(self.count_taken())
+
+
+class Stage:
+    """A dispatcher with everything around it."""
+
+    def __init__(self, database: Database, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.database, self.redis = database, redis
+        self.store, self.catalog = Store(database), Catalog(database)
+        self.told = Recorder()
+        self.room = Room(redis)
+        self.dispatcher = self.a_dispatcher(redis)
+        self.told.count_taken = lambda: self.dispatcher.queues.depths("zimg").taken
+        self._names = iter(f"j{n}" for n in range(10_000))
+        self.set_clock(T0)
+        for module in ("routing.dispatcher", "routing.reconcile"):
+            monkeypatch.setattr(f"{module}.now_ms", lambda: self.now)
+
+    def a_dispatcher(self, redis: Redis) -> Dispatcher:
+        """Another process, so to say: its own copy of the catalog, the same record."""
+        scripts = Scripts(redis, Keys("test"), FRAGMENTS)
+        fleet, queues = Fleet(self.catalog, refresh_s=0), Queues(scripts, SETTINGS)
+        return Dispatcher(
+            store=self.store,
+            fleet=fleet,
+            queues=queues,
+            leases=Leases(scripts, SETTINGS),
+            slots=Slots(scripts, SETTINGS),
+            admission=Admission(scripts, queues, fleet),
+            settings=SETTINGS,
+            announcer=self.told,
+            check_url=lambda url: None if url.startswith("https://") else "callback_url must be https",
+        )
+
+    def cut_off(self) -> Dispatcher:
+        """A process that does not reach Redis."""
+        return self.a_dispatcher(connect(f"redis://127.0.0.1:{free_port()}/0", 0.2))
+
+    # -- time, and what is lost --------------------------------------------------------------------------------
+
+    def set_clock(self, now: int) -> None:
+        self.now = now
+        for tag in (*FLEETS, *(f"test:rate:{tenant}" for tenant in TENANTS)):
+            self.redis.set(f"clock:{{{tag}}}", now)
+
+    def later(self, ms: int) -> None:
+        self.set_clock(self.now + ms)
+
+    def lose_redis(self) -> None:
+        self.redis.flushall()
+        self.set_clock(self.now)
+
+    # -- acts --------------------------------------------------------------------------------------------------
+
+    def register(self, slots: int = 1, *, server: str = "gpu", model: str = "zimg", **config: Any) -> None:
+        self.catalog.register(model, server, f"http://{server}:1/run", slots, self.now)
+        if config:
+            self.catalog.configure(model, config, self.now)
+        reconcile.refresh_fleet(self.dispatcher, self.catalog.snapshot().models[model].fleet)
+
+    def set_state(self, state: str, server: str = "gpu") -> None:
+        self.catalog.set_server_state(server, state)
+        reconcile.refresh_fleet(self.dispatcher, self.catalog.snapshot().servers[server].fleet)
+
+    def submit(self, model: str = "zimg", **changes: Any) -> str:
+        (job_id,) = self.submit_all([self.a(model, **changes)])
+        return job_id
+
+    def submit_all(self, asked: list[Submission], tenant: Tenant | None = None) -> list[str]:
+        return [receipt.accepted.id for receipt in self.dispatcher.submit(asked, tenant)]
+
+    def a(self, model: str = "zimg", **changes: Any) -> Submission:
+        return Submission(**({"model": model, "payload": {"prompt": "a cat"}, "id": next(self._names)} | changes))
+
+    def start(self, owner: str = "w1") -> Task:
+        """A worker takes the oldest wake-up."""
+        task = self.dispatcher.start(self.told.offers.pop(0), owner)
+        assert task is not None
+        return task
+
+    def settle(self, task: Task, kind: Kind = Kind.DONE, taker: str = "", **outcome: Any) -> Settled:
+        """End a run as its worker would."""
+        config = self.dispatcher.fleet.model(task.run.job.model).config
+        what = Outcome(kind, **outcome)
+        verdict = judge(what, task.run.failures, task.run.crashes, task.run.cancel_requested, config)
+        result = '{"url":"x"}' if kind is Kind.DONE else None
+        error = None if kind is Kind.DONE else Error("said", "so")
+        return self.dispatcher.settle(task, verdict, result=result, error=error, wish_s=what.retry_after_s, taker=taker)
+
+    def remote(self, task: Task, remote_id: str = "r-1") -> None:
+        assert self.store.note_remote(task.run.job.id, task.run.attempt, remote_id, self.now)
+
+    # -- looks -------------------------------------------------------------------------------------------------
+
+    def job(self, job_id: str) -> Job:
+        found = self.store.get(job_id)
+        assert found is not None
+        return found
+
+    def state(self, job_id: str) -> State:
+        return self.job(job_id).state
+
+    def offered(self) -> list[str]:
+        """Jobs of the wake-ups that were published; forgets them."""
+        found, self.told.offers[:] = [offer.job_id for offer in self.told.offers], []
+        return found
+
+    def renewal(self, task: Task) -> Renewal:
+        return self.dispatcher.leases.renew(task.held.fleet, task.held.owner, [task.held])[0]
+
+    def free(self) -> int:
+        return self.dispatcher.queues.depths("zimg").free
+
+    def run_all(self) -> list[str]:
+        """Let one worker run everything, one after another; answers the jobs in the order of their starts."""
+        started = []
+        while self.told.offers:
+            task = self.start()
+            started.append(task.run.job.id)
+            self.settle(task)
+        return started
+
+
+@pytest.fixture
+def stage(database: Database, client: Redis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    yield Stage(database, client, monkeypatch)

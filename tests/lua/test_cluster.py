@@ -1,0 +1,105 @@
+"""Every script works on a Redis Cluster: all keys of a fleet lie in one hash slot (R37)."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from redis import Redis
+from redis.exceptions import ResponseError
+
+from routing.keys import FLEET_KEYS, Keys
+from routing.scripts import Scripts, assemble, names
+from tests.lua.room import Job, Room, Server, a
+from tests.support.valkey import NoValkey, Valkey
+
+FLEET = "org/model-7b:latest"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
+    """A cluster of one node, which refuses keys of two hash slots in one script like any other."""
+    try:
+        server = Valkey(tmp_path_factory.mktemp("cluster"), settings={"cluster-enabled": "yes"}).start()
+    except NoValkey as missing:
+        pytest.skip(str(missing))
+    with server.client() as client:
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        tick = threading.Event()
+        for _ in range(1000):
+            if client.execute_command("CLUSTER INFO")["cluster_state"] == "ok":
+                break
+            tick.wait(0.01)
+        yield client
+    server.kill()
+
+
+# Without this line Redis lets a script touch any key that happens to lie on the same node.
+_STRICT = "#!lua\n"
+
+
+class _Strict(Scripts):
+    """Runs scripts so that each key they touch must lie in one hash slot; remembers which were run."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        super().__init__(redis, keys)
+        self.ran: set[str] = set()
+
+    def _run(self, name: str, keys: list[str], args: Any) -> Any:
+        self.ran.add(name)
+        return self.redis.eval(_STRICT + assemble(name), len(keys), *keys, *args)
+
+
+def _b(job_id: str, seq: int, tier: int = 5) -> Job:
+    return a(job_id, seq, tier, FLEET)
+
+
+def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
+    cluster.flushall()
+    room = Room(cluster, FLEET)
+    room.scripts = strict = _Strict(cluster, room.keys)
+    server = Server("gpu-slot3", 2, models=(FLEET, "flux"))
+    assert room.sync(server) == "synced"
+    assert room.open() == "opened"
+    one, two = room.enqueue(_b("j1", 1), _b("j2", 2), _b("j3", 3), _b("urgent", 4, 1))
+    assert room.claim(one) == "claimed" and room.renew("w1", one) == ["renewed"]
+    assert room.position(_b("j3", 3)) == ["waiting", 1]
+    assert room.run("reorder", f"5|{FLEET}", _b("j2", 2).offset) == 1
+    assert room.run("depths")[:4] == [1, 0, 0, 2]
+    assert room.withdraw(_b("j3", 3)) == "withdrawn" and room.withdraw(_b("j1", 1)) == "asked"
+    assert room.seize(two, "", only_expired=False) == "seized"
+    answer, (following,) = room.release(one, back=True, taker="w1")
+    assert (answer, following.job, following.owner) == ("released", "urgent", "w1")
+    assert room.release(following)[0] == "released"
+    assert room.expired() == []
+    assert room.rest("gpu-slot3", 1000) == [1000, 0]
+    assert room.run("occupy", "gpu-slot3", 1, 500) == 0
+    assert len(room.run("held")[1]) == 2
+    assert room.offer() == []
+    assert room.restore((_b("back", 9), "p9-1", "w2", "elsewhere-slot0")) == 1
+    assert strict.admit("acme", 1, 100, 5) == 0
+    assert strict.ran == set(names())
+
+    _check_keys(cluster)
+
+
+def _check_keys(cluster: Redis) -> None:
+    """Every key of a fleet carries its hash tag; only a tenant's rate belongs to none."""
+    found = [key.decode() for key in cluster.scan_iter() if not key.startswith(b"clock:")]
+    assert [key for key in found if f"{{{FLEET}}}" not in key] == ["test:rate:acme"]
+    assert {key.split("}:")[1].split(":")[0] for key in found if "}" in key} <= set(FLEET_KEYS)
+
+
+def test_a_script_whose_keys_lack_the_tag_would_be_refused(cluster):
+    """Shows that the tests above would find a key without it."""
+    text = 'redis.call("SET", KEYS[1], 1) redis.call("SET", KEYS[1] .. "x", 1)'
+    with pytest.raises(ResponseError, match="same slot"):
+        cluster.eval(_STRICT + text, 1, "test:untagged")
+
+
+def test_two_fleets_do_not_share_keys(client):
+    one, two = Room(client, "zimg"), Room(client, "zimg2")
+    one.with_slots(1)
+    two.enqueue(a("j", 1))
+    assert one.offer() == [] and two.offer() == []
+    assert not set(one.keys.fleet("zimg")) & set(two.keys.fleet("zimg2"))

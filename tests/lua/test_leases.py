@@ -1,0 +1,357 @@
+"""Leases: one for each job and slot (LEASE-1), renewed and freed by their holder alone (LEASE-4)."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from tests.lua.room import LEASE_MS, OFFER_MS, START_MS, Offered, Room, Server, a
+
+
+@pytest.fixture
+def offer(room: Room) -> Offered:
+    """An open offer of the job `j` on the slot `gpu-slot0`; nothing else waits."""
+    (made,) = room.with_slots(1).enqueue(a("j", 1))
+    return made
+
+
+@pytest.fixture
+def held(room: Room, offer: Offered) -> Offered:
+    """The same, claimed by `w1`."""
+    assert room.claim(offer, "w1") == "claimed"
+    return offer
+
+
+def unchanged(room: Room, act, answer) -> None:
+    """The act gives this answer and leaves no trace, now and later."""
+    for _ in range(2):
+        before = room.dump()
+        assert act() == answer
+        assert room.dump() == before
+        room.later(1)
+
+
+# -- offers: job and slot together, or neither (R71, R72) ------------------------------------------------------
+
+
+def test_r71_an_offer_takes_the_job_and_the_slot_together(room, offer):
+    assert room.waiting() == [] and room.members("free") == []
+    assert room.taken() == {"gpu-slot0": "j"}
+    assert room.expiry_of("j") == START_MS + OFFER_MS
+    assert room.lease_of("j") == {
+        "lease": offer.lease,
+        "owner": "",
+        "slot": "gpu-slot0",
+        "lane": "5|zimg",
+        "offset": str(a("j", 1).offset),
+        "seq": "1",
+        "offer": "1",
+    }
+
+
+def test_r71_a_job_without_a_slot_stays_where_it_is(room):
+    room.with_servers(Server("other", 2, models=("flux",)))
+    room.enqueue(a("j", 1))
+    unchanged(room, room.offer, [])
+    assert room.waiting() == ["j"] and len(room.members("free")) == 2
+
+
+def test_r72_a_slot_without_a_job_stays_free(room):
+    room.with_slots(2)
+    unchanged(room, room.offer, [])
+    assert len(room.members("free")) == 2
+
+
+def test_r72_a_job_is_never_offered_twice(room):
+    room.with_slots(3)
+    offers = room.enqueue(*[a(f"j{n}", n) for n in range(1, 4)]) + room.offer() + room.offer()
+    assert sorted(it.job for it in offers) == ["j1", "j2", "j3"]
+    assert len({it.slot for it in offers}) == 3
+
+
+# -- claim -----------------------------------------------------------------------------------------------------
+
+
+def test_a_claim_gives_the_lease_an_owner_and_its_full_time(room, offer):
+    room.later(5)
+    assert room.run("claim", "j", offer.lease, "w1", LEASE_MS) == ["claimed", "gpu-slot0", "gpu", 1]
+    assert room.lease_of("j")["owner"] == "w1"
+    assert room.expiry_of("j") == START_MS + 5 + LEASE_MS
+
+
+def test_claiming_again_what_one_has_claimed_is_answered_alike(room, held):
+    before = room.dump()
+    assert room.claim(held, "w1") == "claimed"
+    assert room.dump() == before
+
+
+def test_another_worker_cannot_claim_what_is_claimed(room, held):
+    unchanged(room, lambda: room.claim(held, "w2"), "lost")
+
+
+@pytest.mark.parametrize("wrong", [{"lease": "p0-9"}, {"job": "nobody"}])
+def test_an_offer_that_is_gone_cannot_be_claimed(room, offer, wrong):
+    unchanged(room, lambda: room.claim(offer._replace(**wrong), "w1"), "lost")
+
+
+# -- renew -----------------------------------------------------------------------------------------------------
+
+
+def test_r74_a_renewal_by_the_holder_gives_the_full_time_again(room, held):
+    room.later(LEASE_MS - 1)
+    assert room.renew("w1", held) == ["renewed"]
+    assert room.expiry_of("j") == room.now + LEASE_MS
+
+
+@pytest.mark.parametrize(("owner", "wrong"), [("w2", {}), ("", {}), ("w1", {"lease": "p0-9"}), ("w1", {"job": "x"})])
+def test_r74_nobody_else_renews(room, held, owner, wrong):
+    unchanged(room, lambda: room.renew(owner, held._replace(**wrong)), ["lost"])
+
+
+def test_renewals_are_answered_one_by_one_in_the_order_asked(room):
+    room.with_slots(3)
+    one, two, three = room.enqueue(a("j1", 1), a("j2", 2), a("j3", 3))
+    room.claim(one, "w1")
+    room.claim(two, "w2")
+    room.claim(three, "w1")
+    room.withdraw(a("j3", 3))
+    room.later(100)
+    assert room.renew("w1", three, two, one) == ["cancel", "lost", "renewed"]
+    assert room.expiry_of("j2") == START_MS + LEASE_MS
+    assert room.expiry_of("j1") == room.expiry_of("j3") == room.now + LEASE_MS
+
+
+def test_while_the_room_is_not_rebuilt_nobody_can_say_who_holds_a_lease(room, held):
+    room.client.flushall()
+    room.set_clock(room.now)
+    unchanged(room, lambda: room.renew("w1", held), ["unknown"])
+    room.open("epoch2")
+    unchanged(room, lambda: room.renew("w1", held), ["lost"])
+
+
+# -- release ---------------------------------------------------------------------------------------------------
+
+
+def test_a_release_frees_the_slot_and_forgets_the_job(room, held):
+    assert room.release(held) == ("released", [])
+    assert room.members("free") == ["gpu-slot0"]
+    assert room.taken() == {} and room.lease_of("j") == {} and room.expiry_of("j") is None and room.waiting() == []
+
+
+@pytest.mark.parametrize(("owner", "wrong"), [("w2", {}), ("", {}), ("w1", {"lease": "p0-9"}), ("w1", {"job": "x"})])
+@pytest.mark.parametrize("back", [True, False])
+def test_r75_nobody_else_releases(room, held, owner, wrong, back):
+    unchanged(room, lambda: room.release(held._replace(**wrong), owner, back=back, rest_ms=9), ("lost", []))
+
+
+def test_r75_a_late_release_does_not_free_the_next_holders_slot(room, held):
+    room.enqueue(a("next", 2))
+    room.later(LEASE_MS)
+    assert room.seize(held, "w1", only_expired=True) == "seized"
+    _, (following,) = room.release(held._replace(lease="seized"), "reaper")
+    room.claim(following, "w2")
+    unchanged(room, lambda: room.release(held, "w1"), ("lost", []))
+    assert room.taken() == {"gpu-slot0": "next"}
+
+
+def test_a_release_is_harmless_the_second_time(room, held):
+    room.release(held, back=True, limit=0)
+    before = room.dump()
+    assert room.release(held, back=True, limit=0) == ("lost", [])
+    assert room.dump() == before
+
+
+def test_the_slot_is_handed_on_in_the_same_step(room, held):
+    room.enqueue(a("next", 2))
+    answer, (following,) = room.release(held)
+    assert (answer, following.job, following.slot, following.owner) == ("released", "next", "gpu-slot0", "")
+    assert room.expiry_of("next") == START_MS + OFFER_MS
+
+
+def test_only_the_first_offer_goes_straight_to_the_taker(room):
+    room.with_slots(1)
+    (held,) = room.enqueue(a("j", 1))
+    room.claim(held)
+    room.enqueue(a("n1", 2), a("n2", 3))
+    room.sync(Server("gpu", 2))
+    _, offers = room.release(held, taker="w1")
+    assert [(it.job, it.owner) for it in offers] == [("n1", "w1"), ("n2", "")]
+    assert room.expiry_of("n1") == START_MS + LEASE_MS and room.expiry_of("n2") == START_MS + OFFER_MS
+    assert room.claim(offers[0], "w2") == "lost" and room.renew("w1", offers[0]) == ["renewed"]
+
+
+def test_a_release_that_came_too_late_makes_offers_all_the_same(room, held):
+    room.enqueue(a("next", 2))
+    room.sync(Server("gpu", 2))
+    answer, offers = room.release(held, "w2")
+    assert answer == "lost" and [it.job for it in offers] == ["next"]
+    assert room.taken()["gpu-slot0"] == "j"
+
+
+def test_a_slot_that_rests_is_offered_after_its_rest_and_not_before(room, held):
+    room.enqueue(a("next", 2))
+    assert room.release(held, back=True, rest_ms=500) == ("released", [])
+    room.later(499)
+    assert room.offer() == []
+    room.later(1)
+    assert [it.job for it in room.offer()] == ["j"]
+
+
+# -- expired, seize --------------------------------------------------------------------------------------------
+
+
+def test_expired_names_leases_longest_expired_first_and_writes_nothing(room):
+    room.with_slots(3)
+    one, two, _ = room.enqueue(a("j1", 1), a("j2", 2), a("j3", 3))
+    room.claim(two, "w1")  # sooner: LEASE_MS < OFFER_MS
+    room.later(LEASE_MS - 1)
+    assert room.expired() == []
+    room.later(1)
+    assert room.expired() == [["j2", two.lease, "w1", two.slot]]
+    room.later(OFFER_MS - LEASE_MS)
+    before = room.dump()
+    assert [job for job, *_ in room.expired()] == ["j2", "j1", "j3"]
+    assert room.expired(1) == [["j2", two.lease, "w1", two.slot]]
+    assert room.expired()[1] == ["j1", one.lease, "", one.slot]
+    assert room.dump() == before
+
+
+def test_held_names_every_lease_with_the_time_at_which_it_expires_and_writes_nothing(room):
+    room.with_slots(2)
+    one, two = room.enqueue(a("j1", 1), a("j2", 2))
+    room.claim(one, "w1")
+    room.later(5)
+    before = room.dump()
+    now, rows = room.run("held")
+    assert int(now) == room.now
+    assert [(*row[:4], int(row[4])) for row in rows] == [
+        ("j1", one.lease, "w1", one.slot, START_MS + LEASE_MS),
+        ("j2", two.lease, "", two.slot, START_MS + OFFER_MS),
+    ]
+    assert room.dump() == before
+
+
+def test_who_seizes_a_lease_holds_it_and_its_former_holder_does_not(room, held):
+    room.later(3)
+    assert room.seize(held, "w1", "reaper", new_lease="s1", only_expired=False) == "seized"
+    assert room.expiry_of("j") == room.now + LEASE_MS
+    mine = held._replace(lease="s1")
+    unchanged(room, lambda: room.renew("w1", held), ["lost"])
+    unchanged(room, lambda: room.release(held, "w1"), ("lost", []))
+    unchanged(room, lambda: room.claim(held, "w1"), "lost")
+    unchanged(room, lambda: room.seize(held, "w1", "w1", only_expired=False), "lost")
+    assert room.renew("reaper", mine) == ["renewed"]
+    assert room.release(mine, "reaper")[0] == "released"
+
+
+@pytest.mark.parametrize(("owner", "wrong"), [("w2", {}), ("", {}), ("w1", {"lease": "p0-9"}), ("w1", {"job": "x"})])
+def test_only_the_lease_that_was_seen_can_be_seized(room, held, owner, wrong):
+    room.later(LEASE_MS)
+    unchanged(room, lambda: room.seize(held._replace(**wrong), owner, only_expired=True), "lost")
+    unchanged(room, lambda: room.seize(held._replace(**wrong), owner, only_expired=False), "lost")
+
+
+def test_a_lease_that_was_renewed_meanwhile_is_not_seized_as_expired(room, held):
+    room.later(LEASE_MS)
+    room.renew("w1", held)
+    unchanged(room, lambda: room.seize(held, "w1", only_expired=True), "lost")
+    assert room.seize(held, "w1", only_expired=False) == "seized"
+
+
+def test_a_lease_expires_at_the_very_millisecond(room, held):
+    room.later(LEASE_MS - 1)
+    assert room.expired() == [] and room.seize(held, "w1", only_expired=True) == "lost"
+    room.later(1)
+    assert room.expired() and room.seize(held, "w1", only_expired=True) == "seized"
+
+
+def test_a_seized_lease_can_be_opened_for_another_worker(room, held):
+    room.withdraw(a("j", 1))
+    assert room.seize(held, "w1", "", new_lease="s1", only_expired=False) == "seized"
+    again = held._replace(lease="s1")
+    assert room.run("claim", "j", "s1", "w2", LEASE_MS) == ["claimed", "gpu-slot0", "gpu", 1]
+    assert room.renew("w2", again) == ["cancel"], "the wish to cancel stays with the job"
+    assert room.release(again, "w2", back=True, limit=0)[0] == "released"
+    assert room.waiting() == ["j"]
+
+
+# -- restore ---------------------------------------------------------------------------------------------------
+
+
+def test_a_restored_lease_is_held_by_the_worker_that_held_it(room):
+    room.sync(Server("gpu", 2))
+    assert room.restore((a("j", 4, 2), "p1-7", "w1", "gpu-slot1")) == 1
+    room.open()
+    held = Offered("j", "p1-7", "gpu-slot1", "gpu", "zimg", 0, "w1")
+    assert room.taken() == {"gpu-slot1": "j"} and room.members("free") == ["gpu-slot0"]
+    assert room.expiry_of("j") == START_MS + LEASE_MS
+    assert room.renew("w1", held) == ["renewed"]
+    assert room.release(held, "w1", back=True, limit=0)[0] == "released"
+    assert room.lane_of("2|zimg") == ["j"]
+    assert int(room.client.zscore(room.key("lanes"), "2|zimg")) == a("j", 4, 2).offset + 4
+
+
+def test_restoring_before_the_slots_are_known_keeps_the_slot_from_being_offered(room):
+    room.restore((a("j", 1), "p1-7", "w1", "gpu-slot0"))
+    room.with_slots(2)
+    room.enqueue(a("other", 2), a("more", 3))
+    assert room.taken() == {"gpu-slot0": "j", "gpu-slot1": "other"}
+
+
+@pytest.mark.parametrize(
+    "lease",
+    [
+        pytest.param((a("j", 1), "p9-9", "w9", "gpu-slot1"), id="the job holds one"),
+        pytest.param((a("k", 2), "p9-9", "w9", "gpu-slot0"), id="the slot is taken"),
+        pytest.param((a("waits", 3), "p9-9", "w9", "gpu-slot1"), id="the job waits"),
+    ],
+)
+def test_restore_leaves_alone_what_stands_there(room, held, lease):
+    room.enqueue(a("waits", 3))
+    room.sync(Server("gpu", 2))
+    unchanged(room, lambda: room.restore(lease), 0)
+
+
+def test_a_resting_slot_whose_lease_is_restored_is_taken(room):
+    room.with_slots(1)
+    room.rest("gpu", 1000)
+    room.restore((a("j", 1), "p1-7", "w1", "gpu-slot0"))
+    assert room.members("resting") == [] and room.taken() == {"gpu-slot0": "j"}
+
+
+# -- LEASE-1 over many steps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lease_1_a_job_and_a_slot_have_at_most_one_lease_whatever_happens(room, seed):
+    draw = random.Random(seed)
+    room.with_servers(Server("gpu-a", 2), Server("gpu-b", 1))
+    known: list[Offered] = []
+    for step in range(250):
+        match draw.randrange(9):
+            case 0 | 1:
+                known += room.enqueue(a(f"j{draw.randrange(12)}", draw.randrange(12) + 1, 5))
+            case 2 if known:
+                room.claim(draw.choice(known), draw.choice(("w1", "w2")))
+            case 3 | 4 if known:
+                back, owner = draw.random() < 0.5, draw.choice(("", "w1", "w2"))
+                known += room.release(draw.choice(known), owner, back=back, rest_ms=draw.choice((0, 50)))[1]
+            case 5 if known:
+                room.seize(draw.choice(known), draw.choice(("", "w1")), "w2", new_lease=f"s{step}", only_expired=False)
+            case 6:
+                room.later(draw.choice((1, 60, LEASE_MS)))
+                known += room.offer()
+            case 7:
+                room.sync(*draw.sample([Server("gpu-a", draw.randrange(1, 4)), Server("gpu-b", 1, "paused")], 2))
+            case _ if known:
+                room.restore((a(f"j{draw.randrange(12)}", 1), f"r{step}", "w1", draw.choice(known).slot))
+        _check_leases(room)
+
+
+def _check_leases(room: Room) -> None:
+    leased, taken = room.members("leases"), room.taken()
+    assert sorted(taken.values()) == sorted(leased), "each lease has one slot, each taken slot one lease"
+    assert all(room.lease_of(job)["slot"] == slot for slot, job in taken.items())
+    waiting, free, resting = room.waiting(), room.members("free"), room.members("resting")
+    assert not set(waiting) & set(leased)
+    assert max(Counter([*free, *resting, *taken]).values(), default=1) == 1

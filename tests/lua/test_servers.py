@@ -1,0 +1,293 @@
+"""The fleet's servers and slots: who is offered, who rests, what a change of the catalog does (SLOT-2, LEASE-1)."""
+
+import pytest
+
+from tests.lua.room import OFFER_MS, START_MS, Server, a
+
+ODD_NAMES = ["zimg-api4", "org/model-7b", "gpu.rack-2/a:8000", "a-slot3", "a-slot3-slot0", "x@y+z", "%d%w.-"]
+
+
+# -- sync_servers ----------------------------------------------------------------------------------------------
+
+
+def test_every_slot_of_an_online_server_is_free(room):
+    assert room.sync(Server("gpu-a", 2), Server("gpu-b", 1)) == "synced"
+    assert sorted(room.members("free")) == ["gpu-a-slot0", "gpu-a-slot1", "gpu-b-slot0"]
+
+
+def test_syncing_the_same_catalog_again_changes_nothing(room):
+    servers = (Server("gpu-a", 3), Server("gpu-b", 2, "paused"))
+    room.with_servers(*servers)
+    room.enqueue(a("j1", 1))
+    room.rest("gpu-a", 1000)
+    before = room.dump()
+    room.later(10)
+    assert room.sync(*servers, version=room.version) == "synced"
+    assert room.dump() == before
+
+
+def test_an_older_catalog_changes_nothing(room):
+    room.sync(Server("new", 2), version=7)
+    before = room.dump()
+    assert room.sync(Server("old", 9), version=6) == "stale"
+    assert room.dump() == before
+
+
+def test_new_slots_can_be_offered_at_once(room):
+    room.with_slots(1)
+    room.enqueue(a("j1", 1), a("j2", 2))
+    room.sync(Server("gpu", 2))
+    assert [(it.job, it.slot) for it in room.offer()] == [("j2", "gpu-slot1")]
+
+
+def test_slots_that_are_gone_are_offered_no_more(room):
+    room.with_slots(3)
+    room.sync(Server("gpu", 1))
+    assert room.members("free") == ["gpu-slot0"]
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_a_slot_that_is_taken_away_under_a_lease_is_kept_until_its_release_and_not_offered_then(room, back):
+    room.with_slots(2)
+    _, held = room.enqueue(a("j1", 1), a("j2", 2))
+    room.sync(Server("gpu", 1))
+    assert room.taken()[held.slot] == "j2"
+    room.claim(held)
+    assert room.renew("w1", held) == ["renewed"]
+    assert room.release(held, back=back) == ("released", [])
+    assert room.members("free") == room.members("resting") == []
+
+
+def test_a_slot_that_came_back_while_it_was_leased_is_not_free_twice(room):
+    room.with_slots(2)
+    _, held = room.enqueue(a("j1", 1), a("j2", 2))
+    room.sync(Server("gpu", 1))
+    room.sync(Server("gpu", 2))
+    room.enqueue(a("j3", 3))
+    assert room.members("free") == []
+    room.release(held, "", limit=0)
+    assert room.members("free") == ["gpu-slot1"]
+
+
+@pytest.mark.parametrize("state", ["paused", "draining"])
+def test_a_server_that_is_not_online_gets_nothing(room, state):
+    room.with_servers(Server("gpu", 2, state))
+    assert room.enqueue(a("j", 1)) == [] and room.members("free") == []
+
+
+@pytest.mark.parametrize("state", ["paused", "draining"])
+@pytest.mark.parametrize("rest_ms", [0, 500])
+def test_a_slot_freed_on_a_server_that_is_not_online_is_offered_when_it_is_again(room, state, rest_ms):
+    room.with_slots(1)
+    (held,) = room.enqueue(a("j1", 1), a("j2", 2))
+    room.sync(Server("gpu", 1, state))
+    assert room.release(held, "", rest_ms=rest_ms) == ("released", [])
+    room.later(1000)
+    assert room.offer() == []
+    room.sync(Server("gpu", 1))
+    assert [it.job for it in room.offer()] == ["j2"]
+
+
+def test_free_and_resting_slots_of_a_server_that_is_paused_are_taken_out(room):
+    room.with_servers(Server("gpu-a", 2), Server("gpu-b", 2))
+    room.rest("gpu-b", 1000)
+    room.sync(Server("gpu-a", 2, "paused"), Server("gpu-b", 2, "paused"))
+    assert room.members("free") == room.members("resting") == []
+    room.later(5000)
+    room.offer()
+    assert room.members("free") == []
+
+
+def test_a_removed_server_keeps_only_its_leases(room):
+    room.with_slots(2)
+    (held,) = room.enqueue(a("j", 1))
+    room.sync()
+    assert room.members("free") == [] and room.taken() == {held.slot: "j"}
+    assert room.release(held, "") == ("released", [])
+    assert room.taken() == {} and room.members("free") == []
+
+
+# -- names (R112) ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_r112_a_servers_name_may_look_like_anything(room, name):
+    room.with_servers(Server(name, 2), Server(name + "0", 1))
+    one, two, three = room.enqueue(a("j1", 1), a("j2", 2), a("j3", 3))
+    assert {one.server, two.server, three.server} == {name, name + "0"}
+    assert {it.slot for it in (one, two, three)} == {f"{name}-slot0", f"{name}-slot1", f"{name}0-slot0"}
+    for it in (one, two, three):
+        assert it.slot.startswith(f"{it.server}-slot")
+        assert room.release(it, "", limit=0)[0] == "released"
+    assert room.rest(name, 1000)[1] == 2
+    assert room.members("free") == [f"{name}0-slot0"]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_r112_a_models_name_may_look_like_anything(room, name):
+    room.with_servers(Server("gpu", 1, models=(name,)))
+    room.enqueue(a("foreign", 1, model=name + "x"), a("foreign too", 2, model="x" + name))
+    (offer,) = room.enqueue(a("j", 3, model=name))
+    assert (offer.job, offer.model) == ("j", name)
+    assert room.position(a("foreign", 1, model=name + "x")) == ["waiting", 0]
+
+
+@pytest.mark.parametrize("served", [("zimg-large",), ("my-zimg", "zimg2"), ("xonline", "x5")])
+def test_r112_a_server_does_not_serve_a_model_whose_name_is_part_of_another(room, served):
+    room.with_servers(Server("gpu", 3, models=served))
+    for n, model in enumerate(("zim", "img", "large", "online", "5", "3", "online 3", "gpu"), 1):
+        assert room.enqueue(a(f"j{n}", n, model=model)) == []
+    assert room.offer() == []
+
+
+# -- several models on a server --------------------------------------------------------------------------------
+
+
+def test_a_server_takes_the_first_job_of_any_model_that_it_serves(room):
+    room.with_servers(Server("both", 1, models=("flux", "zimg")))
+    jobs = [a("z1", 1), a("f2", 2, model="flux"), a("urgent", 9, 1, "flux"), a("foreign", 0, 1, "trellis"), a("z3", 3)]
+    room.enqueue(*jobs, limit=0)
+    assert room.drain() == ["urgent", "z1", "f2", "z3"]
+    assert room.waiting() == ["foreign"]
+
+
+def test_a_job_at_the_head_that_no_free_slot_serves_holds_nobody_up(room):
+    room.with_servers(Server("a", 1, models=("flux",)), Server("b", 1, models=("flux", "zimg")))
+    offers = room.enqueue(a("z1", 1), a("z2", 2), a("f3", 3, model="flux"))
+    assert sorted((it.job, it.slot) for it in offers) == [("f3", "a-slot0"), ("z1", "b-slot0")]
+
+
+def test_the_slot_that_has_been_free_for_longest_is_offered_first(room):
+    room.with_slots(3)
+    first, second, third = room.enqueue(*[a(f"j{n}", n) for n in range(1, 4)])
+    for it in (second, third, first):
+        room.later(1)
+        room.release(it, "")
+    assert [it.slot for it in room.enqueue(*[a(f"k{n}", n) for n in range(4, 7)])] == [
+        second.slot,
+        third.slot,
+        first.slot,
+    ]
+
+
+def test_slot_2_a_free_slot_is_found_however_many_others_serve_nothing_that_waits(room):
+    room.with_servers(Server("idle", 300, models=("flux",)))
+    room.later(1)
+    room.sync(Server("idle", 300, models=("flux",)), Server("gpu", 1))
+    assert [it.slot for it in room.enqueue(a("j", 1))] == ["gpu-slot0"]
+
+
+def test_slot_2_a_job_is_found_however_many_lanes_before_it_have_no_slot(room):
+    room.enqueue(*[a(f"no{tier}-{n}", n, tier, f"m{n}") for n in range(40) for tier in range(1, 9)])
+    room.with_slots(1)
+    assert [it.job for it in room.enqueue(a("j", 1000, 9))] == ["j"]
+
+
+# -- resting and waking ----------------------------------------------------------------------------------------
+
+
+def test_each_rest_in_a_row_is_twice_as_long_up_to_the_longest(room):
+    room.with_slots(1)
+    assert [room.rest("gpu", 1000, 30_000)[0] for _ in range(8)] == [1000, 2000, 4000, 8000, 16000, 30000, 30000, 30000]
+    room.rest("gpu", 0)
+    assert room.rest("gpu", 1000)[0] == 1000
+
+
+def test_a_thousand_rests_in_a_row_do_not_overflow(room):
+    room.with_slots(1)
+    room.client.hset(room.key("meta"), "failures:gpu", 5000)
+    assert room.rest("gpu", 1000)[0] == 30_000
+
+
+def test_resting_slots_are_offered_to_nobody_until_their_time(room):
+    room.with_servers(Server("gpu", 2), Server("other", 1))
+    assert room.rest("gpu", 1000) == [1000, 2]
+    assert [it.slot for it in room.enqueue(a("j1", 1), a("j2", 2))] == ["other-slot0"]
+    room.later(999)
+    assert room.offer() == []
+    room.later(1)
+    assert [it.job for it in room.offer()] == ["j2"]
+    assert room.members("resting") == [] and len(room.members("free")) == 1
+
+
+def test_a_woken_server_is_offered_at_once(room):
+    room.with_slots(2)
+    room.rest("gpu", 1000)
+    room.enqueue(a("j", 1))
+    assert room.rest("gpu", 0, 0) == [0, 2]
+    assert [it.job for it in room.offer()] == ["j"]
+
+
+def test_resting_leaves_leased_slots_and_other_servers_alone(room):
+    room.with_servers(Server("gpu", 1), Server("gpu2", 1))
+    (held,) = room.enqueue(a("j", 1), limit=1)
+    taken = room.taken()
+    assert room.rest(held.server, 1000)[1] == 0
+    assert room.taken() == taken and len(room.members("free")) == 1
+
+
+def test_a_rest_that_ends_on_a_server_that_is_not_online_frees_nothing(room):
+    room.with_slots(1)
+    room.rest("gpu", 1000)
+    room.client.hset(room.key("servers"), "gpu", "paused 1\nzimg\n")
+    room.later(1000)
+    room.offer()
+    assert room.members("free") == room.members("resting") == []
+
+
+def test_more_slots_than_one_look_takes_wake_in_the_next(room):
+    room.with_slots(150)
+    room.rest("gpu", 1000)
+    room.later(1000)
+    room.offer()
+    room.offer()
+    assert len(room.members("free")) == 150
+
+
+# -- work of others (SLOT-1) -----------------------------------------------------------------------------------
+
+
+def test_slot_1_so_many_slots_of_a_server_as_others_use_are_withheld_for_a_while(room):
+    room.with_servers(Server("gpu", 4), Server("gpu2", 2))
+    assert room.run("occupy", "gpu", 3, 500) == 3
+    assert sorted(slot for slot in room.members("free") if slot.startswith("gpu-")) == ["gpu-slot3"]
+    assert len(room.members("free")) == 3
+    room.later(500)
+    room.offer()
+    assert len(room.members("free")) == 6 and room.members("resting") == []
+
+
+def test_slot_1_slots_that_are_leased_or_rest_are_not_withheld_twice(room):
+    room.with_slots(3)
+    room.enqueue(a("j", 1))
+    assert room.run("occupy", "gpu", 1, 500) == 1
+    assert room.run("occupy", "gpu", 1, 500) == 1
+    assert len(room.members("resting")) == 1 and len(room.members("free")) == 1
+    assert room.run("occupy", "gpu", 9, 500) == 2
+    assert room.taken() and room.members("free") == []
+
+
+def test_occupying_no_slot_leaves_no_trace(room):
+    room.with_slots(2)
+    before = room.dump()
+    assert room.run("occupy", "gpu", 0, 500) == 0
+    assert room.run("occupy", "stranger", 5, 500) == 0
+    assert room.dump() == before
+
+
+def test_occupying_does_not_shorten_a_rest(room):
+    room.with_slots(1)
+    room.rest("gpu", 30_000)
+    room.run("occupy", "gpu", 1, 500)
+    room.later(29_999)
+    room.offer()
+    assert room.members("free") == []
+
+
+# -- time ------------------------------------------------------------------------------------------------------
+
+
+def test_an_offer_is_open_for_the_time_it_was_given(room):
+    room.with_slots(1)
+    room.enqueue(a("j", 1))
+    assert room.expiry_of("j") == START_MS + OFFER_MS

@@ -1,0 +1,300 @@
+"""The migrations lead to exactly the tables of jobs.models, on both databases, whoever runs them and how often."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, create_engine, inspect, make_url, text
+
+from jobs import migrate
+from jobs.db import Database
+from jobs.errors import Conflict, RecordUnavailable
+from jobs.models import metadata
+from jobs.store import Store
+from tests.support.builders import a_queued_job, at_once, row_of
+from tests.support.postgres import Postgres
+
+_HEAD = ScriptDirectory.from_config(migrate._config("sqlite:///unused")).get_current_head()
+
+
+@pytest.fixture
+def connection(empty_url: str) -> Iterator[Connection]:
+    migrate.upgrade(empty_url)
+    engine = create_engine(empty_url)
+    with engine.connect() as opened:
+        yield opened
+    engine.dispose()
+
+
+def _schema(connection: Connection) -> dict[str, Any]:
+    """All that a database knows of its tables, in a form that can be compared."""
+    if connection.dialect.name == "sqlite":
+        rows = connection.execute(text("SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite%'"))
+        return {name: _sqlite_parts(sql) for name, sql in rows if name != "alembic_version"}
+    columns = text(
+        "SELECT table_name || '.' || column_name, data_type, is_nullable, column_default, is_identity "
+        "FROM information_schema.columns WHERE table_schema = 'public'"
+    )
+    constraints = text(
+        "SELECT conname, pg_get_constraintdef(oid), '', '', '' FROM pg_constraint "
+        "WHERE connamespace = 'public'::regnamespace"
+    )
+    indexes = text("SELECT indexname, indexdef, '', '', '' FROM pg_indexes WHERE schemaname = 'public'")
+    found = {row[0]: tuple(row[1:]) for part in (columns, constraints, indexes) for row in connection.execute(part)}
+    return {name: facts for name, facts in found.items() if "alembic_version" not in name}
+
+
+def _sqlite_parts(sql: str) -> list[str]:
+    """The statement's lines without their order: constraints may be named in any."""
+    return sorted(line.strip().rstrip(",") for line in sql.replace("(\n", "\n").splitlines() if line.strip())
+
+
+def test_the_migrated_schema_shows_no_difference_from_the_models(connection):
+    options = {"compare_type": True, "compare_server_default": True}
+    context = MigrationContext.configure(connection, opts=options)
+    assert compare_metadata(context, metadata) == []
+
+
+def test_the_migrated_schema_is_the_one_that_the_models_would_create(connection, postgres_or_file):
+    created = create_engine(postgres_or_file(connection.dialect.name))
+    metadata.create_all(created)
+    with created.connect() as other:
+        expected = _schema(other)
+    created.dispose()
+    assert len(expected) >= len(metadata.tables)  # the comparison saw something
+    assert _schema(connection) == expected
+
+
+@pytest.fixture
+def postgres_or_file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    """Makes one more empty database of a kind."""
+    made: list[tuple[Postgres, str]] = []
+
+    def make(kind: str) -> str:
+        if kind == "sqlite":
+            return f"sqlite:///{tmp_path / 'other.db'}"
+        server: Postgres = request.getfixturevalue("postgres")
+        made.append((server, server.create()))
+        return made[-1][1]
+
+    yield make
+    for server, url in made:
+        server.drop(url)
+
+
+def test_there_is_one_newest_revision_and_one_oldest():
+    steps = ScriptDirectory.from_config(migrate._config("sqlite:///unused"))
+    assert len(steps.get_heads()) == 1
+    assert len(steps.get_bases()) == 1
+
+
+def test_an_upgraded_record_takes_a_job(empty_url):
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    job = a_queued_job(Store(database))
+    assert row_of(database, job.id)["state"] == "queued"
+    database.close()
+
+
+def test_upgrading_twice_changes_nothing_and_keeps_the_jobs(empty_url):
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    job = a_queued_job(Store(database))
+    before = row_of(database, job.id)
+    migrate.upgrade(empty_url)
+    assert row_of(database, job.id) == before
+    database.close()
+
+
+def test_several_threads_may_upgrade_at_once(empty_url):
+    assert at_once(*[lambda: migrate.upgrade(empty_url)] * 4) == [None] * 4
+    assert migrate.check(empty_url) is None
+
+
+def test_several_processes_may_upgrade_at_once(empty_url):
+    program = f"from jobs.migrate import upgrade; upgrade({empty_url!r})"
+    processes = [subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    assert migrate.check(empty_url) is None
+
+
+def test_who_upgrades_waits_for_another_who_does(empty_url, monkeypatch):
+    monkeypatch.setattr(migrate, "_PATIENCE_S", 0.0)
+    with migrate._alone(empty_url), pytest.raises(RecordUnavailable, match="Another process"):
+        migrate.upgrade(empty_url)
+    migrate.upgrade(empty_url)
+    assert migrate.check(empty_url) is None
+
+
+def test_a_migration_that_fails_leaves_nothing_behind(empty_url, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("alembic.op.create_index", _fail)
+        with pytest.raises(ZeroDivisionError):
+            migrate.upgrade(empty_url)
+    assert _tables(empty_url) <= {"alembic_version"}
+    migrate.upgrade(empty_url)
+    assert migrate.check(empty_url) is None
+
+
+def test_when_a_later_step_fails_the_steps_before_it_are_undone_too(empty_url, tmp_path, monkeypatch):
+    steps = shutil.copytree(migrate._STEPS, tmp_path / "steps")
+    (steps / "versions" / "0002_fails.py").write_text(
+        "revision, down_revision = '0002', '0001'\ndef upgrade():\n    raise ZeroDivisionError\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(migrate, "_STEPS", steps)
+        with pytest.raises(ZeroDivisionError):
+            migrate.upgrade(empty_url)
+    assert _tables(empty_url) <= {"alembic_version"}
+    migrate.upgrade(empty_url)
+    assert migrate.check(empty_url) is None
+
+
+def test_a_schema_that_lags_behind_is_told_to_migrate(empty_url, tmp_path, monkeypatch):
+    migrate.upgrade(empty_url)
+    steps = shutil.copytree(migrate._STEPS, tmp_path / "steps")
+    (steps / "versions" / "0002_next.py").write_text(
+        "revision, down_revision = '0002', '0001'\ndef upgrade():\n    pass\n"
+    )
+    monkeypatch.setattr(migrate, "_STEPS", steps)
+    sentence = migrate.check(empty_url)
+    assert "0001" in sentence
+    assert "needs 0002" in sentence
+    assert "slotkeeper migrate" in sentence
+    migrate.upgrade(empty_url)
+    assert migrate.check(empty_url) is None
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise ZeroDivisionError
+
+
+def _tables(url: str) -> set[str]:
+    engine = create_engine(url)
+    found = set(inspect(engine).get_table_names())
+    engine.dispose()
+    return found
+
+
+def test_going_back_before_the_first_revision_is_refused_and_deletes_nothing(empty_url):
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    job = a_queued_job(Store(database))
+    with pytest.raises(RuntimeError, match="delete every job"):
+        command.downgrade(migrate._config(empty_url), "base")
+    assert row_of(database, job.id)["state"] == "queued"
+    assert migrate.check(empty_url) is None
+    database.close()
+
+
+def test_a_schema_at_head_needs_nothing(empty_url):
+    migrate.upgrade(empty_url)
+    assert migrate.check(empty_url) is None
+
+
+def test_an_empty_database_is_told_to_migrate(empty_url):
+    assert "slotkeeper migrate" in migrate.check(empty_url)
+
+
+def test_asking_creates_no_file(tmp_path):
+    migrate.check(f"sqlite:///{tmp_path / 'record.db'}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_schema_of_a_newer_release_is_told_from_an_old_one(empty_url):
+    migrate.upgrade(empty_url)
+    engine = create_engine(empty_url)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = 'from_the_future'"))
+    engine.dispose()
+    sentence = migrate.check(empty_url)
+    assert "from_the_future" in sentence
+    assert "newer" in sentence
+    assert _HEAD in sentence
+    with pytest.raises(Conflict, match="from_the_future"):
+        migrate.upgrade(empty_url)
+
+
+@pytest.mark.parametrize("act", [migrate.upgrade, migrate.check])
+def test_a_database_that_is_not_there_is_unavailable(act, tmp_path):
+    with pytest.raises(RecordUnavailable):
+        act(f"postgresql://nobody@/record?host={tmp_path}")
+
+
+def test_a_record_in_memory_is_refused():
+    with pytest.raises(ValueError, match="name a file"):
+        migrate.upgrade("sqlite://")
+
+
+def test_a_folder_named_migrations_where_the_user_stands_is_not_mistaken_for_ours(tmp_path, monkeypatch):
+    (tmp_path / "migrations").mkdir()
+    (tmp_path / "migrations" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    url = f"sqlite:///{tmp_path / 'record.db'}"
+    migrate.upgrade(url)
+    assert migrate.check(url) is None
+
+
+def test_a_percent_sign_in_the_url_is_no_placeholder(tmp_path):
+    url = f"sqlite:///{tmp_path / '100%' / 'record.db'}"
+    migrate.upgrade(url)
+    assert migrate.check(url) is None
+    assert Path(make_url(url).database).exists()
+
+
+def test_a_new_sqlite_record_is_in_wal_mode_from_the_start(tmp_path):
+    # Switching later can fail with "locked" when two processes do it at the same moment.
+    url = f"sqlite:///{tmp_path / 'record.db'}"
+    migrate.upgrade(url)
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+    engine.dispose()
+
+
+@pytest.mark.postgres
+def test_a_migration_that_cannot_have_its_lock_gives_up_soon(postgres_url, monkeypatch):
+    """Queries queue behind a migration that waits for a lock."""
+    seen: dict[str, str] = {}
+
+    def look(*_: object, **__: object) -> None:
+        from alembic import op
+
+        for name in ("lock_timeout", "statement_timeout"):
+            seen[name] = op.get_bind().exec_driver_sql(f"SHOW {name}").scalar()
+
+    engine = create_engine(postgres_url)
+    with engine.begin() as connection:
+        connection.execute(text("DELETE FROM alembic_version"))
+    engine.dispose()
+    monkeypatch.setattr("alembic.op.create_table", look)
+    monkeypatch.setattr("alembic.op.create_index", look)
+    migrate.upgrade(postgres_url)
+    assert seen == {"lock_timeout": "5s", "statement_timeout": "1min"}
+
+
+def test_migrations_import_of_the_product_only_its_tables():
+    """A step that used the product's code would change its meaning with it."""
+    imported = {
+        name
+        for path in migrate._STEPS.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in _modules(node)
+    }
+    assert {name for name in imported if name.split(".")[0] in {"jobs", "routing", "tasks", "app"}} == {"jobs.models"}
+
+
+def _modules(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

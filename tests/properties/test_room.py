@@ -1,0 +1,378 @@
+"""The waiting room against a plain model of it, over generated sequences of acts.
+
+Whatever is done, by holders and by others, in time and too late, with a lost Redis in between: the room answers
+what the model answers, and stands as the model stands.  SLOTKEEPER_TEST_EXAMPLES makes the search longer.
+"""
+
+import os
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from redis import Redis
+
+from tests.lua.room import LEASE_MS, OFFER_MS, START_MS, Job, Offered, Room, Server
+
+ASKED_FOR = os.environ.get("SLOTKEEPER_TEST_EXAMPLES")
+EXAMPLES = int(ASKED_FOR or "150")
+STEPS = 40
+MODELS = {"gpu-a": ("zimg",), "gpu-slot3": ("flux", "zimg")}
+SLOTS = {"gpu-a": 2, "gpu-slot3": 1}
+
+owners = st.sampled_from(("", "w1", "w2"))
+workers = st.sampled_from(("w1", "w2"))
+limits = st.integers(0, 3)
+
+
+@dataclass
+class Lease:
+    """A lease as the model knows it."""
+
+    job: Job
+    name: str
+    owner: str
+    slot: str
+    expires: int
+    cancel: bool = False
+
+
+@dataclass
+class Model:
+    """What the room should be: plain sets, and the rules in the shortest words."""
+
+    now: int = START_MS
+    is_open: bool = False
+    version: int = 0
+    online: set[str] = field(default_factory=lambda: set(SLOTS))
+    waiting: dict[str, Job] = field(default_factory=dict)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
+    free: dict[str, int] = field(default_factory=dict)
+    resting: dict[str, int] = field(default_factory=dict)
+
+    def server(self, slot: str) -> str:
+        return slot.rsplit("-slot", 1)[0]
+
+    def slots(self) -> list[str]:
+        return [f"{server}-slot{n}" for server in sorted(self.online) for n in range(SLOTS[server])]
+
+    def held(self, offer: Offered, owner: str) -> Lease | None:
+        lease = self.leases.get(offer.job)
+        return lease if lease and (lease.name, lease.owner) == (offer.lease, owner) else None
+
+    def sync(self) -> None:
+        """Every slot of an online server is leased, resting or free; others are leased at most."""
+        wanted, leased = set(self.slots()), {lease.slot for lease in self.leases.values()}
+        self.free = {slot: since for slot, since in self.free.items() if slot in wanted}
+        self.resting = {slot: until for slot, until in self.resting.items() if slot in wanted}
+        for slot in wanted - leased - set(self.free) - set(self.resting):
+            self.free[slot] = self.now
+
+    def drop(self, lease: Lease, rest_ms: int, *, back: bool) -> None:
+        del self.leases[lease.job.id]
+        if back:
+            self.waiting[lease.job.id] = lease.job
+        else:
+            self.gone.add(lease.job.id)
+        if self.server(lease.slot) in self.online:
+            place, when = (self.resting, self.now + rest_ms) if rest_ms else (self.free, self.now)
+            place[lease.slot] = when
+
+    def expected_offers(self, limit: int, taker: str = "") -> list[tuple[Job, str, str]]:
+        """(job, slot, owner) of each offer that is due: the first job that the longest free slot can run, and so on."""
+        if not self.is_open:
+            return []
+        for slot in [slot for slot, until in self.resting.items() if until <= self.now]:
+            del self.resting[slot]
+            self.free[slot] = self.now
+        due: list[tuple[Job, str, str]] = []
+        left = dict(self.waiting)
+        for slot in sorted(self.free, key=lambda slot: (self.free[slot], slot)):
+            able = [job for job in left.values() if job.model in MODELS[self.server(slot)]]
+            if len(due) < limit and able:
+                job = min(able, key=lambda job: (job.tier, job.seq))
+                del left[job.id]
+                due.append((job, slot, "" if due else taker))
+        return due
+
+    def take(self, offer: Offered) -> None:
+        job = self.waiting.pop(offer.job)
+        del self.free[offer.slot]
+        ttl = LEASE_MS if offer.owner else OFFER_MS
+        self.leases[job.id] = Lease(job, offer.lease, offer.owner, offer.slot, self.now + ttl)
+
+
+class RoomMachine(RuleBasedStateMachine):
+    """Does to the room and to the model alike, and compares."""
+
+    known = Bundle("known")  # offers that somebody has seen, however old they are
+
+    def __init__(self, client: Redis) -> None:
+        super().__init__()
+        client.flushall()
+        self.room, self.model = Room(client), Model()
+        self.jobs: list[Job] = []
+        self.names: set[str] = set()
+
+    # -- the acts ----------------------------------------------------------------------------------------------
+
+    @initialize(target=known)
+    def begin(self):
+        self._sync()
+        self._open()
+        return multiple()
+
+    @rule(target=known, tier=st.integers(1, 9), model=st.sampled_from(("zimg", "zimg", "flux")), limit=limits)
+    def enqueue(self, tier, model, limit):
+        job = Job(f"j{len(self.jobs)}", len(self.jobs) + 1, tier, model)
+        self.jobs.append(job)
+        return self._enqueue([job], limit)
+
+    @precondition(lambda self: self.jobs)
+    @rule(target=known, data=st.data(), limit=limits)
+    def enqueue_again(self, data, limit):
+        """What reconcile does; jobs that wait or hold a lease stay as they are."""
+        there = [job for job in self.jobs if job.id not in self.model.gone]
+        if not there:
+            return multiple()
+        chosen = data.draw(st.lists(st.sampled_from(there), min_size=1, max_size=4, unique_by=lambda job: job.id))
+        return self._enqueue(chosen, limit)
+
+    @rule(target=known, limit=limits)
+    def sweep(self, limit):
+        return self._taken(self.room.offer(limit), self.model.expected_offers(limit))
+
+    @rule(offer=known, owner=workers)
+    def claim(self, offer, owner):
+        lease = self.model.held(offer, "") or self.model.held(offer, owner)
+        assert self.room.claim(offer, owner) == ("claimed" if lease else "lost")
+        if lease:
+            lease.owner, lease.expires = owner, self.model.now + LEASE_MS
+
+    @rule(offer=known, owner=owners)
+    def renew(self, offer, owner):
+        lease = self.model.held(offer, owner)
+        answer = "cancel" if lease and lease.cancel else "renewed" if lease else "lost"
+        assert self.room.renew(owner, offer) == [answer]
+        if lease:
+            lease.expires = self.model.now + LEASE_MS
+
+    @rule(
+        target=known,
+        offer=known,
+        owner=owners,
+        back=st.booleans(),
+        rest_ms=st.sampled_from((0, 0, 500)),
+        limit=limits,
+        taker=st.sampled_from(("", "w1")),
+    )
+    def release(self, offer, owner, back, rest_ms, limit, taker):
+        lease = self.model.held(offer, owner)
+        if lease:
+            self.model.drop(lease, rest_ms, back=back)
+        answer, offers = self.room.release(offer, owner, back=back, rest_ms=rest_ms, limit=limit, taker=taker)
+        assert answer == ("released" if lease else "lost")
+        return self._taken(offers, self.model.expected_offers(limit, taker))
+
+    @rule(target=known, offer=known, owner=owners, new_owner=owners, only_expired=st.booleans())
+    def seize(self, offer, owner, new_owner, only_expired):
+        lease = self.model.held(offer, owner)
+        if lease and only_expired and lease.expires > self.model.now:
+            lease = None
+        name = f"s{len(self.names)}"
+        answer = self.room.seize(offer, owner, new_owner, new_lease=name, only_expired=only_expired)
+        assert answer == ("seized" if lease else "lost")
+        if not lease:
+            return multiple()
+        self.names.add(name)
+        lease.name, lease.owner, lease.expires = name, new_owner, self.model.now + LEASE_MS
+        return offer._replace(lease=name, owner=new_owner)
+
+    @rule(ms=st.sampled_from((1, 500, LEASE_MS - 1, LEASE_MS, OFFER_MS)))
+    def time_goes_by(self, ms):
+        self.room.later(ms)
+        self.model.now += ms
+
+    @rule(target=known, crashed=st.booleans())
+    def reap(self, crashed):
+        """What the reaper does with every expired lease; a crashed job goes back to its place."""
+        expired = sorted(
+            (lease for lease in self.model.leases.values() if lease.expires <= self.model.now),
+            key=lambda lease: (lease.expires, lease.job.id),
+        )
+        found = self.room.expired()
+        assert found == [[lease.job.id, lease.name, lease.owner, lease.slot] for lease in expired]
+        made: list[Offered] = []
+        for lease in expired:
+            offer = Offered(lease.job.id, lease.name, lease.slot, "", lease.job.model, 0, lease.owner)
+            if lease.owner:
+                assert (
+                    self.room.seize(offer, lease.owner, "reaper", new_lease=f"r{lease.name}", only_expired=True)
+                    == "seized"
+                )
+                offer, lease.owner = offer._replace(lease=f"r{lease.name}"), "reaper"
+            back = crashed or not lease.owner
+            self.model.drop(lease, 0, back=back)
+            answer, offers = self.room.release(offer, lease.owner, back=back)
+            assert answer == "released"
+            self._taken(offers, self.model.expected_offers(8))
+            made += offers
+        return multiple(*made)
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def withdraw(self, data):
+        job = data.draw(st.sampled_from(self.jobs))
+        lease = self.model.leases.get(job.id)
+        answer = "withdrawn" if job.id in self.model.waiting else "asked" if lease else "absent"
+        assert self.room.withdraw(job) == answer
+        if self.model.waiting.pop(job.id, None):
+            self.model.gone.add(job.id)
+        if lease:
+            lease.cancel = True
+
+    @rule(server=st.sampled_from(sorted(SLOTS)))
+    def pause_or_resume(self, server):
+        self.model.online ^= {server}
+        self._sync()
+
+    @rule(target=known, late=st.booleans())
+    def redis_is_lost(self, late):
+        """Emptied, and rebuilt from what the record knows: running jobs with their leases, the rest in order."""
+        self.room.client.flushall()
+        self.room.set_clock(self.model.now)
+        before, self.model.leases = self.model.leases, {}
+        running = [lease for lease in before.values() if lease.owner]
+        self.model.waiting |= {lease.job.id: lease.job for lease in before.values() if not lease.owner}
+        self.model.free, self.model.resting, self.model.is_open = {}, {}, False
+        if late:  # a submit in between
+            self._enqueue_new_job()
+        assert self.room.restore(*[(it.job, it.name, it.owner, it.slot) for it in running]) == len(running)
+        for lease in running:
+            lease.expires, lease.cancel = self.model.now + LEASE_MS, False
+            self.model.leases[lease.job.id] = lease
+        self._sync()
+        queued = sorted(self.model.waiting.values(), key=lambda job: job.seq)
+        assert self.room.enqueue(*queued) == []
+        self._open()
+        return self._taken(self.room.offer(), self.model.expected_offers(256))
+
+    # -- what must hold after every act --------------------------------------------------------------------------
+
+    @invariant()
+    def the_room_stands_as_the_model_stands(self):
+        stands = _Standing(self.room)
+        model = self.model
+        by_lane: dict[str, list[Job]] = {}
+        for job in model.waiting.values():
+            by_lane.setdefault(job.lane, []).append(job)
+        # ORDER-1: inside a lane by acceptance, lanes by tier and acceptance
+        lanes = {lane: [job.id for job in sorted(jobs, key=lambda job: job.seq)] for lane, jobs in by_lane.items()}
+        assert stands.lanes == lanes
+        assert stands.order == [
+            lane
+            for _, lane in sorted((min((job.tier, job.seq) for job in jobs), lane) for lane, jobs in by_lane.items())
+        ]
+        assert stands.free == model.free and stands.resting == model.resting
+        assert stands.slots == {lease.slot: job for job, lease in model.leases.items()}
+        assert stands.expiries == {job: lease.expires for job, lease in model.leases.items()}
+
+    @invariant()
+    def lease_1_one_lease_for_each_job_and_each_slot(self):
+        slots = [lease.slot for lease in self.model.leases.values()]
+        assert len(set(slots)) == len(slots)
+        names = [lease.name for lease in self.model.leases.values()]
+        assert len(set(names)) == len(names)
+
+    @invariant()
+    def slot_1_no_server_has_more_leases_than_slots(self):
+        for server, slots in SLOTS.items():
+            assert sum(self.model.server(lease.slot) == server for lease in self.model.leases.values()) <= slots
+
+    @invariant()
+    def no_job_is_lost_or_doubled(self):
+        places = [self.model.waiting.keys(), self.model.leases.keys(), self.model.gone]
+        assert sum(map(len, places)) == len(self.jobs)
+        assert set().union(*places) == {job.id for job in self.jobs}
+
+    # -- helpers -------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, jobs: list[Job], limit: int):
+        new = [job for job in jobs if job.id not in self.model.waiting and job.id not in self.model.leases]
+        self.model.waiting |= {job.id: job for job in new}
+        added, offers = self.room.enqueued(*jobs, limit=limit)
+        assert added == len(new)
+        return self._taken(offers, self.model.expected_offers(limit))
+
+    def _enqueue_new_job(self) -> None:
+        job = Job(f"j{len(self.jobs)}", len(self.jobs) + 1, 1)
+        self.jobs.append(job)
+        self._enqueue([job], 8)
+
+    def _taken(self, offers: list[Offered], expected: list[tuple[Job, str, str]]):
+        assert [(it.job, it.slot, it.owner) for it in offers] == [
+            (job.id, slot, owner) for job, slot, owner in expected
+        ]
+        for offer in offers:
+            assert offer.lease not in self.names, "a lease's name is used once"
+            self.names.add(offer.lease)
+            self.model.take(offer)
+        return multiple(*offers)
+
+    def _sync(self) -> None:
+        self.model.version += 1
+        self.model.sync()
+        servers = [
+            Server(name, slots, "online" if name in self.model.online else "paused", MODELS[name])
+            for name, slots in SLOTS.items()
+        ]
+        assert self.room.sync(*servers, version=self.model.version) == "synced"
+
+    def _open(self) -> None:
+        assert self.room.open(f"epoch{self.model.version}") == "opened"
+        self.model.is_open = True
+
+
+class _Standing:
+    """What stands in Redis, read in two trips."""
+
+    def __init__(self, room: Room) -> None:
+        pipe = room.client.pipeline(transaction=False)
+        for name in ("lanes", "free", "resting", "leases"):
+            pipe.zrange(room.key(name), 0, -1, withscores=True)
+        pipe.hgetall(room.key("slots"))
+        lanes, free, resting, leases, slots = pipe.execute()
+        self.order = [lane.decode() for lane, _ in lanes]
+        self.free, self.resting, self.expiries = (
+            {member.decode(): int(score) for member, score in rows} for rows in (free, resting, leases)
+        )
+        self.slots = {slot.decode(): job.decode() for slot, job in slots.items()}
+        for lane in self.order:
+            pipe.zrange(room.key(f"lanes:{lane}"), 0, -1)
+        self.lanes = {
+            lane: [job.decode() for job in jobs] for lane, jobs in zip(self.order, pipe.execute(), strict=True)
+        }
+
+
+def test_the_room_is_what_the_model_says_whatever_is_done_to_it(client: Redis):
+    run_state_machine_as_test(
+        lambda: RoomMachine(client),
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=STEPS,
+            derandomize=ASKED_FOR is None,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

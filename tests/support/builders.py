@@ -1,0 +1,118 @@
+"""Jobs for tests: each builder takes what matters to the test and fills in the rest.
+
+Times count from T0.  A builder does the real acts, so what it gives is what the product would have made.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import select
+
+from jobs.db import Database
+from jobs.models import jobs
+from jobs.record import Job, NewJob, Run, new_job_id
+from jobs.states import State, Why
+from jobs.store import Error, Store
+
+T0 = 1_800_000_000_000
+SECOND = 1000
+CALLBACK = "https://client.example/hook"
+
+_ENDED_BY = {
+    State.COMPLETED: Why.FINISHED,
+    State.FAILED: Why.INVALID_REQUEST,
+    State.EXPIRED: Why.DEADLINE_PASSED,
+    State.CANCELED: Why.CANCEL_REQUESTED,
+    State.DEAD: Why.RETRIES_EXHAUSTED,
+}
+
+
+def a_job(**changes: Any) -> NewJob:
+    """A job that has not been submitted."""
+    return replace(NewJob(id=new_job_id(), model="zimg", payload='{"prompt":"a cat"}'), **changes)
+
+
+def a_queued_job(store: Store, *, now: int = T0, **changes: Any) -> Job:
+    return _read(store, store.submit([a_job(**changes)], now)[0].id)
+
+
+def a_delayed_job(store: Store, *, now: int = T0, due_ms: int = T0 + SECOND, **changes: Any) -> Job:
+    return a_queued_job(store, now=now, not_before_ms=due_ms, **changes)
+
+
+def a_running_job(store: Store, *, now: int = T0, server: str = "gpu1", **changes: Any) -> Run:
+    return a_start(store, a_queued_job(store, now=now, **changes).id, now=now, server=server)
+
+
+def a_start(store: Store, job_id: str, *, now: int = T0, server: str = "gpu1", lease: str = "lease") -> Run:
+    """The next start of a queued job."""
+    run = store.start(job_id, server, f"{server}-slot0", lease, now)
+    assert run is not None, f"{job_id} is not queued"
+    return run
+
+
+def an_ended_job(store: Store, state: State = State.COMPLETED, *, now: int = T0, **changes: Any) -> Job:
+    """A job that ran once and ended in `state`."""
+    run = a_running_job(store, now=now, **changes)
+    result = '{"url":"https://cdn.example/1.png"}' if state is State.COMPLETED else None
+    error = None if state is State.COMPLETED else Error("model_error", "out of memory")
+    assert store.settle(run.job.id, run.attempt, _ENDED_BY[state], now, result=result, error=error)
+    return _read(store, run.job.id)
+
+
+def a_job_in(store: Store, state: State, *, now: int = T0, **changes: Any) -> Job:
+    """A job in any state, by the shortest way there."""
+    match state:
+        case State.QUEUED:
+            return a_queued_job(store, now=now, **changes)
+        case State.DELAYED:
+            return a_delayed_job(store, now=now, **changes)
+        case State.RUNNING:
+            return _read(store, a_running_job(store, now=now, **changes).job.id)
+        case _:
+            return an_ended_job(store, state, now=now, **changes)
+
+
+def row_of(database: Database, job_id: str) -> dict[str, Any]:
+    """Every column of a job as it stands in the record."""
+    with database.read() as connection:
+        return dict(connection.execute(select(jobs).where(jobs.c.id == job_id)).one()._mapping)
+
+
+def trail_of(store: Store, job_id: str) -> list[tuple[str, str, int]]:
+    """The job's events: (type, why, attempt)."""
+    return [(event.type, event.data["why"], event.attempt) for event in store.events_of(job_id)]
+
+
+def at_once(*acts: Callable[[], Any], timeout_s: float = 30) -> list[Any]:
+    """Do all acts at the same moment, each in a thread; their results, or the exceptions they raised, in order."""
+    barrier = threading.Barrier(len(acts))
+
+    def run(act: Callable[[], Any]) -> Any:
+        barrier.wait(timeout_s)
+        try:
+            return act()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(acts)) as pool:
+        return list(pool.map(run, acts, timeout=timeout_s))
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 10) -> None:
+    """Wait until another thread has brought something about."""
+    tick, looks = threading.Event(), int(timeout_s * 1000)
+    for _ in range(looks):
+        if condition():
+            return
+        tick.wait(0.001)
+    raise AssertionError(f"did not happen within {timeout_s} s")
+
+
+def _read(store: Store, job_id: str) -> Job:
+    job = store.get(job_id)
+    assert job is not None
+    return job

@@ -1,0 +1,178 @@
+"""A whole Slotkeeper of real processes on free ports, in a folder of its own.
+
+Used by the end-to-end tests and by the benchmarks.  Processes are started as a user's Procfile would.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import requests
+
+from tests.support.valkey import Valkey
+
+REPO = Path(__file__).resolve().parents[2]
+_BIN = Path(sys.executable).parent
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def eventually(condition: Callable[[], Any], what: str, within_s: float = 30.0, every_s: float = 0.05) -> Any:
+    """Wait until `condition` answers something true, and answer that.  Raises AssertionError after `within_s`."""
+    end = time.monotonic() + within_s
+    while True:
+        found = condition()
+        if found:
+            return found
+        if time.monotonic() > end:
+            raise AssertionError(f"waited {within_s} s in vain: {what}")
+        time.sleep(every_s)
+
+
+class Process:
+    """One child process with its log."""
+
+    def __init__(self, name: str, command: Sequence[str], env: dict[str, str], logs: Path) -> None:
+        self.name, self.command, self.env = name, list(command), env
+        self.log_path = logs / f"{name}.log"
+        self._log: IO[bytes] = self.log_path.open("ab")
+        self.popen = subprocess.Popen(
+            self.command, env=env, cwd=REPO, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def stop(self, with_signal: int = signal.SIGTERM, within_s: float = 15.0) -> int:
+        if self.popen.poll() is None:
+            self.popen.send_signal(with_signal)
+            try:
+                self.popen.wait(within_s)
+            except subprocess.TimeoutExpired:
+                self.popen.kill()
+                self.popen.wait()
+        self._log.close()
+        return self.popen.returncode
+
+    def kill(self) -> None:
+        self.stop(signal.SIGKILL)
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+
+class Stack:
+    """Starts and ends the processes.  `env` adds to or replaces settings."""
+
+    def __init__(self, home: Path, env: dict[str, str] | None = None) -> None:
+        self.home = home
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.processes: dict[str, Process] = {}
+        self.valkey: Valkey | None = None
+        self._given = env or {}
+
+    def __enter__(self) -> "Stack":
+        self.home.mkdir(parents=True, exist_ok=True)
+        self.valkey = Valkey(self.home / "valkey", appendonly=True, settings={"appendfsync": "everysec"})
+        self.valkey.start()
+        self.env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("SLOTKEEPER_")},
+            "SLOTKEEPER_HOME": str(self.home),
+            "SLOTKEEPER_REDIS_URL": self.valkey.url,
+            "SLOTKEEPER_PORT": str(self.port),
+            "PYTHONUNBUFFERED": "1",
+            **self._given,
+        }
+        self.run([sys.executable, "-c", _MIGRATE])
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in reversed(self.processes.values()):
+            process.stop()
+        if self.valkey is not None:
+            self.valkey.stop()
+
+    def run(self, command: Sequence[str]) -> str:
+        return subprocess.run(command, env=self.env, cwd=REPO, check=True, capture_output=True, text=True).stdout
+
+    def run_with_input(self, script: str, text: str) -> str:
+        """Run a Python script with this installation's settings, and answer what it prints."""
+        command = [sys.executable, "-c", script]
+        return subprocess.run(
+            command, env=self.env, cwd=REPO, check=True, capture_output=True, text=True, input=text
+        ).stdout
+
+    def start(self, name: str, command: Sequence[str]) -> Process:
+        self.processes[name] = Process(name, command, self.env, self.home)
+        return self.processes[name]
+
+    def server(self, name: str, slots: int, *options: str, function: str = "reference_server.demo:zimg") -> "RefServer":
+        """A reference server; answers once it listens."""
+        port = free_port()
+        command = [sys.executable, "-m", "reference_server", function, "--slots", str(slots), "--port", str(port)]
+        journal = self.home / f"{name}.journal"
+        process = self.start(name, [*command, "--journal", str(journal), *options])
+        server = RefServer(name, port, slots, journal, process)
+        eventually(lambda: _listens(port), f"{name} listens", 10)
+        return server
+
+    def worker(self, name: str = "worker", threads: int = 64, level: str = "info") -> Process:
+        command = self.celery("worker", "-Q", "celery", "-c", str(threads), "-n", f"{name}@%h")
+        return self.start(name, [*command[:-1], level])
+
+    def maintenance(self, name: str = "maintenance") -> Process:
+        queues = "maintenance,webhooks"
+        return self.start(name, self.celery("worker", "-Q", queues, "-c", "8", "-n", f"{name}@%h"))
+
+    def beat(self) -> Process:
+        return self.start("beat", self.celery("beat"))
+
+    def web(self) -> Process:
+        command = [str(_BIN / "granian"), "--interface", "wsgi", "--factory", "app.factory:create_app"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--blocking-threads", "16", "--no-ws"]
+        process = self.start("web", [*command, "--workers-kill-timeout", "10"])
+        eventually(lambda: self.answers("/health/live"), "the API answers", 30)
+        return process
+
+    def celery(self, *words: str) -> list[str]:
+        return [str(_BIN / "celery"), "-A", "tasks", *words, "-l", "info"]
+
+    def answers(self, path: str) -> bool:
+        try:
+            return requests.get(self.url + path, timeout=2).ok
+        except requests.RequestException:
+            return False
+
+
+class RefServer:
+    """A reference server process, and its journal of runs."""
+
+    def __init__(self, name: str, port: int, slots: int, journal: Path, process: Process) -> None:
+        self.name, self.port, self.slots, self.journal, self.process = name, port, slots, journal, process
+        self.endpoint = f"http://127.0.0.1:{port}/generate"
+
+
+_MIGRATE = "from jobs.migrate import upgrade; from jobs.config import RecordSettings as R; upgrade(R().record_url)"
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def stack(home: Path, **env: str) -> Iterator[Stack]:
+    with Stack(home, env) as running:
+        yield running

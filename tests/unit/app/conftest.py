@@ -1,0 +1,40 @@
+import pytest
+
+from jobs.record import Job
+from jobs.states import State, Why
+from tests.support.builders import T0
+
+
+@pytest.fixture
+def a_row() -> Job:
+    """A queued job as the record gives it."""
+    nothing = dict.fromkeys(
+        (
+            "started_ms",
+            "finished_ms",
+            "due_ms",
+            "deadline_ms",
+            "server",
+            "slot",
+            "lease",
+            "remote_id",
+            "cancel_requested_ms",
+            "callback_url",
+            "error_code",
+            "error_message",
+        )
+    )
+    counts = dict.fromkeys(("attempt", "waits", "failures", "crashes"), 0)
+    return Job(
+        id="j",
+        seq=1,
+        model="zimg",
+        state=State.QUEUED,
+        why=Why.SUBMITTED,
+        tier=5,
+        tenant="default",
+        created_ms=T0,
+        source="rest",
+        **counts,
+        **nothing,
+    )

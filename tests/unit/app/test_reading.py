@@ -1,0 +1,51 @@
+import math
+
+import pytest
+
+from app.api.reading import parse
+from app.errors import ProblemError
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [(b'{"a":[1,2.5,null,true,"\xc3\xbc"]}', {"a": [1, 2.5, None, True, "ü"]}), (b" 7 ", 7), (b'"x"', "x")],
+)
+def test_json_is_read(text, value):
+    assert parse(text) == value
+
+
+def test_whole_numbers_stay_whole_however_long():
+    assert parse(b"18446744073709551617") == 2**64 + 1
+
+
+def test_what_overflows_is_left_to_the_check_of_the_payload():
+    assert math.isinf(parse(b"1e999"))
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (b"", "line 1, column 1"),
+        (b'{"a":1,}', "line 1"),
+        (b"{'a':1}", "line 1"),
+        (b"[1] [2]", "line 1"),
+        (b'{"a":1,\n"a":2}', "the key 'a' stands twice"),
+        (b'[{"b":{"a":1,"a":1}}]', "the key 'a' stands twice"),
+        (b'{"\\ud800":1,"\\ud800":1}', "stands twice"),
+        (b"NaN", "NaN is no JSON"),
+        (b"[-Infinity]", "-Infinity is no JSON"),
+        (b'"\xff"', "byte 1 is no UTF-8"),
+        (b"\xff\xfe[\x00]\x00", "no UTF-8"),
+        (b"\xef\xbb\xbf{}", "line 1"),
+        (b'"a\nb"', "line 1"),
+        (b"[" * 1_000_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b"9" * 5000, "4300"),
+    ],
+)
+def test_what_is_not_json_is_said_where(text, said):
+    with pytest.raises(ProblemError) as refused:
+        parse(text, index=3)
+    assert (refused.value.status, refused.value.code) == (400, "malformed_json")
+    assert said in refused.value.detail
+    assert refused.value.facts == {"index": 3}

@@ -1,0 +1,45 @@
+from dataclasses import replace
+from datetime import datetime
+
+import pytest
+
+from app import views
+from app.api.paging import after, before
+from jobs.errors import InvalidJob
+from jobs.states import State, Why
+from tests.support.builders import T0
+
+
+@pytest.mark.parametrize("at_ms", [0, 1, 999, T0, T0 + 1, 253_402_300_799_999])
+def test_a_time_can_be_read_back_to_the_millisecond(at_ms):
+    text = views.time(at_ms)
+    assert text.endswith("Z")
+    when = datetime.fromisoformat(text)
+    assert int(when.timestamp()) * 1000 + when.microsecond // 1000 == at_ms
+
+
+def test_no_time_is_null():
+    assert views.time(None) is None
+
+
+def test_a_cursor_comes_back_as_it_went():
+    class Row:
+        seq = 2**63 - 1
+
+    assert before(after([Row()], 1)) == Row.seq
+    assert after([Row()], 2) is None
+    assert after([], 1) is None
+
+
+@pytest.mark.parametrize("cursor", ["", "x", "====", "c2VxOi0x", "c2VxOjA=", "MTIz", "ü", "c2VxOjEyMw"])
+def test_what_is_no_cursor_is_refused(cursor):
+    with pytest.raises(InvalidJob) as refused:
+        before(cursor)
+    assert refused.value.field == "cursor"
+
+
+def test_a_dead_job_that_crashed_and_one_that_was_retried_in_vain_have_codes_of_their_own(a_row):
+    dead = replace(a_row, state=State.DEAD, error_code="boom", error_message="x")
+    for why, code in ((Why.RETRIES_EXHAUSTED, "max_retries_exceeded"), (Why.CRASHES_EXHAUSTED, "max_crashes_exceeded")):
+        assert views.error(replace(dead, why=why)) == {"code": code, "message": "x", "last_code": "boom"}
+    assert views.error(replace(dead, state=State.FAILED, why=Why.INVALID_REQUEST))["code"] == "boom"

@@ -1,0 +1,182 @@
+"""What is looked at before anything is started: ports, the state folder, settings."""
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from app.up import home as home_module
+from app.up import valkey
+from app.up.errors import UpError
+from app.up.home import Home, flower_password
+from app.up.plan import procfile, read_plan
+from app.up.ports import Port, check, free_port, is_open
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path / "home"))
+    return monkeypatch
+
+
+def test_a_taken_port_is_named_with_the_variable_to_change(taken: int) -> None:
+    with pytest.raises(UpError, match=rf"Port {taken} for Flower is taken .* set SLOTKEEPER_FLOWER_PORT"):
+        check([Port(taken, "Flower", "SLOTKEEPER_FLOWER_PORT")])
+
+
+def test_a_free_port_is_no_obstacle() -> None:
+    port = free_port()
+    check([Port(port, "the API", "SLOTKEEPER_PORT")])
+    assert not is_open("127.0.0.1", port)
+
+
+def test_a_port_that_was_in_use_a_moment_ago_can_be_had_again(taken: int) -> None:
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)) as server:
+        client = socket.create_connection(("127.0.0.1", port))
+        server.accept()[0].close()  # The side that closes first waits in TIME_WAIT.
+        client.close()
+    check([Port(port, "the API", "SLOTKEEPER_PORT")])
+
+
+def test_one_port_for_two_roles_is_refused() -> None:
+    port = free_port()
+    with pytest.raises(UpError, match="set SLOTKEEPER_PORT or SLOTKEEPER_REDIS_PORT to another one"):
+        check([Port(port, "the API", "SLOTKEEPER_PORT"), Port(port, "Valkey", "SLOTKEEPER_REDIS_PORT")])
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    with pytest.raises(UpError, match="SLOTKEEPER_HOST"):
+        check([Port(free_port(), "the API", "SLOTKEEPER_PORT", "192.0.2.1")])
+
+
+def test_a_second_one_on_the_same_folder_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
+    second = Home(tmp_path / "home")
+    with Home(tmp_path / "home"), pytest.raises(UpError, match=rf"pid {os.getpid()}\) runs on"):
+        second.__enter__()
+    with Home(tmp_path / "home"):  # and free again afterwards
+        pass
+
+
+def test_a_lock_file_that_was_left_behind_is_no_obstacle(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "up.lock").write_text("1\n")
+    with Home(home):
+        assert (home / "up.lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_a_folder_that_cannot_be_made_is_named_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UpError, match=r"file/home cannot be used .*set SLOTKEEPER_HOME") as raised:
+        Home(tmp_path / "file" / "home").__enter__()
+    assert "\n" not in raised.value.message
+
+
+def test_a_full_disk_is_named_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 20))
+    with pytest.raises(UpError, match="Only 3 MB are free"), Home(tmp_path / "home"):
+        pass
+
+
+def test_the_folder_is_closed_to_others(tmp_path: Path) -> None:
+    with Home(tmp_path / "home"):
+        assert stat.S_IMODE((tmp_path / "home").stat().st_mode) == 0o700
+
+
+def test_flowers_password_is_made_once_and_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
+    password = flower_password(tmp_path)
+    assert len(password) >= 20
+    assert flower_password(tmp_path) == password
+    assert stat.S_IMODE((tmp_path / "flower-password").stat().st_mode) == 0o600
+
+
+def test_a_wrong_setting_is_named_with_its_variable(settings: pytest.MonkeyPatch) -> None:
+    settings.setenv("SLOTKEEPER_PORT", "eighty")
+    with pytest.raises(UpError, match="SLOTKEEPER_PORT='eighty' is wrong"):
+        read_plan(demo=False)
+
+
+def test_an_open_address_without_keys_is_refused(settings: pytest.MonkeyPatch) -> None:
+    settings.setenv("SLOTKEEPER_HOST", "0.0.0.0")
+    with pytest.raises(UpError, match="SLOTKEEPER_REQUIRE_KEYS"):
+        read_plan(demo=False)
+
+
+def test_a_redis_of_ones_own_needs_no_port(settings: pytest.MonkeyPatch) -> None:
+    settings.setenv("SLOTKEEPER_REDIS_URL", "redis://127.0.0.1:6379/0")
+    assert "SLOTKEEPER_REDIS_PORT" not in [port.variable for port in read_plan(demo=False).ports()]
+
+
+def test_a_relative_record_means_the_same_file_in_every_process(settings: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings.chdir(tmp_path)
+    settings.setenv("SLOTKEEPER_DATABASE_URL", "sqlite:///here.db")
+    assert read_plan(demo=False).record_url == f"sqlite:///{tmp_path}/here.db"
+
+
+def test_a_password_in_the_url_of_a_record_is_kept(settings: pytest.MonkeyPatch) -> None:
+    url = "postgresql://me:p%40ss@db.example/slotkeeper"
+    settings.setenv("SLOTKEEPER_DATABASE_URL", url)
+    assert read_plan(demo=False).environment()["SLOTKEEPER_DATABASE_URL"] == url
+
+
+def test_demo_servers_stand_on_the_ports_that_are_asked_for(settings: pytest.MonkeyPatch) -> None:
+    settings.setenv("SLOTKEEPER_DEMO_PORT", "9100")
+    assert [server.url for server in read_plan(demo=True).demo] == ["http://127.0.0.1:9100", "http://127.0.0.1:9101"]
+
+
+def test_everything_that_takes_jobs_stops_before_the_servers_and_flower(settings: pytest.MonkeyPatch) -> None:
+    turns = {role.name: role.turn for role in read_plan(demo=True).roles()}
+    assert turns["web"] == turns["beat"] < turns["worker"] == turns["maintenance"]
+    assert turns["worker"] < turns["flower"] == turns["zimg-api1"]
+
+
+def test_the_procfile_has_the_roles_and_is_shipped_with_the_package() -> None:
+    assert list(procfile()) == ["web", "worker", "maintenance", "beat", "flower"]
+    root = Path(__file__).parents[3]
+    assert (root / "Procfile").read_text() == (root / "app" / "Procfile").read_text()
+
+
+def test_no_password_stands_in_the_procfile() -> None:
+    assert "auth" not in " ".join(procfile().values()).lower()
+
+
+def test_a_valkey_on_the_path_stands_in_for_the_bundled_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(valkey, "_bundled", lambda: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UpError, match="install one, or name a running one in SLOTKEEPER_REDIS_URL"):
+        valkey.find()
+    _program(tmp_path / "redis-server", "echo Redis server v=6.0.16 sha=0")
+    with pytest.raises(UpError, match=r"7\.0 or newer"):
+        valkey.find()
+    _program(tmp_path / "valkey-server", "echo Server v=8.1.1 sha=0")
+    assert valkey.find() == str(tmp_path / "valkey-server")
+
+
+def test_a_redis_that_does_not_answer_is_named() -> None:
+    with pytest.raises(UpError, match="SLOTKEEPER_REDIS_URL does not answer"):
+        valkey.check_remote(f"redis://127.0.0.1:{free_port()}/0")
+
+
+def test_the_command_line_does_not_load_what_it_does_not_need() -> None:
+    program = (
+        "import sys, app.cli; print(sorted({'rich', 'flask', 'celery', 'sqlalchemy', 'redis'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def _program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)

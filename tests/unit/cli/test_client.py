@@ -1,0 +1,212 @@
+"""The command line against an API that answers in all sorts of ways."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from pytest_httpserver import HTTPServer
+from werkzeug import Request, Response
+
+from app.cli import main
+from app.client import Client, Refused, Unreachable
+from app.up.ports import free_port
+
+PROBLEM = "application/problem+json"
+
+
+@pytest.fixture
+def api(httpserver: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> HTTPServer:
+    monkeypatch.setenv("SLOTKEEPER_URL", httpserver.url_for(""))
+    monkeypatch.setattr("app.client.time.sleep", lambda _: None)
+    return httpserver
+
+
+def run(*words: str, stdin: str = "") -> Result:
+    return CliRunner().invoke(main, words, input=stdin)
+
+
+def problem(status: int, title: str, detail: str, **more: object) -> Response:
+    body = {"title": title, "detail": detail, "status": status, **more}
+    return Response(json.dumps(body), status, content_type=PROBLEM)
+
+
+def test_a_server_that_does_not_run_is_one_line_that_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOTKEEPER_PORT", str(port := free_port()))
+    done = run("jobs")
+    assert done.exit_code == 1
+    assert done.stderr == (
+        f"Error: Nothing answers at http://127.0.0.1:{port}: start it with `slotkeeper up`, or set SLOTKEEPER_URL.\n"
+    )
+
+
+@pytest.mark.parametrize("url", ["no-url", "ftp://127.0.0.1", "http://", "http://[::1"])
+def test_an_address_that_is_none_is_one_line(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("SLOTKEEPER_URL", url)
+    done = run("jobs")
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("Error: ")
+
+
+def test_a_problem_is_told_as_what_is_wrong_and_what_to_do(api: HTTPServer) -> None:
+    api.expect_request("/queue/submit").respond_with_response(problem(422, "No such model", "Register it."))
+    done = run("submit", "zimg")
+    assert (done.exit_code, done.stderr) == (1, "Error: No such model: Register it.\n")
+
+
+@pytest.mark.parametrize("status", [200, 404, 500])
+def test_an_answer_of_something_else_is_no_traceback(api: HTTPServer, status: int) -> None:
+    api.expect_request("/queue/jobs").respond_with_data("<html>It works!</html>", status)
+    done = run("jobs")
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+
+
+def test_the_key_is_shown_to_the_api(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOTKEEPER_KEY", "sk_mine")
+    api.expect_request("/admin/dlq", headers={"Authorization": "Bearer sk_mine"}).respond_with_json(
+        {"jobs": [], "next_cursor": None}
+    )
+    assert run("dlq", "list").output == "There are no such jobs.\n"
+
+
+def test_numbers_reach_the_api_as_they_were_written(api: HTTPServer) -> None:
+    seen: list[bytes] = []
+    receipt = {"job_id": "1", "status": "queued", "position": 1}
+    api.expect_request("/queue/submit").respond_with_handler(
+        lambda request: seen.append(request.get_data()) or Response(json.dumps(receipt), 202)
+    )
+    assert run("submit", "zimg", '{"seed": 123456789012345678901234567890}').exit_code == 0
+    assert b"123456789012345678901234567890" in seen[0]
+
+
+@pytest.mark.parametrize("payload", ["{", "@/no/such/file", "-"])
+def test_a_payload_that_is_no_json_is_wrong_usage(payload: str) -> None:
+    done = run("submit", "zimg", payload)
+    assert done.exit_code == 2
+    assert "PAYLOAD" in done.stderr
+
+
+def test_busy_is_waited_out_as_long_as_the_api_says(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("app.client.time.sleep", slept.append)
+    answers = iter([Response("{}", 503, {"Retry-After": "3"}), Response("{}", 429), Response('{"ok": 1}')])
+    api.expect_request("/x").respond_with_handler(lambda _: next(answers))
+    client = Client(api.url_for(""))
+    assert client.patiently(lambda: client.get("/x")) == {"ok": 1}
+    assert slept == [3, 1.0]
+
+
+def test_a_wrong_request_is_not_sent_again(api: HTTPServer) -> None:
+    api.expect_oneshot_request("/x").respond_with_response(problem(422, "Wrong", "field"))
+    client = Client(api.url_for(""))
+    with pytest.raises(Refused):
+        client.patiently(lambda: client.get("/x"))
+    assert len(api.log) == 1
+
+
+def test_patience_ends() -> None:
+    client = Client(f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(Unreachable):
+        client.patiently(lambda: client.get("/x"), patience_s=0)
+
+
+def test_lists_are_read_page_by_page_up_to_the_limit(api: HTTPServer) -> None:
+    def page(request: Request) -> Response:
+        start, limit = int(request.args.get("cursor", 0)), int(request.args["limit"])
+        found = [{"n": n} for n in range(start, start + limit)]
+        return Response(json.dumps({"jobs": found, "next_cursor": str(start + limit)}))
+
+    api.expect_request("/queue/jobs").respond_with_handler(page)
+    found = list(Client(api.url_for("")).pages("/queue/jobs", "jobs", 450))
+    assert [item["n"] for item in found] == list(range(450))
+
+
+class Batches:
+    """An API that takes batches, and refuses lines that hold the word `bad`."""
+
+    def __init__(self, api: HTTPServer) -> None:
+        self.accepted: list[dict[str, object]] = []
+        self.refusals = [Response("{}", 503, {"Retry-After": "1"})]
+        api.expect_request("/queue/submit-batch").respond_with_handler(self.answer)
+
+    def answer(self, request: Request) -> Response:
+        if self.refusals:
+            return self.refusals.pop()
+        lines = request.get_data().splitlines()
+        for index, line in enumerate(lines):
+            if b"bad" in line:
+                return problem(422, "Wrong", "bad", index=index)
+        self.accepted += map(json.loads, lines)
+        return Response("{}", 202)
+
+
+def test_a_file_is_submitted_in_order_without_its_bad_lines(api: HTTPServer, tmp_path: Path) -> None:
+    batches = Batches(api)
+    lines = [f'{{"model": "zimg", "payload": {{"n": {n}}}}}' for n in range(450)]
+    lines[3], lines[7], lines[440] = "bad", "", '{"model": "bad"}'
+    path = tmp_path / "jobs.ndjson"
+    path.write_text("\n".join(lines))
+    done = run("submit-file", str(path), "--run", 'to"day')
+    assert done.exit_code == 1
+    assert "447 jobs were accepted, 2 lines refused." in done.stdout
+    assert [line.partition(":")[0] for line in done.stderr.splitlines()] == ["Line 4", "Line 441"]
+    assert [job["payload"]["n"] for job in batches.accepted] == [n for n in range(450) if n not in (3, 7, 440)]  # type: ignore[index]
+    assert [job["idempotency_key"] for job in batches.accepted][:4] == [f'to"day-{n}' for n in (1, 2, 3, 5)]
+
+
+def test_a_line_keeps_its_own_idempotency_key(api: HTTPServer, tmp_path: Path) -> None:
+    batches = Batches(api)
+    path = tmp_path / "jobs.ndjson"
+    path.write_text('{"idempotency_key": "mine", "model": "zimg"}\n{}\n')
+    assert run("submit-file", str(path), "--run", "r").exit_code == 0
+    assert batches.accepted == [{"idempotency_key": "mine", "model": "zimg"}, {"idempotency_key": "r-2"}]
+
+
+def test_a_file_that_was_broken_off_says_how_to_go_on(api: HTTPServer, tmp_path: Path) -> None:
+    api.expect_request("/queue/submit-batch").respond_with_response(problem(401, "No valid key", "Send one."))
+    path = tmp_path / "jobs.ndjson"
+    path.write_text('{"model": "zimg"}\n')
+    done = run("submit-file", str(path), "--run", "mine")
+    assert done.exit_code == 1
+    assert "No valid key: Send one." in done.stderr
+    assert "--run mine" in done.stderr
+
+
+def test_settings_of_a_model_are_added_to_those_it_has(api: HTTPServer) -> None:
+    path = "/admin/model-configs/org/flux"
+    api.expect_request(path, method="GET").respond_with_json({"overrides": {"max_retries": 3}})
+    sent: list[object] = []
+
+    def put(request: Request) -> Response:
+        sent.append(request.json)
+        return Response(json.dumps({"config": request.json}))
+
+    api.expect_request(path, method="PUT").respond_with_handler(put)
+    done = run("models", "configure", "org/flux", "poll_interval=0.5", "model_type=async")
+    assert sent == [{"max_retries": 3, "poll_interval": 0.5, "model_type": "async"}]
+    assert done.stdout.split() == ["poll_interval", "0.5", "model_type", "async"]
+
+
+def test_a_ledger_that_does_not_balance_is_exit_status_1(api: HTTPServer) -> None:
+    answer = {"accepted": 3, "by_state": {"queued": 2}, "purged": {}, "balanced": False}
+    api.expect_request("/admin/ledger").respond_with_json(answer)
+    assert run("ledger").exit_code == 1
+    assert run("ledger", "--json").exit_code == 1
+
+
+def test_options_that_do_not_go_together_are_wrong_usage() -> None:
+    assert run("up", "--no-demo", "--exit-after-demo").exit_code == 2
+    assert run("tenants", "add", "me", "--burst", "3").exit_code == 2
+
+
+def test_tenants_of_a_record_that_is_not_there_say_what_to_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from tasks.wiring import database
+
+    monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path))
+    database.cache_clear()
+    try:
+        done = run("tenants", "list")
+    finally:
+        database.cache_clear()
+    assert done.exit_code == 1
+    assert "slotkeeper migrate" in done.stderr

@@ -1,0 +1,61 @@
+from pathlib import Path
+
+import orjson
+
+from app.drill.checker import Run
+from app.drill.journals import recorded, server_runs
+from jobs.record import Event
+from jobs.states import State
+
+
+def write(path: Path, *lines: dict[str, object], torn: bytes = b"") -> Path:
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines) + torn)
+    return path
+
+
+def ended(job_id: str, started_ns: int, ended_ns: int, slot: int = 0) -> dict[str, object]:
+    times = {"started_ns": started_ns, "ended_ns": ended_ns}
+    return {"job_id": job_id, "attempt": 1, "slot": slot, "outcome": "completed", **times}
+
+
+def start(job_id: str, at_ns: int, slot: int = 0) -> dict[str, object]:
+    return {"job_id": job_id, "attempt": 1, "slot": slot, "at_ns": at_ns}
+
+
+def test_a_run_that_ended_is_told_once(tmp_path: Path) -> None:
+    journal = write(tmp_path / "journal", ended("j1", 100, 200))
+    starts = write(tmp_path / "starts", start("j1", 101))
+    assert server_runs("a", journal, starts, [], 900) == [Run("j1", 1, "a", 0, 100, 200)]
+
+
+def test_a_start_without_an_end_lasted_until_its_server_was_killed(tmp_path: Path) -> None:
+    journal = write(tmp_path / "journal", ended("j1", 400, 500))
+    starts = write(tmp_path / "starts", start("j1", 101), start("j1", 401))
+    assert server_runs("a", journal, starts, [50, 300, 700], 900) == [
+        Run("j1", 1, "a", 0, 400, 500),
+        Run("j1", 1, "a", 0, 101, 300, "cut"),
+    ]
+
+
+def test_a_start_without_an_end_or_a_kill_lasts_still(tmp_path: Path) -> None:
+    starts = write(tmp_path / "starts", start("j1", 101))
+    assert server_runs("a", tmp_path / "none", starts, [50], 900) == [Run("j1", 1, "a", 0, 101, 900, "cut")]
+
+
+def test_a_line_that_a_kill_has_torn_is_passed_over(tmp_path: Path) -> None:
+    journal = write(tmp_path / "journal", ended("j1", 100, 200), torn=b'{"job_id": "j2", "att')
+    assert [run.job_id for run in server_runs("a", journal, tmp_path / "none", [], 900)] == ["j1"]
+
+
+def test_turns_are_numbered_anew_after_redis_was_emptied() -> None:
+    def trail(at_ms: int, offer: int) -> list[Event]:
+        placed = {"offer": offer}
+        return [Event(1, "j", "job.enqueued", 1, 0), Event(2, "j", "job.started", at_ms, 1, placed)]
+
+    found = recorded(
+        {"j1": State.COMPLETED, "j2": State.COMPLETED, "j3": State.QUEUED},
+        {"j1": trail(50, 40), "j2": trail(70, 3), "j3": []},
+        [60],
+    )
+    assert {job_id: job.turn for job_id, job in found.items()} == {"j1": (0, 40), "j2": (1, 3), "j3": None}
+    assert found["j1"].trail == ("job.enqueued", "job.started")

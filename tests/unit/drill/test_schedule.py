@@ -1,0 +1,71 @@
+from collections import Counter
+
+import pytest
+
+from app.drill.jobs import orders
+from app.drill.schedule import Kind, schedule, targets
+
+AMONG = targets(["worker-1", "worker-2"], ["a", "b", "c"])
+
+
+def test_the_same_seed_brings_the_same_faults() -> None:
+    assert schedule(7, tuple(Kind), AMONG, 600, 5) == schedule(7, tuple(Kind), AMONG, 600, 5)
+    assert schedule(7, tuple(Kind), AMONG, 600, 5) != schedule(8, tuple(Kind), AMONG, 600, 5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_faults_come_in_order_within_the_time_about_as_often_as_asked(seed: int) -> None:
+    faults = schedule(seed, tuple(Kind), AMONG, 300, 5)
+    times = [fault.at_s for fault in faults]
+    assert times == sorted(times)
+    assert times[0] > 0 and times[-1] < 300
+    assert 45 <= len(faults) <= 75
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_happens_to_a_process_that_is_down(seed: int) -> None:
+    up_again: dict[str, float] = {}
+    for fault in schedule(seed, tuple(Kind), AMONG, 300, 1):
+        assert fault.at_s > up_again.get(fault.target, 0)
+        up_again[fault.target] = fault.at_s + fault.lasts_s
+
+
+def test_every_kind_gets_its_turn() -> None:
+    counts = Counter(fault.kind for fault in schedule(1, tuple(Kind), AMONG, 600, 5))
+    assert set(counts) == set(Kind)
+    assert max(counts.values()) - min(counts.values()) <= 3
+
+
+def test_only_what_was_asked_for_happens() -> None:
+    assert {fault.kind for fault in schedule(1, (Kind.WEB, Kind.BEAT), AMONG, 300, 5)} == {Kind.WEB, Kind.BEAT}
+    assert schedule(1, (), AMONG, 300, 5) == []
+
+
+def test_a_worker_is_stopped_for_longer_than_a_lease() -> None:
+    from routing.config import RoutingSettings
+
+    lease_s = RoutingSettings.model_fields["lease_ms"].default / 1000
+    stops = schedule(1, (Kind.STOP,), AMONG, 600, 5)
+    assert stops and all(fault.lasts_s > lease_s for fault in stops)
+
+
+def test_the_same_seed_brings_the_same_jobs() -> None:
+    def some(seed: int) -> object:
+        return orders(seed, 300, ["a", "b"], 8, 40, 0.5)
+
+    assert some(3) == some(3)
+    assert some(3) != some(4)
+
+
+def test_a_share_of_the_jobs_comes_at_once_and_the_rest_while_faults_go_on() -> None:
+    times = [order.at_s for order in orders(3, 300, ["a"], 8, 40, 0.5)]
+    assert times.count(0) in (150, 151)
+    assert times == sorted(times)
+    assert 25 < times[-1] < 32
+
+
+def test_runs_are_short_unless_all_would_be_over_before_the_faults_are() -> None:
+    many = [order.seconds for order in orders(3, 10_000, ["a"], 8, 40, 0.5, long=False)]
+    few = [order.seconds for order in orders(3, 100, ["a"], 8, 40, 0.5, long=False)]
+    assert min(many) >= 0.02 and max(many) <= 0.2
+    assert sum(few) > 0.5 * 8 * 40

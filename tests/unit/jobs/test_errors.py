@@ -1,0 +1,37 @@
+"""Each error has a stable code of its own, a title, and says whether to try again."""
+
+import inspect
+
+from jobs import errors
+from jobs.errors import Conflict, InvalidJob, RecordUnavailable, SlotkeeperError, TooMany
+
+ALL = [
+    found
+    for _, found in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(found, SlotkeeperError) and found is not SlotkeeperError
+]
+
+
+def test_every_error_has_a_code_of_its_own():
+    codes = [error.code for error in ALL]
+    assert len(codes) == len(set(codes)) > 5
+    assert "error" not in codes
+
+
+def test_every_error_has_a_title_of_one_sentence():
+    assert all(error.__doc__.endswith(".") and "\n" not in error.__doc__ for error in ALL)
+
+
+def test_an_error_carries_its_facts():
+    error = Conflict("It is so.", job_id="j")
+    assert (str(error), error.detail, error.facts) == ("It is so.", "It is so.", {"job_id": "j"})
+
+
+def test_an_invalid_job_names_the_field():
+    assert InvalidJob("tier", "must be 1 to 9").facts == {"field": "tier"}
+
+
+def test_what_may_be_tried_again_says_when():
+    assert RecordUnavailable("gone").retry_after_s > 0
+    assert TooMany("full", 1.5).retry_after_s == 1.5
+    assert Conflict("no").retry_after_s is None

@@ -1,0 +1,75 @@
+"""Frozen values, and the fold of events into attempts."""
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from jobs.events import attempts
+from jobs.models import jobs
+from jobs.record import Event, Job, NewJob, Server, new_job_id, now_ms
+from tests.support.builders import T0, a_job
+
+
+def _event(type_: str, attempt: int, at_ms: int = T0, **data: object) -> Event:
+    return Event(at_ms, "j", type_, at_ms, attempt, dict(data))
+
+
+def test_values_that_are_handed_around_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        a_job().tier = 1
+
+
+def test_a_job_is_its_row():
+    assert {field.name for field in fields(Job)} | {"sent_ms"} == set(jobs.c.keys())
+
+
+def test_a_new_job_is_in_the_middle_tier_and_the_default_tenants():
+    job = NewJob(id="j", model="zimg", payload="{}")
+    assert (job.tier, job.tenant, job.source, job.not_before_ms) == (5, "default", "rest", None)
+
+
+def test_times_are_milliseconds():
+    assert now_ms() > T0 - 10 * 365 * 86_400_000
+    assert isinstance(now_ms(), int)
+
+
+def test_ids_are_uuids_of_version_seven():
+    assert [len(part) for part in new_job_id().split("-")] == [8, 4, 4, 4, 12]
+    assert new_job_id()[14] == "7"
+
+
+def test_slots_are_named_after_their_server():
+    server = Server("zimg-api4", "zimg", 2, "online", {}, T0)
+    assert server.slot_names == ["zimg-api4-slot0", "zimg-api4-slot1"]
+
+
+def test_a_job_that_has_not_started_has_no_attempts():
+    assert attempts([]) == []
+    assert attempts([_event("job.delayed", 0), _event("job.enqueued", 0), _event("job.canceled", 0)]) == []
+
+
+def test_an_attempt_under_way_has_no_end():
+    (attempt,) = attempts(
+        [_event("job.enqueued", 0), _event("job.started", 1, T0 + 1, server="gpu1", slot="gpu1-slot0")]
+    )
+    assert (attempt.attempt, attempt.server, attempt.slot, attempt.started_ms) == (1, "gpu1", "gpu1-slot0", T0 + 1)
+    assert (attempt.ended_ms, attempt.outcome, attempt.error) == (None, None, None)
+
+
+def test_an_attempt_ends_with_the_event_that_follows_its_start():
+    error = {"code": "bad", "message": "no"}
+    trail = [
+        _event("job.started", 1, T0 + 1),
+        _event("job.delayed", 1, T0 + 2, why="server_error", error=error),
+        _event("job.enqueued", 1, T0 + 3, why="due"),
+        _event("job.started", 2, T0 + 4),
+        _event("job.completed", 2, T0 + 5, why="finished"),
+    ]
+    first, second = attempts(trail)
+    assert (first.ended_ms, first.outcome, first.error) == (T0 + 2, "server_error", error)
+    assert (second.attempt, second.ended_ms, second.outcome, second.error) == (2, T0 + 5, "finished", None)
+
+
+def test_a_start_after_a_start_is_another_attempt():
+    first, second = attempts([_event("job.started", 1), _event("job.started", 2)])
+    assert (first.attempt, first.ended_ms, second.attempt) == (1, None, 2)

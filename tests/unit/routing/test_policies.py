@@ -1,0 +1,198 @@
+"""The rules: whose turn it is, when to try again, what an outcome means, whether a queue is full."""
+
+import itertools
+import random
+
+import pytest
+
+from jobs.config import ModelConfig
+from jobs.record import Waiting
+from jobs.states import TRANSITIONS, Budget, State, Why
+from routing.outcome import Kind, Outcome
+from routing.policies import admission, order, retry
+from routing.policies.verdict import Verdict, crashed, judge
+
+CONFIG = ModelConfig()
+LARGEST_SEQ = (1 << 49) - 1
+EXACT = 1 << 53  # integers below it are exact in a Redis score
+
+
+# -- order -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["zimg", "stable-diffusion-xl", "org/model.v2:latest", "a-slot3", "5", "x@y+z"])
+def test_a_lanes_name_gives_back_tier_and_model(model):
+    lane = order.lane(Waiting("id", 1, model, 7, "acme"))
+    assert (order.tier_of(lane), order.model_of(lane)) == (7, model)
+
+
+def test_jobs_that_are_alike_for_placement_share_a_lane_and_others_do_not():
+    lanes = {order.lane(Waiting("x", seq, model, tier, "t")) for seq in (1, 2) for model in "ab" for tier in (1, 2)}
+    assert len(lanes) == 4
+
+
+def test_r39_every_order_key_is_an_exact_integer():
+    for policy, tier in itertools.product(("fifo", "priority"), range(1, 10)):
+        key = order.offset(policy, tier) + LARGEST_SEQ
+        assert key < EXACT and int(float(key)) == key and int(float(key - 1)) == key - 1
+
+
+def test_under_priority_a_more_urgent_tier_comes_first_whenever_it_was_accepted():
+    for tier in range(1, 9):
+        assert order.offset("priority", tier) + LARGEST_SEQ < order.offset("priority", tier + 1) + 1
+
+
+def test_under_fifo_the_tier_does_not_matter():
+    assert {order.offset("fifo", tier) for tier in range(1, 10)} == {0}
+
+
+def test_r40_keys_sort_like_tier_and_number_for_any_jobs():
+    draw = random.Random(1)
+    jobs = [(draw.randint(1, 9), draw.randint(1, LARGEST_SEQ)) for _ in range(500)]
+    by_key = sorted(jobs, key=lambda job: float(order.offset("priority", job[0]) + job[1]))
+    assert by_key == sorted(jobs)
+
+
+# -- retry (R95) -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("failures", "seconds"), [(0, 1), (1, 2), (2, 4), (3, 8), (4, 16), (5, 30), (6, 30), (49, 30), (5000, 30)]
+)
+def test_r95_waits_are_1_2_4_8_16_30_seconds_within_ten_per_cent(failures, seconds):
+    assert retry.delay_ms(failures, CONFIG, 0.5) == seconds * 1000
+    assert retry.delay_ms(failures, CONFIG, 0.0) == round(seconds * 900)
+    assert seconds * 1000 < retry.delay_ms(failures, CONFIG, 0.999999) <= round(seconds * 1100)
+
+
+def test_r109_chance_spreads_the_waits_evenly():
+    waits = [retry.delay_ms(0, CONFIG, n / 100) for n in range(100)]
+    assert len(set(waits)) == 100 and waits == sorted(waits)
+
+
+def test_r96_all_retries_together_take_as_long_as_they_did_in_s1():
+    assert sum(retry.delay_ms(n, CONFIG, 0.5) for n in range(50)) == 1_381_000
+
+
+def test_a_model_can_have_waits_of_its_own():
+    config = ModelConfig(retry_backoff=0.25, retry_backoff_max=60)
+    assert [retry.delay_ms(n, config, 0.5) for n in (0, 1, 7, 8)] == [250, 500, 32_000, 60_000]
+
+
+@pytest.mark.parametrize(("wish_s", "wait_ms"), [(None, 2000), (0.5, 2000), (7.0, 7000), (3600.0, 30_000), (0.0, 2000)])
+def test_a_servers_wish_counts_where_it_is_longer_up_to_the_longest_wait(wish_s, wait_ms):
+    assert retry.delay_ms(1, CONFIG, 0.5, wish_s) == wait_ms
+
+
+# -- verdict ---------------------------------------------------------------------------------------------------
+
+
+def costs(verdict: Verdict) -> Budget:
+    return TRANSITIONS[(State.RUNNING, verdict.why)].costs
+
+
+@pytest.mark.parametrize(
+    ("kind", "why", "budget"),
+    [
+        (Kind.DONE, Why.FINISHED, Budget.NOTHING),
+        (Kind.FAILED, Why.INVALID_REQUEST, Budget.NOTHING),
+        (Kind.BUSY, Why.SERVER_BUSY, Budget.WAITS),
+        (Kind.UNREACHABLE, Why.SERVER_UNREACHABLE, Budget.WAITS),
+        (Kind.RETRY, Why.SERVER_ERROR, Budget.FAILURES),
+        (Kind.CANCELED, Why.SERVER_ERROR, Budget.FAILURES),
+        (Kind.LOST, Why.SERVER_LOST, Budget.CRASHES),
+    ],
+)
+def test_each_outcome_costs_one_budget(kind, why, budget):
+    verdict = judge(Outcome(kind), failures=0, crashes=0, canceling=False, config=CONFIG)
+    assert verdict.why is why and costs(verdict) is budget
+
+
+@pytest.mark.parametrize("kind", [Kind.BUSY, Kind.UNREACHABLE])
+@pytest.mark.parametrize(("failures", "crashes"), [(0, 0), (50, 3), (10**6, 10**6)])
+def test_r67_r101_waiting_for_capacity_never_spends_an_attempt(kind, failures, crashes):
+    config = ModelConfig(max_retries=0, max_crashes=1)
+    verdict = judge(Outcome(kind), failures, crashes, canceling=False, config=config)
+    assert costs(verdict) is Budget.WAITS
+    assert TRANSITIONS[(State.RUNNING, verdict.why)].to is State.QUEUED
+
+
+def test_only_the_server_is_to_blame_when_it_cannot_be_reached():
+    blamed = {kind for kind in _ENDS if judge(Outcome(kind), 0, 0, True, CONFIG).penalty}
+    assert blamed == {Kind.UNREACHABLE}
+
+
+def test_a_busy_servers_wish_is_the_rest_of_its_slot():
+    assert judge(Outcome(Kind.BUSY, retry_after_s=7.5), 0, 0, False, CONFIG).rest_s == 7.5
+    assert judge(Outcome(Kind.BUSY), 0, 0, False, CONFIG).rest_s is None
+
+
+@pytest.mark.parametrize(("max_retries", "runs"), [(50, 51), (1, 2), (0, 1)])
+def test_r96_a_job_is_run_once_and_then_retried_as_often_as_allowed(max_retries, runs):
+    config = ModelConfig(max_retries=max_retries)
+    whys = [judge(Outcome(Kind.RETRY), failures, 0, False, config).why for failures in range(runs)]
+    assert whys == [Why.SERVER_ERROR] * (runs - 1) + [Why.RETRIES_EXHAUSTED]
+
+
+@pytest.mark.parametrize("max_crashes", [1, 3])
+def test_the_last_of_max_crashes_makes_a_job_dead(max_crashes):
+    config = ModelConfig(max_crashes=max_crashes)
+    whys = [judge(Outcome(Kind.LOST), 0, crashes, False, config).why for crashes in range(max_crashes)]
+    assert whys == [Why.SERVER_LOST] * (max_crashes - 1) + [Why.CRASHES_EXHAUSTED]
+    assert crashed(0, ModelConfig(max_crashes=2), Why.LEASE_EXPIRED) is Why.LEASE_EXPIRED
+
+
+def test_failures_do_not_count_as_crashes_nor_crashes_as_failures():
+    config = ModelConfig(max_retries=5, max_crashes=2)
+    assert judge(Outcome(Kind.LOST), failures=99, crashes=0, canceling=False, config=config).why is Why.SERVER_LOST
+    assert judge(Outcome(Kind.RETRY), failures=0, crashes=99, canceling=False, config=config).why is Why.SERVER_ERROR
+
+
+def test_a_run_that_was_given_up_is_canceled_only_if_somebody_asked_for_it():
+    assert judge(Outcome(Kind.CANCELED), 0, 0, True, CONFIG).why is Why.CANCEL_REQUESTED
+    assert judge(Outcome(Kind.CANCELED), 0, 0, False, CONFIG).why is Why.SERVER_ERROR
+    assert judge(Outcome(Kind.CANCELED), 50, 0, False, CONFIG).why is Why.RETRIES_EXHAUSTED
+
+
+def test_a_result_that_came_before_the_cancel_counts():
+    assert judge(Outcome(Kind.DONE), 0, 0, True, CONFIG).why is Why.FINISHED
+
+
+@pytest.mark.parametrize("kind", [Kind.PENDING, Kind.UNKNOWN])
+def test_what_is_not_the_end_of_a_run_gets_no_verdict(kind):
+    with pytest.raises(ValueError, match=kind.value):
+        judge(Outcome(kind), 0, 0, False, CONFIG)
+
+
+@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.PENDING, Kind.UNKNOWN}))
+@pytest.mark.parametrize("canceling", [True, False])
+@pytest.mark.parametrize(("failures", "crashes"), [(0, 0), (49, 2), (50, 3)])
+def test_every_verdict_is_a_transition_out_of_running(kind, canceling, failures, crashes):
+    verdict = judge(Outcome(kind), failures, crashes, canceling, CONFIG)
+    assert (State.RUNNING, verdict.why) in TRANSITIONS
+
+
+_ENDS = set(Kind) - {Kind.PENDING, Kind.UNKNOWN}
+
+
+# -- admission -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("waiting", "more", "refused"),
+    [(0, 5, False), (4, 1, False), (5, 0, False), (5, 1, True), (0, 6, True), (9, 1, True)],
+)
+def test_a_queue_takes_as_many_jobs_as_it_may_hold(waiting, more, refused):
+    answer = admission.refusal("zimg", waiting, more, ModelConfig(max_waiting=5))
+    assert (answer is not None) is refused
+    if answer is not None:
+        sentence, after_s = answer
+        assert "zimg" in sentence and "5" in sentence and after_s > 0
+
+
+def test_a_queue_without_a_bound_takes_everything():
+    assert admission.refusal("zimg", 10**9, 10**6, ModelConfig()) is None
+
+
+def test_a_queue_that_may_hold_nothing_takes_nothing():
+    assert admission.refusal("zimg", 0, 1, ModelConfig(max_waiting=0)) is not None

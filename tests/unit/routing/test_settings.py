@@ -1,0 +1,92 @@
+"""Settings of routing: their defaults keep what the design promises, and relations are checked at the start."""
+
+import pytest
+from pydantic import ValidationError
+
+from routing.config import RoutingSettings
+from routing.leases import Held, Renewal
+from routing.queues import Depths, new_prefix
+
+
+def test_the_defaults_stand_in_the_right_relation():
+    settings = RoutingSettings()
+    assert settings.renew_every_ms * 3 <= settings.lease_ms, "two renewals in a row may be lost"
+    assert settings.unreachable_rest_ms <= settings.unreachable_rest_max_ms
+    assert settings.busy_rest_ms <= settings.busy_rest_max_ms
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LEASE_MS", "199"),
+        ("LEASE_MS", "soon"),
+        ("RENEW_EVERY_MS", "49"),
+        ("OFFER_MS", "0"),
+        ("REDIS_PORT", "0"),
+        ("REDIS_PORT", "65536"),
+        ("REDIS_TIMEOUT_S", "0"),
+        ("REDIS_PREFIX", ""),
+        ("REDIS_PREFIX", "a{b}"),
+        ("REDIS_PREFIX", "a b"),
+        ("REDIS_PREFIX", "x" * 65),
+        ("BUSY_REST_MS", "-1"),
+        ("UNREACHABLE_REST_MS", "0"),
+        ("CATALOG_REFRESH_S", "-0.1"),
+    ],
+)
+def test_a_setting_out_of_its_bounds_is_refused_by_name(monkeypatch, name, value):
+    monkeypatch.setenv(f"SLOTKEEPER_{name}", value)
+    with pytest.raises(ValidationError, match=f"(?i){name}"):
+        RoutingSettings()
+
+
+@pytest.mark.parametrize(("lease_ms", "renew_ms", "fits"), [(1000, 499, True), (1000, 500, False), (1000, 900, False)])
+def test_one_lost_renewal_must_be_survived(monkeypatch, lease_ms, renew_ms, fits):
+    monkeypatch.setenv("SLOTKEEPER_LEASE_MS", str(lease_ms))
+    monkeypatch.setenv("SLOTKEEPER_RENEW_EVERY_MS", str(renew_ms))
+    if fits:
+        assert RoutingSettings().renew_every_ms == renew_ms
+    else:
+        with pytest.raises(ValidationError, match="under half of SLOTKEEPER_LEASE_MS"):
+            RoutingSettings()
+
+
+def test_a_prefix_cannot_break_the_hash_tag():
+    """Redis Cluster takes the first pair of braces in a key for its tag."""
+    for prefix in ("a{", "}", "{}"):
+        with pytest.raises(ValidationError):
+            RoutingSettings(redis_prefix=prefix)
+
+
+def test_the_embedded_redis_is_used_unless_another_is_named(monkeypatch):
+    assert RoutingSettings().room_url == "redis://127.0.0.1:6399/0"
+    monkeypatch.setenv("SLOTKEEPER_REDIS_PORT", "7000")
+    assert RoutingSettings().room_url == "redis://127.0.0.1:7000/0"
+    monkeypatch.setenv("SLOTKEEPER_REDIS_URL", "rediss://cache:6380/3")
+    assert RoutingSettings().room_url == "rediss://cache:6380/3"
+
+
+# -- values ----------------------------------------------------------------------------------------------------
+
+
+def test_a_leases_tag_names_lease_and_owner_so_that_it_can_be_read_back():
+    held = Held("zimg", "j", "p1-7", "worker one/ab12", "gpu-slot0")
+    assert held.tag.split(" ", 1) == ["p1-7", "worker one/ab12"]
+
+
+@pytest.mark.parametrize("server", ["gpu", "a-slot3", "org/gpu.1-slot0"])
+def test_r112_a_slots_server_is_what_stands_before_its_number(server):
+    assert Held("f", "j", "l", "o", f"{server}-slot12").server == server
+
+
+def test_what_a_model_waits_for_is_counted_over_its_lanes():
+    depths = Depths(True, 0, 0, 0, {"1|zimg": 2, "5|zimg": 3, "5|zimg2": 7, "5|x-zimg": 1})
+    assert [depths.waiting(model) for model in ("zimg", "zimg2", "flux")] == [5, 7, 0]
+
+
+def test_names_of_leases_are_unique_across_an_emptied_redis():
+    assert len({new_prefix() for _ in range(10_000)}) == 10_000
+
+
+def test_a_renewals_answers_are_the_scripts_words():
+    assert {str(it) for it in Renewal} == {"renewed", "cancel", "lost", "unknown"}

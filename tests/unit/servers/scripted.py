@@ -1,0 +1,113 @@
+"""A server on a raw socket that does exactly what a test says, byte for byte, also what no server should."""
+
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+
+@dataclass
+class Seen:
+    """One request as it arrived."""
+
+    method: str
+    path: str
+    headers: dict[str, str]  # lower-case names
+    body: bytes
+    connection: int  # counted from 1
+
+    @property
+    def json(self) -> Any:
+        return orjson.loads(self.body)
+
+
+Act = bytes | Callable[[socket.socket], None]  # bytes to send, or something worse to do
+
+
+@dataclass
+class Scripted:
+    """Answers each request with `act(seen)`.  Use as a context manager."""
+
+    act: Callable[[Seen], Act]
+    seen: list[Seen] = field(default_factory=list)
+    stopped: threading.Event = field(default_factory=threading.Event)  # hanging acts wait for it
+
+    def __enter__(self) -> "Scripted":
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.connections = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stopped.set()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self.stopped.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            self.connections += 1
+            threading.Thread(target=self._serve, args=(sock, self.connections), daemon=True).start()
+
+    def _serve(self, sock: socket.socket, number: int) -> None:
+        with sock, sock.makefile("rb") as stream:
+            try:
+                while (seen := _read_request(stream, number)) is not None:
+                    self.seen.append(seen)
+                    act = self.act(seen)
+                    sock.sendall(act) if isinstance(act, bytes) else act(sock)
+            except (OSError, ValueError):
+                return
+
+
+def _read_request(stream: Any, number: int) -> Seen | None:
+    first = stream.readline()
+    if not first:
+        return None
+    method, path, _ = first.decode().split(" ", 2)
+    headers: dict[str, str] = {}
+    while (line := stream.readline().decode("latin-1").strip()) != "":
+        name, _, value = line.partition(":")
+        headers[name.lower()] = value.strip()
+    body = stream.read(int(headers.get("content-length", 0)))
+    return Seen(method, path, headers, body, number)
+
+
+def answer(body: Any = b"", status: int = 200, /, **headers: str) -> bytes:
+    """A whole HTTP answer.  Not bytes: sent as JSON.  Header names with _ for -."""
+    payload = body if isinstance(body, bytes) else orjson.dumps(body)
+    lines = [f"HTTP/1.1 {status} X", f"Content-Length: {len(payload)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + payload
+
+
+def always(act: Act) -> Callable[[Seen], Act]:
+    """The same for every request."""
+    return lambda _seen: act
+
+
+def reset(sock: socket.socket) -> None:
+    """Hang up rudely: the peer gets a reset, not an end of file."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    raise ConnectionAbortedError  # out of the loop that serves the connection, which closes it
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Close politely without an answer, which is also how an idle connection ends."""
+    sock.shutdown(socket.SHUT_RDWR)
+
+
+def refused_url() -> str:
+    """An address where certainly nobody listens: the port is bound, so that nobody else takes it."""
+    _BOUND.bind(("127.0.0.1", 0)) if _BOUND.getsockname()[1] == 0 else None
+    return f"http://127.0.0.1:{_BOUND.getsockname()[1]}"
+
+
+_BOUND = socket.socket()

@@ -1,0 +1,137 @@
+import pytest
+from pydantic import ValidationError
+
+from tasks.servers.description import DEFAULT, RESERVED_HEADERS, Description, for_model
+
+
+def described(**parts):
+    return Description.model_validate(parts)
+
+
+def rule(then="done", **when):
+    return {"if": when or {"status": 200}, "then": then}
+
+
+def test_the_default_description_is_the_slot_protocol():
+    assert described() == DEFAULT
+    assert DEFAULT.submit.path is None and DEFAULT.submit.body is None
+    assert [step.path for step in DEFAULT.status] == ["/status/{{id}}"]
+    assert (DEFAULT.mode, DEFAULT.cancel.path, DEFAULT.health.path) == ("auto", "/cancel/{{id}}", "/health")
+
+
+def test_a_description_survives_being_stored():
+    full = described(
+        mode="async",
+        submit={"headers": {"Authorization": "Bearer {{secret/KEY}}"}, "body": {"in": "{{payload}}"}, "id": "/id"},
+        status=[{"rules": [rule("next", status=["2xx", 404])]}, {"path": "/q?id={{id}}"}],
+        cancel=None,
+        health={"active": {"metric": "running"}, "running": False, "rules": [rule("busy", pointer="/s", value=None)]},
+        given_id="{{job/attempt_id}}",
+    )
+    assert Description.model_validate_json(full.model_dump_json()) == full
+    assert Description.model_validate_json(full.model_dump_json(exclude_defaults=True)) == full
+
+
+def test_a_single_status_step_needs_no_list():
+    assert described(status={"path": "/s/{{id}}"}).status == described(status=[{"path": "/s/{{id}}"}]).status
+
+
+def test_a_description_is_frozen():
+    with pytest.raises(ValidationError):
+        DEFAULT.submit.path = "/x"
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"sumbit": {}},
+        {"mode": "push"},
+        {"submit": {"method": "TRACE"}},
+        {"submit": {"id": "job_id"}},
+        {"submit": {"result": "/a~"}},
+        {"submit": {"connect_s": 0}},
+        {"submit": {"connect_s": 61}},
+        {"submit": {"read_s": -1}},
+        {"submit": {"read_s": float("inf")}},
+        {"submit": {"body": "{{id}}"}},
+        {"submit": {"body": ["x" * 70_000]}},
+        {"submit": {"path": "/{{secret/KEY}}"}},
+        {"submit": {"path": "/{{callback_token}}"}},
+        {"submit": {"rules": [rule("next")]}},
+        {"submit": {"rules": [rule("lost")]}},
+        {"submit": {"rules": [rule()] * 51}},
+        {"submit": {"rules": [rule(status=99)]}},
+        {"submit": {"rules": [rule(status="9xx")]}},
+        {"submit": {"rules": [rule(status="503-500")]}},
+        {"submit": {"rules": [rule(value=1)]}},
+        {"submit": {"rules": [rule(status=200, value=1)]}},
+        {"submit": {"rules": [rule(text="(a+)+")]}},
+        {"submit": {"rules": [rule("done", connection="timeout")]}},
+        {"submit": {"rules": [rule("retry", connection="timeout", status=200)]}},
+        {"submit": {"rules": [rule("retry", connection="late")]}},
+        {"submit": {"rules": [{"if": {}, "then": "done"}]}},
+        {"submit": {"rules": [{**rule(), "code": "Not A Word"}]}},
+        {"status": []},
+        {"status": [{}] * 6},
+        {"status": {"path": "/s/{{callback_url}}"}},
+        {"status": [{"rules": [rule("next")]}]},
+        {"status": {"rules": [rule("busy")]}},
+        {"cancel": {"rules": [rule("done")]}},
+        {"cancel": {"frees_slot": "maybe"}},
+        {"health": {"path": "/h/{{job/id}}"}},
+        {"health": {"active": {}}},
+        {"health": {"active": {"pointer": "/a", "metric": "b"}}},
+        {"health": {"rules": [rule("done")]}},
+        {"given_id": "{{payload/id}}"},
+    ],
+)
+def test_a_description_that_cannot_work_is_refused_when_stored(parts):
+    with pytest.raises(ValidationError):
+        described(**parts)
+
+
+@pytest.mark.parametrize("step", ["submit", "status", "result", "cancel", "health"])
+@pytest.mark.parametrize(
+    "path", ["http://evil/x", "//evil", "status", "/../x", "/%2e%2e/x", "/a\\b", "/a\r\nb", "/a//b", "/a#b", "{{id}}"]
+)
+def test_every_path_stays_on_its_server(step, path):
+    with pytest.raises(ValidationError):
+        described(**{step: {"path": path}})
+
+
+@pytest.mark.parametrize("name", [*sorted(RESERVED_HEADERS), "X-Job-ID", "X-SOURCE", "Idempotency-key"])
+def test_a_header_of_ours_cannot_be_set(name):
+    with pytest.raises(ValidationError, match="cannot be set"):
+        described(submit={"headers": {name: "x"}})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("X A", "x"), ("X:A", "x"), ("", "x"), ("X", "a\r\nY: b"), ("X", "a\n"), ("X", ""), ("X\n", "a")],
+)
+def test_a_header_cannot_break_the_request(name, value):
+    with pytest.raises(ValidationError):
+        described(submit={"headers": {name: value}})
+
+
+def test_a_model_without_fields_of_its_own_speaks_the_slot_protocol():
+    model = for_model()
+    assert (model.mode, model.status[0].path, model.submit.id) == ("sync", "/status/{{id}}", "/job_id")
+
+
+def test_a_models_own_fields_are_used():
+    model = for_model("async", "/v1/poll/{id}/state?full=1", "request/id")
+    assert (model.mode, model.status[0].path) == ("async", "/v1/poll/{{id}}/state?full=1")
+    assert model.submit.id == "/request~1id"
+    assert for_model("async", None, "/data/id").submit.id == "/data/id"
+
+
+@pytest.mark.parametrize("template", ["/status", "/status/{job}", "/{id}/{id}", "/{{id}}", "http://x/{id}", "/../{id}"])
+def test_a_poll_template_that_cannot_work_is_refused(template):
+    with pytest.raises(ValueError):
+        for_model("async", template)
+
+
+def test_an_unknown_model_type_is_refused():
+    with pytest.raises(ValueError):
+        for_model("batch")

@@ -1,0 +1,100 @@
+import orjson
+import pytest
+
+from tasks.servers.answers import Answer, Break, Broken
+from tasks.servers.call import HealthKind
+from tasks.servers.description import HealthStep
+from tasks.servers.health import health_judge
+
+
+def health(body, status=200, **step):
+    raw = body if isinstance(body, bytes) else orjson.dumps(body)
+    return health_judge(HealthStep.model_validate(step)).health(Answer(status, {}, raw))
+
+
+def test_the_count_alone_must_do():
+    found = health({"active_jobs": 2})
+    assert (found.kind, found.active_jobs, found.job_ids) == (HealthKind.UP, 2, None)
+
+
+def test_the_ids_alone_are_counted():
+    assert health({"job_ids": ["a", "b"]}).active_jobs == 2
+
+
+def test_no_count_is_not_zero():
+    found = health({"status": "ok"})
+    assert (found.kind, found.active_jobs, found.job_ids) == (HealthKind.UP, None, None)
+
+
+@pytest.mark.parametrize("count", [-1, True, "2", 1.5, [], {}, 10**12])
+def test_a_count_that_is_no_count_is_garbage(count):
+    assert health({"active_jobs": count}).kind is HealthKind.GARBAGE
+
+
+@pytest.mark.parametrize("ids", ["a", {"a": 1}, [None], [["a"]], [True], 1])
+def test_ids_that_are_no_ids_are_garbage(ids):
+    found = health({"active_jobs": 1, "job_ids": ids})
+    assert (found.kind, found.active_jobs) == (HealthKind.GARBAGE, None)
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"NaN"])
+def test_a_described_health_that_is_not_json_is_garbage(body):
+    assert health(body).kind is HealthKind.GARBAGE
+
+
+def test_a_health_that_promises_nothing_needs_no_body():
+    assert health(b"", active=None, job_ids=None).kind is HealthKind.UP
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (503, "busy"),
+        (429, "busy"),
+        (502, "down"),
+        (500, "garbage"),
+        (404, "foreign"),
+        (401, "foreign"),
+        (302, "foreign"),
+    ],
+)
+def test_a_refused_health_tells_by_its_status(status, kind):
+    found = health({"active_jobs": 0, "job_ids": []}, status)
+    assert (found.kind, found.active_jobs, found.job_ids) == (kind, None, None)
+
+
+@pytest.mark.parametrize(("how", "kind"), [("timeout", "busy"), ("connect", "down"), ("reset", "down")])
+def test_a_broken_health_tells_by_how_it_broke(how, kind):
+    assert health_judge(HealthStep()).health(Broken(Break(how), "no")).kind == kind
+
+
+def test_a_list_can_be_counted_and_its_elements_name_the_jobs():
+    queue = {"running": [[0, "p1", {}], [1, "p2", {}]]}
+    found = health(queue, active={"count": "/running"}, job_ids="/running", job_ids_item="/1")
+    assert (found.active_jobs, found.job_ids) == (2, frozenset({"p1", "p2"}))
+
+
+METRICS = b"""# HELP vllm:num_requests_running Number of requests
+vllm:num_requests_running{engine="0",model_name="a}b"} 2.0
+vllm:num_requests_running{engine="1"} 1 1700000000
+vllm:num_requests_running_total 99
+plain 4
+broken NaN
+"""
+
+
+@pytest.mark.parametrize(
+    ("metric", "active"), [("vllm:num_requests_running", 3), ("plain", 4), ("absent", None), ("broken", None)]
+)
+def test_a_metric_is_summed_over_its_labels(metric, active):
+    found = health(METRICS, active={"metric": metric}, running=False)
+    assert (found.kind, found.active_jobs, found.running_count) == (HealthKind.UP, active, False)
+
+
+def test_a_word_in_the_body_can_tell():
+    rules = [
+        {"if": {"pointer": "/status", "value": "BUSY"}, "then": "busy"},
+        {"if": {"pointer": "/status", "value": ["SETUP_FAILED", "DEFUNCT"]}, "then": "down"},
+    ]
+    kinds = [health({"status": word}, rules=rules).kind for word in ("READY", "BUSY", "DEFUNCT")]
+    assert kinds == [HealthKind.UP, HealthKind.BUSY, HealthKind.DOWN]

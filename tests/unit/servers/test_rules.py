@@ -1,0 +1,385 @@
+from typing import Any
+
+import orjson
+import pytest
+
+from routing.outcome import Kind, Outcome
+from tasks.servers.answers import Answer, Break, Broken
+from tasks.servers.description import DEFAULT, Description, for_model
+from tasks.servers.plan import compile_plan
+from tasks.servers.rules import About
+
+DEFAULT_PLAN = compile_plan(DEFAULT)
+
+
+def reply(body: Any, status: int = 200, **headers: str) -> Answer:
+    raw = body if isinstance(body, bytes) else orjson.dumps(body)
+    return Answer(status, {name.replace("_", "-"): value for name, value in headers.items()}, raw)
+
+
+def submitted(answer, description: Description = DEFAULT, asked: str | None = None) -> Outcome:
+    plan = DEFAULT_PLAN if description is DEFAULT else compile_plan(description)
+    return plan.submit.judge.outcome(answer, About("job-1", asked, now_s=0.0))
+
+
+def polled(answer, description: Description = DEFAULT, asked: str | None = "srv-1") -> Outcome | None:
+    plan = DEFAULT_PLAN if description is DEFAULT else compile_plan(description)
+    return plan.status[0].judge.outcome(answer, About("job-1", asked))
+
+
+def with_rules(*rules: dict, step: str = "submit", **parts: Any) -> Description:
+    return Description.model_validate({step: {"rules": list(rules)}, **parts})
+
+
+# -- the slot protocol, answers to a submit --------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["success", "completed", "done"])
+@pytest.mark.parametrize("result", [{"a": 1}, [], "x", 0, False, None])
+def test_a_success_word_is_done_with_any_json_as_result(word, result):
+    assert submitted(reply({"status": word, "result": result})) == Outcome(Kind.DONE, result=result)
+
+
+def test_a_success_without_result_has_none():
+    assert submitted(reply({"status": "success"})) == Outcome(Kind.DONE, result=None)
+
+
+@pytest.mark.parametrize("word", ["processing", "queued", "pending", "running"])
+def test_a_job_taken_on_is_pending_under_the_servers_id(word):
+    assert submitted(reply({"status": word, "job_id": "srv-1"}, 202)) == Outcome(Kind.PENDING, remote_id="srv-1")
+
+
+def test_an_id_may_be_a_number():
+    assert submitted(reply({"status": "processing", "job_id": 17})).remote_id == "17"
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, *({"job_id": bad} for bad in (None, True, 1.5, [], {}, "", "..", "a\nb", "x" * 300))]
+)
+def test_a_job_taken_on_without_a_usable_id_is_a_bad_answer(extra):
+    outcome = submitted(reply({"status": "processing", **extra}))
+    assert (outcome.kind, outcome.code) == (Kind.RETRY, "bad_answer")
+
+
+@pytest.mark.parametrize("status", [409, 429, 503])
+def test_busy_costs_nothing_and_tells_when_to_come_back(status):
+    outcome = submitted(reply({"error": "full"}, status, Retry_After="7"))
+    assert (outcome.kind, outcome.retry_after_s) == (Kind.BUSY, 7.0)
+    assert submitted(reply(b"", status)).kind is Kind.BUSY
+
+
+@pytest.mark.parametrize("status", [502, 504])
+def test_a_bad_gateway_is_the_servers_fault_and_costs_no_retry(status):
+    outcome = submitted(reply(b"<html>", status))
+    assert (outcome.kind, outcome.code) == (Kind.UNREACHABLE, "bad_gateway")
+
+
+@pytest.mark.parametrize("status", [400, 413, 415, 422])
+def test_a_wrong_request_is_final(status):
+    outcome = submitted(reply({"error": "prompt is missing"}, status))
+    assert (outcome.kind, outcome.code) == (Kind.FAILED, "bad_request")
+    assert "prompt is missing" in outcome.message
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 405])
+def test_a_wrong_address_or_key_costs_a_retry_since_the_job_is_not_to_blame(status):
+    outcome = submitted(reply({"detail": "Not Found"}, status))
+    assert (outcome.kind, outcome.code) == (Kind.RETRY, "misconfigured")
+
+
+@pytest.mark.parametrize("status", [402, 408, 418, 499, 500, 501, 507, 599])
+def test_any_other_error_costs_a_retry(status):
+    outcome = submitted(reply({"error": "CUDA out of memory"}, status, Retry_After="3"))
+    assert (outcome.kind, outcome.code, outcome.retry_after_s) == (Kind.RETRY, "server_error", 3.0)
+
+
+@pytest.mark.parametrize("word", ["failed", "error"])
+def test_an_error_inside_a_200_costs_a_retry(word):
+    outcome = submitted(reply({"status": word, "error": {"message": "boom"}}))
+    assert (outcome.kind, outcome.code) == (Kind.RETRY, "job_failed")
+    assert outcome.message.endswith("boom")
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_what_the_server_calls_not_retryable_is_final(status):
+    assert submitted(reply({"status": "failed", "retryable": False}, status)).kind is Kind.FAILED
+    assert submitted(reply({"status": "failed", "retryable": 0}, status)).kind is Kind.RETRY
+
+
+def test_what_the_server_calls_retryable_is_not_final():
+    assert submitted(reply({"error": "later", "retryable": True}, 400)).kind is Kind.RETRY
+
+
+def test_a_job_given_up_says_so():
+    assert submitted(reply({"status": "canceled"})).kind is Kind.CANCELED
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>ok</html>",
+        b"OK",
+        b'{"status":"success","result":NaN}',
+        b'{"status":"succ',
+        b"null",
+        b"[]",
+        b'"done"',
+        b"{}",
+        b'{"status":"finished"}',
+        b'{"status":"SUCCESS"}',
+        b'{"status":true}',
+        b'{"status":null}',
+        b'{"result":1}',
+    ],
+)
+def test_garbage_in_a_200_costs_a_retry(body):
+    outcome = submitted(reply(body))
+    assert (outcome.kind, outcome.code) == (Kind.RETRY, "bad_answer")
+
+
+@pytest.mark.parametrize("status", [301, 302, 304, 307, 308, 700])
+def test_a_redirect_is_a_bad_answer(status):
+    outcome = submitted(reply({"status": "success", "result": 1}, status, Location="http://elsewhere/"))
+    assert (outcome.kind, outcome.code) == (Kind.RETRY, "bad_answer")
+
+
+def test_an_answer_to_another_job_is_a_bad_answer():
+    done = {"status": "success", "result": "somebody else's picture"}
+    outcome = submitted(reply(done, X_Job_Id="job-2"))
+    assert (outcome.kind, outcome.code, outcome.result) == (Kind.RETRY, "bad_answer", None)
+    assert submitted(reply(done, X_Job_Id="job-1")).kind is Kind.DONE
+
+
+def test_a_refusal_is_a_refusal_whatever_job_it_names():
+    assert submitted(reply(b"", 503, X_Job_Id="job-2")).kind is Kind.BUSY
+
+
+def test_the_echo_can_be_switched_off():
+    silent = Description.model_validate({"submit": {"echo": False}})
+    assert submitted(reply({"status": "success"}, X_Job_Id="its-own"), silent).kind is Kind.DONE
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [(Break.CONNECT, Kind.UNREACHABLE), (Break.TIMEOUT, Kind.UNKNOWN), (Break.RESET, Kind.UNKNOWN)],
+)
+def test_only_a_connection_never_made_is_certainly_not_sent(how, kind):
+    assert submitted(Broken(how, "no")).kind is kind
+
+
+@pytest.mark.parametrize(("how", "code"), [("too_large", "answer_too_large"), ("unsendable", "misconfigured")])
+def test_other_breaks_cost_a_retry(how, code):
+    outcome = submitted(Broken(Break(how), "no"))
+    assert (outcome.kind, outcome.code) == (Kind.RETRY, code)
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"error": "e", "detail": "d"}, "e"),
+        ({"error": "", "detail": [{"loc": ["body"]}]}, '[{"loc":["body"]}]'),
+        ({"message": "m"}, "m"),
+        ({"error": {"code": 3}}, '{"code":3}'),
+        (b"plain words", "plain words"),
+    ],
+)
+def test_a_message_says_what_the_server_said(body, said):
+    assert submitted(reply(body, 500)).message == f"the server answered 500: {said}"
+
+
+@pytest.mark.parametrize("body", [{}, b"", b"<!doctype html><p>x", {"error": None}, [1]])
+def test_a_message_without_words_gives_the_status(body):
+    assert submitted(reply(body, 500)).message == "the server answered 500"
+
+
+def test_a_message_is_bounded_and_repeats_no_secret():
+    about = About("job-1", None, secrets=("tok-123",))
+    answer = reply({"error": "bad token tok-123 " + "x" * 100_000}, 500)
+    message = DEFAULT_PLAN.submit.judge.outcome(answer, about).message
+    assert "tok-123" not in message and "***" in message and len(message) <= 500
+
+
+# -- the slot protocol, answers to a poll ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["success", "completed", "done"])
+def test_a_poll_finds_the_result(word):
+    assert polled(reply({"status": word, "result": [1]})) == Outcome(Kind.DONE, result=[1])
+
+
+@pytest.mark.parametrize("word", ["processing", "queued", "pending", "running"])
+def test_a_poll_of_a_running_job_is_pending(word):
+    assert polled(reply({"status": word})) == Outcome(Kind.PENDING, remote_id="srv-1")
+
+
+def test_a_poll_of_a_failed_job_costs_a_retry_or_is_final():
+    assert polled(reply({"status": "failed", "error": "x"})).kind is Kind.RETRY
+    assert polled(reply({"status": "failed", "error": "x", "retryable": False})).kind is Kind.FAILED
+    assert polled(reply({"status": "cancelled"})).kind is Kind.CANCELED
+
+
+def test_only_a_404_in_json_means_that_the_job_is_lost():
+    assert polled(reply({"detail": "unknown job"}, 404)).kind is Kind.LOST
+    assert polled(reply(b"<html>404</html>", 404)).kind is Kind.PENDING
+
+
+@pytest.mark.parametrize("status", [400, 401, 409, 429, 500, 502, 503, 504, 302])
+def test_a_failing_poll_is_still_pending(status):
+    outcome = polled(reply({"error": "x", "status": "failed", "retryable": False}, status))
+    assert (outcome.kind, outcome.remote_id) == (Kind.PENDING, "srv-1")
+
+
+@pytest.mark.parametrize("how", [Break.CONNECT, Break.TIMEOUT, Break.RESET, Break.UNSENDABLE])
+def test_a_broken_poll_is_still_pending(how):
+    outcome = polled(Broken(how, "no"))
+    assert (outcome.kind, outcome.remote_id) == (Kind.PENDING, "srv-1")
+
+
+def test_a_result_too_large_to_be_polled_is_not_polled_for_ever():
+    assert polled(Broken(Break.TOO_LARGE, "no")).code == "answer_too_large"
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"{}", b'{"status":"strange"}', b'{"status":"done","result":NaN}'])
+def test_garbage_in_a_poll_is_still_pending(body):
+    outcome = polled(reply(body))
+    assert (outcome.kind, outcome.code) == (Kind.PENDING, "bad_answer")
+
+
+@pytest.mark.parametrize("named", ["srv-2", 7, [], {}])
+def test_a_poll_that_answers_for_another_job_is_still_pending(named):
+    outcome = polled(reply({"status": "done", "job_id": named, "result": "not ours"}))
+    assert (outcome.kind, outcome.code, outcome.result) == (Kind.PENDING, "bad_answer", None)
+
+
+@pytest.mark.parametrize("named", ["srv-1", "job-1", None])
+def test_a_poll_may_name_the_job_by_either_id(named):
+    assert polled(reply({"status": "done", "job_id": named})).kind is Kind.DONE
+
+
+def test_a_numeric_id_is_the_same_as_text():
+    assert polled(reply({"status": "done", "job_id": 17}), asked="17").kind is Kind.DONE
+
+
+# -- a description's own rules ---------------------------------------------------------------------
+
+
+def test_the_first_rule_that_matches_wins():
+    description = with_rules(
+        {"if": {"status": 500, "text": "out of memory"}, "then": "busy"},
+        {"if": {"status": "5xx"}, "then": "failed", "code": "broken", "message": "never again"},
+    )
+    assert submitted(reply(b"CUDA out of memory", 500), description).kind is Kind.BUSY
+    outcome = submitted(reply(b"other", 500), description)
+    assert (outcome.kind, outcome.code, outcome.message) == (Kind.FAILED, "broken", "never again")
+    assert submitted(reply({"status": "success"}), description).kind is Kind.DONE
+
+
+@pytest.mark.parametrize(("status", "kind"), [(499, Kind.RETRY), (500, Kind.BUSY), (504, Kind.BUSY), (505, Kind.RETRY)])
+def test_a_range_of_statuses_includes_both_ends(status, kind):
+    assert submitted(reply(b"", status), with_rules({"if": {"status": "500-504"}, "then": "busy"})).kind is kind
+
+
+@pytest.mark.parametrize(
+    ("value", "answered", "matches"),
+    [
+        ("a", "a", True),
+        (["a", "b"], "b", True),
+        (1, 1, True),
+        (1, 1.0, True),
+        (1, True, False),
+        (True, 1, False),
+        (None, None, True),
+        (None, 0, False),
+        ("1", 1, False),
+        ("a", ["a"], False),
+        ("a", {"a": 1}, False),
+    ],
+)
+def test_a_value_is_compared_as_json_compares(value, answered, matches):
+    description = with_rules({"if": {"pointer": "/x", "value": value}, "then": "busy"})
+    assert (submitted(reply({"x": answered}), description).kind is Kind.BUSY) is matches
+
+
+def test_a_pointer_alone_asks_whether_something_is_there():
+    description = with_rules({"if": {"pointer": "/busy"}, "then": "busy"})
+    assert submitted(reply({"busy": None}), description).kind is Kind.BUSY
+    assert submitted(reply({"idle": 1}), description).kind is Kind.RETRY
+    assert submitted(reply(b"busy"), description).kind is Kind.RETRY
+
+
+def test_a_rule_can_take_the_whole_answer_as_result():
+    description = Description.model_validate(
+        {"submit": {"rules": [{"if": {"status": 200}, "then": "done"}], "result": ""}}
+    )
+    assert submitted(reply({"predictions": [1]}), description).result == {"predictions": [1]}
+    assert submitted(reply(b"NaN"), description).code == "bad_answer"
+
+
+def test_a_text_answer_is_a_result_only_if_described_so():
+    rules = [{"if": {"status": 200}, "then": "done"}]
+    as_text = Description.model_validate({"submit": {"rules": rules, "result_as": "text"}})
+    assert submitted(reply("grüße".encode()), as_text).result == "grüße"
+    assert submitted(reply(b"hello"), with_rules(*rules)).kind is Kind.RETRY
+
+
+def test_a_connection_error_can_mean_something_else():
+    description = with_rules({"if": {"connection": ["timeout"]}, "then": "retry", "code": "freed"})
+    assert submitted(Broken(Break.TIMEOUT, "no"), description).code == "freed"
+    assert submitted(Broken(Break.RESET, "no"), description).kind is Kind.UNKNOWN
+
+
+def test_a_rule_about_an_answer_is_not_about_a_connection_error_nor_the_reverse():
+    description = with_rules(
+        {"if": {"connection": "reset"}, "then": "retry"}, {"if": {"status": [200, 500]}, "then": "busy"}
+    )
+    assert submitted(reply(b"", 500), description).kind is Kind.BUSY
+    assert submitted(Broken(Break.TIMEOUT, "no"), description).kind is Kind.UNKNOWN
+
+
+def test_next_asks_for_the_next_step():
+    description = Description.model_validate(
+        {"status": [{"rules": [{"if": {"status": 200}, "then": "next"}]}, {"path": "/q"}]}
+    )
+    assert polled(reply({}), description) is None
+
+
+def test_pointers_may_hold_the_id():
+    rules = [{"if": {"pointer": "/{{id}}/ok", "value": True}, "then": "done"}]
+    description = Description.model_validate({"status": {"rules": rules, "result": "/{{id}}/out"}})
+    assert polled(reply({"srv-1": {"ok": True, "out": 5}}), description).result == 5
+    assert polled(reply({"srv-2": {"ok": True}}), description).kind is Kind.PENDING
+
+
+@pytest.mark.parametrize(
+    ("body", "mentioned"), [('[["srv-1"]]', True), ('["srv-10"]', False), ('["x-srv-1"]', False), ("[]", False)]
+)
+def test_an_id_is_mentioned_only_as_a_whole(body, mentioned):
+    description = with_rules({"if": {"mentions_id": True}, "then": "lost"}, step="status")
+    assert (polled(reply(body.encode()), description).kind is Kind.LOST) is mentioned
+
+
+def test_an_async_model_needs_no_word_beside_its_id():
+    model = for_model("async", id_field="request_id")
+    assert submitted(reply({"request_id": "r1"}), model) == Outcome(Kind.PENDING, remote_id="r1")
+    assert submitted(reply({"status": "processing", "request_id": "r1"}), model).remote_id == "r1"
+    assert submitted(reply({"status": "success", "result": 1}), model).result == 1
+    assert submitted(reply({"status": "strange", "request_id": "r1"}), model).code == "bad_answer"
+    assert submitted(reply({"job_id": "r1"}), DEFAULT).code == "bad_answer"
+
+
+def test_a_sync_model_that_says_processing_is_polled_all_the_same():
+    assert submitted(reply({"status": "processing", "job_id": "r1"}), for_model("sync")).remote_id == "r1"
+
+
+def test_a_pushing_server_needs_no_id():
+    description = Description(mode="callback")
+    assert submitted(reply({"status": "processing"}), description) == Outcome(Kind.PENDING)
+
+
+def test_an_id_that_we_gave_stands_in_for_one_that_the_server_does_not_repeat():
+    assert submitted(reply({"status": "processing"}), asked="job-1-1").remote_id == "job-1-1"
+    assert submitted(reply({"status": "processing", "job_id": "own"}), asked="job-1-1").remote_id == "own"

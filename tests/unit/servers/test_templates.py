@@ -1,0 +1,163 @@
+import pytest
+
+from routing.outcome import Kind
+from tasks.servers.call import Call
+from tasks.servers.description import JOB_SOURCES, SUBMIT_SOURCES
+from tasks.servers.templates import Body, Headers, Path, TemplateError, Values, to_json
+
+PAYLOAD = {"prompt": "a cat", "n": 3, "on": True, "none": None, "list": [1, {"x": 2}], "evil": "{{secret/KEY}}"}
+SECRETS = {"KEY": "s3cret"}
+
+
+def values(payload=PAYLOAD, **more):
+    call = Call("job-1", 2, payload, callback_url="http://me/cb", callback_token="tok", **more)
+    return Values(call, "srv/7", SECRETS.get)
+
+
+def body(template, payload=PAYLOAD):
+    return Body(template, SUBMIT_SOURCES | {"id"}).fill(values(payload))
+
+
+def path(template, payload=PAYLOAD, sources=JOB_SOURCES):
+    return Path(template, sources).fill(values(payload))
+
+
+@pytest.mark.parametrize(
+    ("template", "filled"),
+    [
+        ("{{payload}}", PAYLOAD),
+        ("{{ payload/n }}", 3),
+        ("{{payload/on}}", True),
+        ("{{payload/none}}", None),
+        ("{{payload/list/1/x}}", 2),
+        ("{{payload/list}}", [1, {"x": 2}]),
+        ("{{job/id}}", "job-1"),
+        ("{{job/attempt}}", 2),
+        ("{{job/attempt_id}}", "job-1-2"),
+        ("{{id}}", "srv/7"),
+        ("{{callback_url}}", "http://me/cb"),
+        ("{{callback_token}}", "tok"),
+        ("{{secret/KEY}}", "s3cret"),
+    ],
+)
+def test_a_string_that_is_one_template_keeps_the_type_of_the_value(template, filled):
+    assert body(template) == filled and type(body(template)) is type(filled)
+
+
+def test_inside_a_longer_string_a_value_is_text():
+    assert body("{{payload/n}} times {{payload/prompt}}, {{payload/on}} {{payload/list}}") == (
+        '3 times a cat, true [1,{"x":2}]'
+    )
+
+
+def test_a_body_keeps_its_shape():
+    template = {"input": {"p": "{{payload/prompt}}", "k": [1, "{{payload/n}}", None, "", "}{"]}}
+    assert body(template) == {"input": {"p": "a cat", "k": [1, 3, None, "", "}{"]}}
+
+
+def test_what_was_put_in_is_not_looked_at_again():
+    assert body("{{payload/evil}}") == "{{secret/KEY}}"
+    assert body("x {{payload/evil}}") == "x {{secret/KEY}}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{nope}}",
+        "{{}}",
+        "{{job}}",
+        "{{job/secret}}",
+        "{{id/x}}",
+        "{{secret}}",
+        "{{secret/a b}}",
+        "{{payload/~9}}",
+        "{{payload",
+        "a }} b",
+        "{{payload{{id}}}}",
+        "{{raw:id}}",
+        {"{{id}}": 1},
+        "{{payloads}}",
+    ],
+)
+def test_a_template_that_means_nothing_is_refused_when_stored(template):
+    with pytest.raises(ValueError, match=r"template|known|names nothing|pointer"):
+        Body(template, SUBMIT_SOURCES | {"id"})
+
+
+def test_a_body_of_endless_depth_is_refused():
+    deep: object = "x"
+    for _ in range(40):
+        deep = [deep]
+    with pytest.raises(ValueError, match="levels"):
+        Body(deep, SUBMIT_SOURCES)
+
+
+def test_a_payload_without_the_needed_value_is_at_fault():
+    with pytest.raises(TemplateError) as caught:
+        body("{{payload/seed}}")
+    assert (caught.value.kind, caught.value.code) == (Kind.FAILED, "bad_payload")
+
+
+def test_a_missing_secret_is_the_setups_fault_and_is_named():
+    with pytest.raises(TemplateError, match="secret/GONE") as caught:
+        body("{{secret/GONE}}")
+    assert (caught.value.kind, caught.value.code) == (Kind.RETRY, "misconfigured")
+
+
+def test_used_secrets_are_remembered_for_redaction():
+    used = values()
+    Headers({"Authorization": "Bearer {{secret/KEY}}"}, SUBMIT_SOURCES).fill(used)
+    assert used.used_secrets == ["s3cret"]
+
+
+def test_a_value_in_a_path_is_percent_encoded():
+    assert path("/status/{{id}}") == "/status/srv%2F7"
+    assert path("/s/{{payload/prompt}}?q={{payload/prompt}}") == "/s/a%20cat?q=a%20cat"
+    assert path("/s/{{payload/a}}", {"a": "x?y#z&ü"}) == "/s/x%3Fy%23z%26%C3%BC"
+
+
+def test_a_raw_value_keeps_its_slashes():
+    assert path("/models/{{raw:payload/m}}/run", {"m": "org/model"}) == "/models/org/model/run"
+
+
+@pytest.mark.parametrize(
+    "value", ["..", ".", "../x", "a/../b", "%2e%2e", "..%2fadmin", "a\\b", "a\nb", "", "\x00", "%00"]
+)
+@pytest.mark.parametrize("template", ["/s/{{payload/v}}", "/s/{{raw:payload/v}}"])
+def test_no_value_leads_out_of_its_path(template, value):
+    with pytest.raises(TemplateError):
+        path(template, {"v": value})
+
+
+@pytest.mark.parametrize("value", ["/x", "a//b", "x/", "a?b=1", "a#b", "a&b"])
+def test_no_raw_value_makes_a_host_or_a_query(value):
+    with pytest.raises(TemplateError):
+        path("/s/{{raw:payload/v}}/t", {"v": value})
+
+
+@pytest.mark.parametrize("value", [None, True, 1.5, [], {}])
+def test_only_texts_and_whole_numbers_stand_in_paths(value):
+    with pytest.raises(TemplateError):
+        path("/s/{{payload/v}}", {"v": value})
+
+
+def test_raw_is_refused_in_a_query():
+    with pytest.raises(ValueError, match="raw"):
+        Path("/s?q={{raw:payload}}", JOB_SOURCES)
+
+
+@pytest.mark.parametrize("value", ["a\r\nX-Evil: 1", "a\nb", "ü", "", " a", "\x00"])
+def test_no_value_breaks_a_header(value):
+    with pytest.raises(TemplateError):
+        Headers({"X-A": "{{payload/v}}"}, JOB_SOURCES).fill(values({"v": value}))
+
+
+def test_integers_beyond_64_bits_survive():
+    assert to_json({"seed": 2**70}) == b'{"seed":1180591620717411303424}'
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), {"big": 2**70, "odd": float("nan")}])
+def test_what_json_cannot_say_is_the_payloads_fault(value):
+    with pytest.raises(TemplateError) as caught:
+        to_json(value)
+    assert (caught.value.kind, caught.value.code) == (Kind.FAILED, "bad_payload")

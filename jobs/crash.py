@@ -21,6 +21,9 @@ POINTS = (
     "settle_committed",  # ended or back in the record, the slot still held
     "settle_released",  # the slot is free, the next job is ours and not started
     "settle_announced",  # the webhook's wake-up is sent, the next job not begun
+    "hand_back_committed",  # queued in the record, the slot kept for a resume that is not offered yet
+    "cancel_committed",  # canceled in the record, still in the room
+    "cancel_requested",  # the wish is in the record, the worker does not know
     "retry_committed",  # delayed in the record, Celery does not know
     "webhook_claimed",  # a try is counted, nothing sent
     "webhook_sent",  # the client has it, the record does not say so
@@ -28,6 +31,8 @@ POINTS = (
     "expire_committed",  # expired in the record, still in the room
     "reap_seized",  # the lease is the reaper's, the record says running
     "reap_committed",  # queued in the record, the slot still held
+    "ghost_seized",  # the lease is the reaper's, the record says running, the server knows nothing of it
+    "ghost_committed",  # queued in the record, the slot still held
     "rebuild_leases",  # leases are back, the room is empty
     "rebuild_filled",  # the room is full, not open
     "reconcile_filled",  # what was missing is back

@@ -215,6 +215,7 @@ class Dispatcher:
     def hand_back(self, task: Task) -> bool:
         """Let another worker resume a run that its server goes on with: the slot stays taken, the offer is open."""
         moved = self.store.settle(task.run.job.id, task.run.attempt, Why.HANDED_BACK, now_ms())
+        crash_at("hand_back_committed")
         if moved is None:
             self.free(task.held, back=False)
         else:
@@ -265,10 +266,12 @@ class Dispatcher:
             job_id, Why.CANCEL_REQUESTED, now, Error("canceled", "Canceled before it was started.")
         )
         if moved is not None:
+            crash_at("cancel_committed")
             self.withdraw(moved.job)
             self.announce_end(moved)
             return moved.to
         if self.store.request_cancel(job_id, now):
+            crash_at("cancel_requested")
             job = self.store.get(job_id)
             if job is not None:
                 self.withdraw(Waiting(job.id, job.seq, job.model, job.tier, job.tenant))

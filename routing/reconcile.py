@@ -346,9 +346,11 @@ def _free_ghost(dispatcher: Dispatcher, job: Job) -> bool:
     mine = dispatcher.leases.seize(held, _REAPER, dispatcher.settings.offer_ms, only_expired=False)
     if mine is None:
         return False
+    crash_at("ghost_seized")
     error = Error("server_lost", f"Server {job.server} does not know the job any more.")
     why = crashed(job.crashes, model.config)
     moved = dispatcher.store.settle(job.id, job.attempt, why, now_ms(), error=error)
+    crash_at("ghost_committed")
     if moved is not None and moved.to is State.QUEUED:
         dispatcher.offer_again(mine, job.model)  # the server may remember the result of a run that has ended
         return True

@@ -30,6 +30,7 @@ class _Kinds(click.ParamType):
 @click.command()
 @click.option("--jobs", default=1000, show_default=True, type=click.IntRange(1, 1_000_000), help="Jobs to submit.")
 @click.option("--seconds", default=60.0, show_default=True, type=click.FloatRange(1), help="How long faults go on.")
+@click.option("--kills", type=click.IntRange(1), help="So many faults, however long that takes, instead of --seconds.")
 @click.option("--seed", type=int, help="Repeats the drill of that seed.  [default: a new one]")
 @click.option("--kill-every", default=6.0, show_default=True, type=click.FloatRange(0.5), help="Seconds, about.")
 @click.option("--faults", default="all", show_default=True, type=_Kinds(), help="Kinds, with commas; or none.")
@@ -37,6 +38,8 @@ class _Kinds(click.ParamType):
 @click.option(
     "--burst", default=50, show_default=True, type=click.IntRange(0, 100), help="Percent of the jobs at once."
 )
+@click.option("--workers", default=2, show_default=True, type=click.IntRange(1, 32), help="Worker processes.")
+@click.option("--slots", default=8, show_default=True, type=click.IntRange(4, 256), help="Of all servers together.")
 @click.option("--keep", is_flag=True, help="Keep journals and logs.  They are kept anyway if it is not passed.")
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the score card there."
@@ -44,11 +47,14 @@ class _Kinds(click.ParamType):
 def drill(
     jobs: int,
     seconds: float,
+    kills: int | None,
     seed: int | None,
     kill_every: float,
     faults: tuple[Any, ...],
     clients: int,
     burst: int,
+    workers: int,
+    slots: int,
     keep: bool,
     json_file: Path | None,
 ) -> None:
@@ -73,11 +79,15 @@ def drill(
     from app.drill.launcher import drill as run
     from app.up.errors import Stopped
 
+    if kills is not None and not faults:
+        raise click.UsageError("--kills needs at least one kind of --faults.")
     if seed is None:
         seed = secrets.randbelow(1_000_000)
     out = console()
     try:
-        card = run(Wishes(jobs, seconds, seed, kill_every, faults, clients, burst / 100, keep), out)
+        card = run(
+            Wishes(jobs, seconds, seed, kill_every, faults, clients, burst / 100, keep, kills, workers, slots), out
+        )
     except Stopped:
         out.print("Stopped; nothing is left running.")
         sys.exit(130)

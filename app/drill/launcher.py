@@ -48,6 +48,10 @@ class Wishes:
     clients: int = 16
     burst: float = 0.5
     keep: bool = False
+    kills: int | None = None
+    """So many faults instead of those that `seconds` has room for."""
+    workers: int = 2
+    slots: int = 8
 
 
 def drill(wishes: Wishes, console: "Console") -> Card:
@@ -56,7 +60,7 @@ def drill(wishes: Wishes, console: "Console") -> Card:
     keep = True
     try:
         with _interruptible(), Guardian() as guardian:
-            card = _Drill(wishes, Stack(home, guardian), console).run()
+            card = _Drill(wishes, Stack(home, guardian, wishes.workers, wishes.slots), console).run()
         keep = wishes.keep or not card.passed
         return card
     except Stopped:
@@ -76,9 +80,10 @@ class _Drill:
         self._wishes, self._stack, self._console = wishes, stack, console
         slots = sum(server.slots for server in stack.servers)
         models = sorted({server.model for server in stack.servers})
-        self._orders = orders(wishes.seed, wishes.jobs, models, slots, wishes.seconds, wishes.burst)
         among = targets(stack.workers, [server.name for server in stack.servers])
-        self._faults = schedule(wishes.seed, wishes.kinds, among, wishes.seconds, wishes.every_s)
+        self._faults = schedule(wishes.seed, wishes.kinds, among, wishes.seconds, wishes.every_s, wishes.kills)
+        self._seconds = wishes.seconds if wishes.kills is None else self._faults[-1].at_s
+        self._orders = orders(wishes.seed, wishes.jobs, models, slots, self._seconds, wishes.burst)
         self._clients = Clients(stack.url, self._orders, wishes.clients)
         self._saboteur = Saboteur(stack, self._faults, self._say_fault)
         self._truth = Truth(stack.redis_url, stack.servers)
@@ -92,7 +97,7 @@ class _Drill:
                 self._stack.start()
             self._console.print(
                 f"seed {self._wishes.seed}: {len(self._orders)} jobs, {len(self._faults)} faults in "
-                f"{self._wishes.seconds:g} s (the same seed brings the same)"
+                f"{self._seconds:.0f} s (the same seed brings the same)"
             )
             database = Database(self._stack.record_url)
             left.callback(database.close)

@@ -64,18 +64,23 @@ def targets(workers: Sequence[str], servers: Sequence[str]) -> dict[Kind, Sequen
 
 
 def schedule(
-    seed: int, kinds: Sequence[Kind], among: Mapping[Kind, Sequence[str]], seconds: float, every_s: float
+    seed: int,
+    kinds: Sequence[Kind],
+    among: Mapping[Kind, Sequence[str]],
+    seconds: float,
+    every_s: float,
+    count: int | None = None,
 ) -> list[Fault]:
     """Faults from the first `every_s` on until `seconds`, about `every_s` apart, each kind about equally often.
 
-    Nothing happens to a process that is down already.
+    `count`: exactly so many, however long that takes.  Nothing happens to a process that is down already.
     """
     chance = random.Random(seed)
     faults: list[Fault] = []
     up_again: dict[str, float] = {}
     deck: list[Kind] = []
     at = every_s * chance.uniform(0.5, 1.0)
-    while kinds and at < seconds:
+    while kinds and (at < seconds if count is None else len(faults) < count):
         if not deck:
             deck = chance.sample(list(dict.fromkeys(kinds)), len(set(kinds)))
         fault = _next(chance, deck, among, up_again, at)

@@ -44,24 +44,24 @@ class ServerPlan:
         return f"http://127.0.0.1:{self.port}"
 
 
-def server_plans() -> list[ServerPlan]:
-    """Three servers with eight slots for two models, one of them asynchronous."""
+def server_plans(slots: int = 8) -> list[ServerPlan]:
+    """Three servers for two models, one of them asynchronous; at least 4 `slots` among them."""
+    quarter = slots // 4
     return [
-        ServerPlan("sync-1", "sync", 2, ports.free_port(), False),
-        ServerPlan("sync-2", "sync", 2, ports.free_port(), False),
-        ServerPlan("async-1", "async", 4, ports.free_port(), True),
+        ServerPlan("sync-1", "sync", quarter, ports.free_port(), False),
+        ServerPlan("sync-2", "sync", quarter, ports.free_port(), False),
+        ServerPlan("async-1", "async", slots - 2 * quarter, ports.free_port(), True),
     ]
 
 
 class Stack:
     """Starts everything when entered, ends everything when left.  One thread at a time may use it."""
 
-    workers = ("worker-1", "worker-2")
-
-    def __init__(self, home: Path, guardian: Guardian) -> None:
+    def __init__(self, home: Path, guardian: Guardian, workers: int = 2, slots: int = 8) -> None:
         self.home, self.logs = home, home / "logs"
         self._guardian = guardian
-        self.servers = server_plans()
+        self.workers = tuple(f"worker-{n}" for n in range(1, workers + 1))
+        self.servers = server_plans(slots)
         self._redis_port, self._web_port = ports.free_port(), ports.free_port()
         self.url = f"http://127.0.0.1:{self._web_port}"
         self.redis_url = f"redis://127.0.0.1:{self._redis_port}/0"

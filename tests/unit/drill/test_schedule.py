@@ -1,9 +1,13 @@
 from collections import Counter
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from app.drill.command import drill
 from app.drill.jobs import orders
 from app.drill.schedule import Kind, schedule, targets
+from app.drill.stack import Stack
 
 AMONG = targets(["worker-1", "worker-2"], ["a", "b", "c"])
 
@@ -30,6 +34,13 @@ def test_nothing_happens_to_a_process_that_is_down(seed: int) -> None:
         up_again[fault.target] = fault.at_s + fault.lasts_s
 
 
+@pytest.mark.parametrize("every_s", [0.5, 5.0])
+def test_so_many_faults_as_asked_for_however_long_that_takes(every_s: float) -> None:
+    faults = schedule(3, (Kind.WORKER,), AMONG, 1, every_s, count=400)
+    assert len(faults) == 400
+    assert faults[-1].at_s == pytest.approx(400 * every_s, rel=0.5)
+
+
 def test_every_kind_gets_its_turn() -> None:
     counts = Counter(fault.kind for fault in schedule(1, tuple(Kind), AMONG, 600, 5))
     assert set(counts) == set(Kind)
@@ -47,6 +58,21 @@ def test_a_worker_is_stopped_for_longer_than_a_lease() -> None:
     lease_s = RoutingSettings.model_fields["lease_ms"].default / 1000
     stops = schedule(1, (Kind.STOP,), AMONG, 600, 5)
     assert stops and all(fault.lasts_s > lease_s for fault in stops)
+
+
+def test_a_drill_has_the_workers_and_slots_that_were_asked_for(tmp_path: Path) -> None:
+    from app.up.guardian import Guardian
+
+    with Guardian() as guardian:
+        stack = Stack(tmp_path, guardian, workers=4, slots=18)
+    assert stack.workers == ("worker-1", "worker-2", "worker-3", "worker-4")
+    assert [server.slots for server in stack.servers] == [4, 4, 10]
+
+
+def test_kills_without_a_kind_of_fault_are_refused() -> None:
+    refused = CliRunner().invoke(drill, ["--kills", "3", "--faults", "none"])
+    assert refused.exit_code == 2
+    assert "--kills needs" in refused.output
 
 
 def test_the_same_seed_brings_the_same_jobs() -> None:

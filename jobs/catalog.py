@@ -3,22 +3,30 @@
 Every change raises a version in its own transaction; processes compare it to know that theirs is old.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import orjson
-from sqlalchemy import delete, insert, select, update
+import structlog
+from sqlalchemy import Table, Update, delete, insert, select, update
 
-from jobs.config import ModelConfig
+from jobs.config import ModelConfig, understood
 from jobs.db import Database, Transaction
 from jobs.errors import Conflict, NotFound
-from jobs.models import counters, endpoints, jobs, models, servers
-from jobs.record import Server
-from jobs.states import ACTIVE
+from jobs.models import counters, endpoints, jobs, models, servers, tenant_states
+from jobs.record import Server, TenantState, storable
+from jobs.states import ACTIVE, Standing
 from jobs.store import count
 
+log = structlog.get_logger(__name__)
+
+Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are named at the statements
+
+_MAX_REASON = 500
+_MAX_WEIGHT = 1000
 _VERSION = "catalog_version"
 _SELECT_VERSION = select(counters.c.value).where(counters.c.name == _VERSION)
 
@@ -31,15 +39,20 @@ class Model:
     fleet: str
     overrides: Mapping[str, Any]
     config: ModelConfig
+    state: str = Standing.ONLINE
+    reason: str | None = None
+    changed_by: str | None = None
+    changed_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All of the catalog at one version."""
+    """All of the catalog at one version.  `tenants`: only those that do not stand online."""
 
     version: int
     models: Mapping[str, Model]
     servers: Mapping[str, Server]
+    tenants: Mapping[str, TenantState] = field(default_factory=dict)
 
     def fleets(self) -> list[str]:
         return sorted({m.fleet for m in self.models.values()} | {s.fleet for s in self.servers.values()})
@@ -51,15 +64,16 @@ class Snapshot:
         return sorted((s for s in self.servers.values() if s.fleet == fleet), key=lambda s: s.name)
 
     def slots_of(self, model: str) -> int:
-        """Slots, of servers that are not draining or paused, on which this model can run."""
-        return sum(s.slots for s in self.servers.values() if model in s.endpoints and s.state == "online")
+        """Slots, of servers that stand online, on which this model can run."""
+        return sum(s.slots for s in self.servers.values() if model in s.endpoints and s.state == Standing.ONLINE)
 
 
 class Catalog:
-    """Reads and changes models, configurations and servers."""
+    """Reads and changes models, configurations, servers, and who of them and of the tenants takes part."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
+        self._warned: set[tuple[str, ...]] = set()
 
     def version(self) -> int:
         with self.database.read() as connection:
@@ -71,23 +85,34 @@ class Catalog:
             version = connection.execute(_SELECT_VERSION).scalar() or 0
             model_rows = connection.execute(select(models)).all()
             server_rows = connection.execute(select(servers)).all()
+            tenant_rows = connection.execute(select(tenant_states)).all()
             urls: dict[str, dict[str, str]] = defaultdict(dict)
             for row in connection.execute(select(endpoints)):
                 urls[row.server][row.model] = row.url
         return Snapshot(
             version,
-            {row.name: _model(row.name, row.fleet, orjson.loads(row.overrides)) for row in model_rows},
-            {
-                row.name: Server(row.name, row.fleet, row.slots, row.state, dict(urls[row.name]), row.created_ms)
-                for row in server_rows
-            },
+            {row.name: self._model(row) for row in model_rows},
+            {row.name: _server(row, urls[row.name]) for row in server_rows},
+            {row.name: TenantState(**row._mapping) for row in tenant_rows},
         )
 
-    def register(self, model: str, server: str, url: str, slots: int, now: int) -> Server:
+    def register(
+        self,
+        model: str,
+        server: str,
+        url: str,
+        slots: int,
+        now: int,
+        attributes: Mapping[str, str | float] | None = None,
+        weight: float | None = None,
+    ) -> Server:
         """Add or change a server that serves `model` at `url`; the model is created if it is new.
 
-        Raises Conflict if server and model belong to different fleets and cannot be brought together.
+        `attributes`, `weight`: what it declares, and how gladly it is chosen; None keeps what was.
+        Raises Conflict if server and model belong to different fleets and cannot be brought together; ValueError
+        for an attribute that is neither text nor a finite number, or a weight that is not above 0 and to 1000.
         """
+        declared = _declared(slots, attributes, weight)
 
         def unit(tx: Transaction) -> Server:
             fleet = _meeting_fleet(tx, model, server)
@@ -96,47 +121,64 @@ class Catalog:
                 tx.connection.execute(insert(models), {"name": model, "fleet": fleet, "created_ms": now})
             elif known != fleet:
                 tx.connection.execute(update(models).where(models.c.name == model).values(fleet=fleet))
-            row = tx.connection.execute(select(servers).where(servers.c.name == server)).first()
+            changed = update(servers).where(servers.c.name == server).values(**declared).returning(servers)
+            row = tx.connection.execute(changed).first()
             if row is None:
-                new = {"name": server, "fleet": fleet, "slots": slots, "state": "online", "created_ms": now}
-                tx.connection.execute(insert(servers), new)
-            else:
-                tx.connection.execute(update(servers).where(servers.c.name == server).values(slots=slots))
+                new = insert(servers).values(name=server, fleet=fleet, created_ms=now, **declared).returning(servers)
+                row = tx.connection.execute(new).one()
             serves = (endpoints.c.server == server) & (endpoints.c.model == model)
             if tx.connection.execute(update(endpoints).where(serves).values(url=url)).rowcount == 0:
                 tx.connection.execute(insert(endpoints), {"server": server, "model": model, "url": url})
             count(tx, _VERSION)
             served = tx.connection.execute(select(endpoints).where(endpoints.c.server == server)).all()
-            return Server(
-                server,
-                fleet,
-                slots,
-                "online" if row is None else row.state,
-                {e.model: e.url for e in served},
-                now if row is None else row.created_ms,
-            )
+            return _server(row, {e.model: e.url for e in served})
 
         return self.database.write(unit)
 
-    def set_server_state(self, server: str, state: str) -> None:
-        """online, draining (finish what runs, take nothing new) or paused.  Raises NotFound."""
-        self._change_server(server, update(servers).where(servers.c.name == server).values(state=state))
+    def set_server_state(
+        self, server: str, state: str, *, reason: str = "", by: str = "", now: int | None = None
+    ) -> None:
+        """Have a server stand as `state` says.  Raises NotFound; ValueError for a word that is no Standing."""
+        self._change("server", server, _stand(servers, server, state, reason, by, now))
+
+    def set_model_state(
+        self, model: str, state: str, *, reason: str = "", by: str = "", now: int | None = None
+    ) -> None:
+        """The same for a model, on all of its servers."""
+        self._change("model", model, _stand(models, model, state, reason, by, now))
+
+    def set_tenant_state(
+        self, tenant: str, state: str, *, reason: str = "", by: str = "", now: int | None = None
+    ) -> None:
+        """The same for a tenant, which need not have a key: nothing is NotFound here."""
+        values = _standing(state, reason, by, now)
+
+        def unit(tx: Transaction) -> None:
+            count(tx, _VERSION)  # First: on PostgreSQL its lock lets one change in at a time.
+            tx.connection.execute(delete(tenant_states).where(tenant_states.c.name == tenant))
+            if values["state"] != Standing.ONLINE:
+                tx.connection.execute(insert(tenant_states), {"name": tenant, **values})
+
+        self.database.write(unit)
 
     def remove_server(self, server: str) -> None:
         """Forget a server; its models stay, and their jobs wait.  Raises NotFound."""
-        self._change_server(
+        self._change(
+            "server",
             server,
             delete(endpoints).where(endpoints.c.server == server),
             delete(servers).where(servers.c.name == server),
         )
 
-    def _change_server(self, server: str, *statements: Any) -> None:
+    def _change(self, kind: str, name: str, *statements: Any) -> None:
+        """Run the statements; the last one has to find what is called `name`."""
+
         def unit(tx: Transaction) -> int:
             count(tx, _VERSION)
             return [tx.connection.execute(statement).rowcount for statement in statements][-1]
 
         if self.database.write(unit) == 0:
-            raise NotFound(f"There is no server {server!r}; GET /admin/servers lists them.", server=server)
+            raise NotFound(f"There is no {kind} {name!r}; GET /admin/{kind}s lists them.", **{kind: name})
 
     def configure(self, model: str, overrides: Mapping[str, Any], now: int) -> Model:
         """Replace the model's overrides; an empty mapping goes back to the defaults.
@@ -146,16 +188,25 @@ class Catalog:
         ModelConfig(**overrides)
         text = orjson.dumps(dict(overrides)).decode()
 
-        def unit(tx: Transaction) -> str:
+        def unit(tx: Transaction) -> Row:
             count(tx, _VERSION)
-            changed = update(models).where(models.c.name == model).values(overrides=text).returning(models.c.fleet)
-            fleet = tx.connection.execute(changed).scalar()
-            if fleet is None:
-                new = {"name": model, "fleet": model, "overrides": text, "created_ms": now}
-                tx.connection.execute(insert(models), new)
-            return fleet or model
+            changed = update(models).where(models.c.name == model).values(overrides=text).returning(models)
+            row = tx.connection.execute(changed).first()
+            if row is None:
+                new = insert(models).values(name=model, fleet=model, overrides=text, created_ms=now).returning(models)
+                row = tx.connection.execute(new).one()
+            return row
 
-        return _model(model, self.database.write(unit), overrides)
+        return self._model(self.database.write(unit))
+
+    def _model(self, row: Row) -> Model:
+        overrides = orjson.loads(row.overrides)
+        config, strange = understood(overrides)
+        seen = (row.name, *sorted(strange))
+        if strange and seen not in self._warned:
+            self._warned.add(seen)
+            log.warning("catalog.overrides_not_understood", model=row.name, fields=sorted(strange))
+        return Model(row.name, row.fleet, overrides, config, row.state, row.reason, row.changed_by, row.changed_ms)
 
 
 def _meeting_fleet(tx: Transaction, model: str, server: str) -> str:
@@ -176,5 +227,46 @@ def _meeting_fleet(tx: Transaction, model: str, server: str) -> str:
     return servers_fleet
 
 
-def _model(name: str, fleet: str, overrides: Mapping[str, Any]) -> Model:
-    return Model(name, fleet, overrides, ModelConfig(**overrides))
+def _stand(table: Table, name: str, state: str, reason: str, by: str, now: int | None) -> Update:
+    return update(table).where(table.c.name == name).values(**_standing(state, reason, by, now))
+
+
+def _standing(state: str, reason: str, by: str, now: int | None) -> dict[str, Any]:
+    """Columns that say how something stands, and since when, by whom and why."""
+    return {
+        "state": Standing(state).value,
+        "reason": storable(reason, _MAX_REASON) or None,
+        "changed_by": storable(by, _MAX_REASON) or None,
+        "changed_ms": now,
+    }
+
+
+def _declared(slots: int, attributes: Mapping[str, str | float] | None, weight: float | None) -> dict[str, Any]:
+    """Columns that a registration sets; what it leaves out is not among them."""
+    values: dict[str, Any] = {"slots": slots}
+    if attributes is not None:
+        for name, value in attributes.items():
+            if isinstance(value, bool) or not (isinstance(value, str) or math.isfinite(value)):
+                raise ValueError(f"attribute {name!r} is {value!r}; give a text or a finite number")
+        values["attributes"] = orjson.dumps(dict(attributes), option=orjson.OPT_SORT_KEYS).decode()
+    if weight is not None:
+        if not 0 < weight <= _MAX_WEIGHT:
+            raise ValueError(f"weight is {weight!r}; give a number above 0 and up to {_MAX_WEIGHT}")
+        values["weight"] = weight
+    return values
+
+
+def _server(row: Row, urls: Mapping[str, str]) -> Server:
+    return Server(
+        row.name,
+        row.fleet,
+        row.slots,
+        row.state,
+        dict(urls),
+        row.created_ms,
+        orjson.loads(row.attributes),
+        row.weight,
+        row.reason,
+        row.changed_by,
+        row.changed_ms,
+    )

@@ -1,9 +1,10 @@
 """Settings of the record, and what is configured for each model."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -26,7 +27,11 @@ class RecordSettings(BaseSettings):
         return self.database_url or f"sqlite:///{(self.home / 'record.db').absolute()}"
 
 
-Policy = Literal["fifo", "priority"]
+Policy = Literal["fifo", "priority", "aging", "fair"]
+_Tenant = Annotated[str, Field(min_length=1, max_length=200)]
+_Share = Annotated[float, Field(strict=True, ge=0.001, le=1000, allow_inf_nan=False)]
+_Slots = Annotated[int, Field(strict=True, ge=1)]
+_MOST_TENANTS = 10_000
 
 
 class ModelConfig(BaseModel):
@@ -59,10 +64,30 @@ class ModelConfig(BaseModel):
     """Largest payload, as compact JSON."""
     max_waiting: int | None = Field(None, ge=0)
     """Queued jobs beyond which a submit is answered 429; null: no bound."""
+    capacity: int | None = Field(None, strict=True, ge=0)
+    """Waiting jobs allowed for each slot.  The bound is the larger set one of `capacity` and `capacity_per_slot`,
+    times the model's slots, and never above `max_waiting` (R51); under `fair` it holds for each tenant (R52)."""
+    capacity_per_slot: int | None = Field(None, strict=True, ge=0)
+    """Waiting jobs allowed for each slot; see `capacity`."""
     default_ttl: float | None = Field(None, gt=0, le=366 * 86_400)
     """Seconds after which a job without its own `ttl` expires; null: never."""
     policy: Policy = "priority"
-    """Whose turn it is: `priority` by (tier, acceptance), `fifo` by acceptance alone."""
+    """Whose turn it is: `fifo` by acceptance alone, `priority` by (tier, acceptance), `aging` by acceptance with a
+    head start for each tier, `fair` by the slot time that a tenant has had for its share."""
+    tier_head_start: float = Field(60.0, strict=True, gt=0, le=7 * 86_400)
+    """Seconds that one tier is worth under `aging`."""
+    weights: dict[_Tenant, _Share] = Field({}, max_length=_MOST_TENANTS)
+    """Tenant -> its share under `fair`; the share of all others is 1.  Kept, without effect, under other policies."""
+    tenant_slots: int | None = Field(None, strict=True, ge=1)
+    """Slots that one tenant may hold at once; null: no bound."""
+    tenant_slot_limits: dict[_Tenant, _Slots] = Field({}, max_length=_MOST_TENANTS)
+    """Tenant -> the slots that it may hold at once, instead of `tenant_slots`."""
+    affinity: float = Field(30.0, strict=True, ge=0, le=3600)
+    """Seconds for which a server may go on with the model it has loaded although another model's job comes first."""
+    unmatched: Literal["accept", "refuse"] = "accept"
+    """What a submit is answered whose constraints no known server meets."""
+    breaker_failures: int = Field(20, strict=True, ge=1, le=10_000)
+    """Failures in a row, of different jobs, after which the model's breaker opens."""
 
     @model_validator(mode="after")
     def _relations(self) -> "ModelConfig":
@@ -74,3 +99,17 @@ class ModelConfig(BaseModel):
         if self.retry_backoff > self.retry_backoff_max:
             raise ValueError("retry_backoff must not exceed retry_backoff_max")
         return self
+
+
+def understood(overrides: Mapping[str, Any]) -> tuple[ModelConfig, set[str]]:
+    """The configuration that stored overrides make, and the names of those that say nothing to this release.
+
+    A newer release may have stored them while this one still runs: they count as not set, instead of stopping it.
+    """
+    known = {name: value for name, value in overrides.items() if name in ModelConfig.model_fields}
+    try:
+        return ModelConfig(**known), set(overrides.keys() - known.keys())
+    except ValidationError as error:
+        wrong = {str(fault["loc"][0]) for fault in error.errors() if fault["loc"]} or set(known)
+    config, _ = understood({name: value for name, value in known.items() if name not in wrong})
+    return config, set(overrides.keys() - known.keys()) | wrong

@@ -3,10 +3,13 @@
 Migrations change these on disk; tests/migrations holds the two together.
 """
 
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
     Column,
+    Float,
     ForeignKey,
     Index,
     Integer,
@@ -16,7 +19,7 @@ from sqlalchemy import (
     text,
 )
 
-from jobs.states import ACTIVE, State
+from jobs.states import ACTIVE, Standing, State
 
 metadata = MetaData(
     naming_convention={
@@ -36,10 +39,23 @@ def _one_of(column: str, words: list[str]) -> str:
     return f"{column} IN ({', '.join(repr(str(word)) for word in words)})"
 
 
+_EMPTY = text("''")  # Said so, because Alembic takes a plain "" for no default.
 _DUE = text("due_ms IS NOT NULL")
 _MAY_EXPIRE = text(f"deadline_ms IS NOT NULL AND {_one_of('state', sorted(ACTIVE))}")
 _FINISHED = text("finished_ms IS NOT NULL")
 _PENDING = text("state = 'pending'")
+
+
+def _standing() -> tuple[Column[Any] | CheckConstraint, ...]:
+    """Columns of what can be paused: since when, by whom and why it stands as it does."""
+    return (
+        Column("state", Text, nullable=False, server_default=Standing.ONLINE.value),
+        Column("reason", Text),
+        Column("changed_by", Text),
+        Column("changed_ms", BigInteger),
+        CheckConstraint(_one_of("state", [s.value for s in Standing]), name="state"),
+    )
+
 
 jobs = Table(
     "jobs",
@@ -74,6 +90,7 @@ jobs = Table(
     Column("envelope", Text),
     Column("payload", Text, nullable=False),
     Column("result", Text),
+    Column("needs", Text, nullable=False, server_default=_EMPTY),  # constraints, as routing writes them
     CheckConstraint(_one_of("state", [s.value for s in State]), name="state"),
     CheckConstraint("tier BETWEEN 1 AND 9", name="tier"),
     Index("ix_jobs_state_seq", "state", "seq"),
@@ -130,6 +147,7 @@ models = Table(
     Column("fleet", Text, nullable=False),
     Column("overrides", Text, nullable=False, server_default="{}"),
     Column("created_ms", BigInteger, nullable=False),
+    *_standing(),
 )
 
 servers = Table(
@@ -138,10 +156,12 @@ servers = Table(
     Column("name", Text, primary_key=True),
     Column("fleet", Text, nullable=False),
     Column("slots", Integer, nullable=False),
-    Column("state", Text, nullable=False),
     Column("created_ms", BigInteger, nullable=False),
-    CheckConstraint(_one_of("state", ["online", "draining", "paused"]), name="state"),
+    Column("attributes", Text, nullable=False, server_default="{}"),  # JSON: text -> text or number
+    Column("weight", Float, nullable=False, server_default="1"),
+    *_standing(),
     CheckConstraint("slots > 0", name="slots"),
+    CheckConstraint("weight > 0 AND weight <= 1000", name="weight"),
 )
 
 endpoints = Table(
@@ -162,6 +182,9 @@ tenants = Table(
     Column("burst", Integer),
     Column("created_ms", BigInteger, nullable=False),
 )
+
+# Tenants that do not stand online; one needs no key to be here.
+tenant_states = Table("tenant_states", metadata, Column("name", Text, primary_key=True), *_standing())
 
 # Small numbers that must change in the transaction of what they count.
 counters = Table(

@@ -4,6 +4,7 @@ Times are integers, milliseconds since the epoch, UTC; their names end in `_ms`.
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,7 @@ class NewJob:
     fingerprint: str = ""  # hash of the request, compared when the key is used again
     source: str = "rest"
     envelope: str | None = None  # JSON: Celery's links, chord and group, to be sent along with the task
+    needs: str = ""  # constraints in routing's canonical text; empty: any server will do
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Waiting:
     model: str
     tier: int
     tenant: str
+    created_ms: int = 0
+    needs: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,12 @@ class Job:
     envelope: str | None = None
     payload: str | None = None
     result: str | None = None
+    needs: str = ""
+
+    @property
+    def waiting(self) -> Waiting:
+        """The part of it that the waiting room must know."""
+        return Waiting(self.id, self.seq, self.model, self.tier, self.tenant, self.created_ms, self.needs)
 
     @property
     def attempts(self) -> int:
@@ -160,10 +170,26 @@ class Server:
     name: str
     fleet: str
     slots: int
-    state: str  # online, draining, paused
+    state: str  # a Standing
     endpoints: dict[str, str]  # model -> URL
     created_ms: int
+    attributes: Mapping[str, str | float] = field(default_factory=dict)  # what it declares: {"gpu": "A100"}
+    weight: float = 1.0  # above 0, to 1000: how gladly it is chosen
+    reason: str | None = None
+    changed_by: str | None = None
+    changed_ms: int | None = None
 
     @property
     def slot_names(self) -> list[str]:
         return [f"{self.name}-slot{n}" for n in range(self.slots)]
+
+
+@dataclass(frozen=True, slots=True)
+class TenantState:
+    """A tenant that does not stand online: since when, by whom and why."""
+
+    name: str
+    state: str  # a Standing
+    reason: str | None = None
+    changed_by: str | None = None
+    changed_ms: int | None = None

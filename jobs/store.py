@@ -39,7 +39,15 @@ Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are nam
 _KEEPS_REMOTE = frozenset({Why.LEASE_EXPIRED, Why.HANDED_BACK})
 _MAX_ERROR = 2000
 
-_WAITING_COLUMNS = (jobs.c.id, jobs.c.seq, jobs.c.model, jobs.c.tier, jobs.c.tenant)
+_WAITING_COLUMNS = (
+    jobs.c.id,
+    jobs.c.seq,
+    jobs.c.model,
+    jobs.c.tier,
+    jobs.c.tenant,
+    jobs.c.created_ms,
+    jobs.c.needs,
+)
 _MOVED_COLUMNS = (
     *_WAITING_COLUMNS,
     jobs.c.attempt,
@@ -87,7 +95,7 @@ class _Move:
 
 
 def _waiting(row: Row) -> Waiting:
-    return Waiting(row.id, row.seq, row.model, row.tier, row.tenant)
+    return Waiting(row.id, row.seq, row.model, row.tier, row.tenant, row.created_ms, row.needs)
 
 
 def _values(state: State, why: Why, to: State) -> dict[str, Any]:
@@ -512,6 +520,7 @@ def _new_row(job: NewJob, why: Why, to: State, now: int) -> dict[str, Any]:
         "source": job.source,
         "envelope": job.envelope,
         "payload": job.payload,
+        "needs": job.needs,
     }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alembic import command
+from alembic import command, op
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
@@ -54,8 +54,16 @@ def _schema(connection: Connection) -> dict[str, Any]:
 
 
 def _sqlite_parts(sql: str) -> list[str]:
-    """The statement's lines without their order: constraints may be named in any."""
-    return sorted(line.strip().rstrip(",") for line in sql.replace("(\n", "\n").splitlines() if line.strip())
+    """The statement's parts without their order: constraints may be named in any, a late column stands last."""
+    head, _, body = sql.partition("(")
+    depth, parts = 0, [""]
+    for sign in body.rpartition(")")[0]:
+        depth += {"(": 1, ")": -1}.get(sign, 0)
+        if sign == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return sorted(" ".join(part.replace('"', "").split()) for part in (head, *parts))
 
 
 def test_the_migrated_schema_shows_no_difference_from_the_models(connection):
@@ -148,8 +156,8 @@ def test_a_migration_that_fails_leaves_nothing_behind(empty_url, monkeypatch):
 
 def test_when_a_later_step_fails_the_steps_before_it_are_undone_too(empty_url, tmp_path, monkeypatch):
     steps = shutil.copytree(migrate._STEPS, tmp_path / "steps")
-    (steps / "versions" / "0002_fails.py").write_text(
-        "revision, down_revision = '0002', '0001'\ndef upgrade():\n    raise ZeroDivisionError\n"
+    (steps / "versions" / "9999_fails.py").write_text(
+        f"revision, down_revision = '9999', '{_HEAD}'\ndef upgrade():\n    raise ZeroDivisionError\n"
     )
     with monkeypatch.context() as patch:
         patch.setattr(migrate, "_STEPS", steps)
@@ -163,13 +171,13 @@ def test_when_a_later_step_fails_the_steps_before_it_are_undone_too(empty_url, t
 def test_a_schema_that_lags_behind_is_told_to_migrate(empty_url, tmp_path, monkeypatch):
     migrate.upgrade(empty_url)
     steps = shutil.copytree(migrate._STEPS, tmp_path / "steps")
-    (steps / "versions" / "0002_next.py").write_text(
-        "revision, down_revision = '0002', '0001'\ndef upgrade():\n    pass\n"
+    (steps / "versions" / "9999_next.py").write_text(
+        f"revision, down_revision = '9999', '{_HEAD}'\ndef upgrade():\n    pass\n"
     )
     monkeypatch.setattr(migrate, "_STEPS", steps)
     sentence = migrate.check(empty_url)
-    assert "0001" in sentence
-    assert "needs 0002" in sentence
+    assert _HEAD in sentence
+    assert "needs 9999" in sentence
     assert "slotkeeper migrate" in sentence
     migrate.upgrade(empty_url)
     assert migrate.check(empty_url) is None
@@ -263,23 +271,18 @@ def test_a_new_sqlite_record_is_in_wal_mode_from_the_start(tmp_path):
 
 
 @pytest.mark.postgres
-def test_a_migration_that_cannot_have_its_lock_gives_up_soon(postgres_url, monkeypatch):
+def test_a_migration_that_cannot_have_its_lock_gives_up_soon(_empty_postgres_url, monkeypatch):
     """Queries queue behind a migration that waits for a lock."""
     seen: dict[str, str] = {}
+    create_table = op.create_table
 
-    def look(*_: object, **__: object) -> None:
-        from alembic import op
-
+    def look(*parts: Any, **options: Any) -> Any:
         for name in ("lock_timeout", "statement_timeout"):
             seen[name] = op.get_bind().exec_driver_sql(f"SHOW {name}").scalar()
+        return create_table(*parts, **options)
 
-    engine = create_engine(postgres_url)
-    with engine.begin() as connection:
-        connection.execute(text("DELETE FROM alembic_version"))
-    engine.dispose()
     monkeypatch.setattr("alembic.op.create_table", look)
-    monkeypatch.setattr("alembic.op.create_index", look)
-    migrate.upgrade(postgres_url)
+    migrate.upgrade(_empty_postgres_url)
     assert seen == {"lock_timeout": "5s", "statement_timeout": "1min"}
 
 

@@ -16,17 +16,20 @@ from typing import Any
 
 import pytest
 import requests
+from redis import Redis
 
 from jobs.db import Database
 from jobs.record import Job
 from jobs.store import Store
 from tests.e2e.conftest import Api
+from tests.support.gated import Gate
 from tests.support.stack import Process, RefServer, Stack, eventually
 from tests.support.valkey import NoValkey
 
-LEASE_MS, RENEW_EVERY_MS, OFFER_MS = 2_000, 400, 2_000
+# Short, and yet long enough that a worker on a busy machine does not lose what it holds.
+LEASE_MS, RENEW_EVERY_MS, OFFER_MS = 3_000, 500, 3_000
 LEASE_S = LEASE_MS / 1000
-FLUX = "reference_server.demo:flux"
+GATED = "tests.support.gated:model"
 ENV = {
     "SLOTKEEPER_LEASE_MS": str(LEASE_MS),
     "SLOTKEEPER_RENEW_EVERY_MS": str(RENEW_EVERY_MS),
@@ -74,10 +77,10 @@ class Town:
 
     # -- jobs --------------------------------------------------------------------------------------------------
 
-    def model(self, slots: int = 1, *options: str, function: str = "reference_server.demo:zimg", **config: Any) -> str:
+    def model(self, slots: int = 1, *options: str, **config: Any) -> str:
         """A model with a reference server of its own, both of the same name."""
         name = f"fault{next(_numbers)}"
-        server = self.stack.server(name, slots, *options, function=function)
+        server = self.stack.server(name, slots, *options, function=GATED)
         self.servers[name] = server
         self.api.register(name, server, **config)
         return name
@@ -85,17 +88,23 @@ class Town:
     def polled_model(self, slots: int = 1, **config: Any) -> str:
         """The same, with a server that answers later."""
         config = {"model_type": "async", "poll_interval": 0.1} | config
-        return self.model(slots, "--async", function=FLUX, **config)
+        return self.model(slots, "--async", **config)
 
-    def submit(self, model: str, seconds: float, **fields: Any) -> str:
-        return self.api.submit(model, {"seconds": seconds, "prompt": "a cat"}, **fields)
+    def gate(self) -> Gate:
+        """For runs that end when the test says so."""
+        return Gate(self.stack.home / f"gate{next(_numbers)}")
+
+    def submit(self, model: str, run: float | Gate, **fields: Any) -> str:
+        """A job that takes so many seconds, or until its gate is opened."""
+        takes = run.payload if isinstance(run, Gate) else {"seconds": run}
+        return self.api.submit(model, takes | {"prompt": "a cat"}, **fields)
 
     def row(self, job_id: str) -> Job:
         found = self.store.get(job_id)
         assert found is not None
         return found
 
-    def until(self, job_id: str, state: str, within_s: float = 20) -> Job:
+    def until(self, job_id: str, state: str, within_s: float = 60) -> Job:
         eventually(lambda: self.row(job_id).state == state, f"{job_id} is {state}", within_s)
         return self.row(job_id)
 
@@ -103,10 +112,33 @@ class Town:
         """How often the job was started by a worker."""
         return len([event for event in self.store.events_of(job_id) if event.type == "job.started"])
 
+    def started(self, job_id: str, times: int, every_s: float = 0.05) -> None:
+        """Wait until the job has been started so often."""
+        eventually(lambda: self.starts(job_id) >= times, f"{job_id} is started {times} times", every_s=every_s)
+
+    def why(self, job_id: str) -> list[str]:
+        """The reasons of all that the job has gone through, in order."""
+        return [event.data["why"] for event in self.store.events_of(job_id)]
+
     def sent(self, model: str, count: int = 1) -> None:
         """Wait until the model's server runs so many jobs."""
         url = self.servers[model].endpoint.replace("/generate", "/health")
         eventually(lambda: requests.get(url, timeout=5).json()["active_jobs"] == count, f"{model} runs {count}")
+
+    def lease(self, model: str, job_id: str) -> dict[bytes, bytes]:
+        """The job's lease as Redis has it; empty: there is none."""
+        with self.redis() as redis:
+            return redis.hgetall(f"slotkeeper:{{{model}}}:leases:{job_id}")
+
+    def taken(self, model: str) -> dict[bytes, bytes]:
+        """The model's slots that Redis has as taken, and by which job."""
+        with self.redis() as redis:
+            return redis.hgetall(f"slotkeeper:{{{model}}}:slots")
+
+    def redis(self) -> Redis:
+        """A connection to the town's Valkey, to be closed."""
+        assert self.stack.valkey is not None
+        return self.stack.valkey.client()
 
     def sent_later(self, job_id: str) -> None:
         """Wait until the record has the server's own id of the job."""
@@ -116,6 +148,15 @@ class Town:
         """The journal of the model's server: its runs, in the order of their starts."""
         lines = self.servers[model].journal.read_text().splitlines()
         return sorted((json.loads(line) for line in lines), key=lambda run: run["started_ns"])
+
+    @contextmanager
+    def nobody_reaps(self) -> Iterator[None]:
+        """Maintenance stands still, so what is set up meanwhile is not mended half-way, however long it takes."""
+        freeze(self.stack.processes["maintenance"])
+        try:
+            yield
+        finally:
+            thaw(self.stack.processes["maintenance"])
 
     def restart_server(self, model: str) -> None:
         """Start the model's server again, on the port that it had."""

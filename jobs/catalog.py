@@ -205,7 +205,7 @@ class Catalog:
         seen = (row.name, *sorted(strange))
         if strange and seen not in self._warned:
             self._warned.add(seen)
-            log.warning("catalog.overrides_not_understood", model=row.name, fields=sorted(strange))
+            log.warning("catalog_overrides_unknown", model=row.name, fields=sorted(strange))
         return Model(row.name, row.fleet, overrides, config, row.state, row.reason, row.changed_by, row.changed_ms)
 
 
@@ -246,14 +246,21 @@ def _declared(slots: int, attributes: Mapping[str, str | float] | None, weight: 
     values: dict[str, Any] = {"slots": slots}
     if attributes is not None:
         for name, value in attributes.items():
-            if isinstance(value, bool) or not (isinstance(value, str) or math.isfinite(value)):
+            if not isinstance(value, str) and not _is_number(value):
                 raise ValueError(f"attribute {name!r} is {value!r}; give a text or a finite number")
-        values["attributes"] = orjson.dumps(dict(attributes), option=orjson.OPT_SORT_KEYS).decode()
+        try:
+            values["attributes"] = orjson.dumps(dict(attributes), option=orjson.OPT_SORT_KEYS).decode()
+        except orjson.JSONEncodeError as error:
+            raise ValueError(f"the attributes cannot be stored ({error}); give a plain name and value each") from error
     if weight is not None:
-        if not 0 < weight <= _MAX_WEIGHT:
+        if not (_is_number(weight) and 0 < weight <= _MAX_WEIGHT):
             raise ValueError(f"weight is {weight!r}; give a number above 0 and up to {_MAX_WEIGHT}")
         values["weight"] = weight
     return values
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _server(row: Row, urls: Mapping[str, str]) -> Server:

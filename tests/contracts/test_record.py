@@ -215,6 +215,27 @@ def test_two_workers_that_start_one_job_at_once_get_it_once(database, store):
     other.database.close()
 
 
+def test_whoever_hears_of_a_job_hears_its_age_and_its_constraints(store):
+    """All that order and placement need is in what the waiting room is told, whichever way a job comes to it."""
+    job = a_delayed_job(store, needs="gpu=A100", tier=2, tenant="acme", now=T0)
+    known = job.waiting
+    assert (known.created_ms, known.needs) == (T0, "gpu=A100")
+    assert store.promote_due(LATER) == [known]
+    assert store.queued(["zimg"]) == [known]
+    run = a_start(store, job.id, now=LATER)
+    assert run.job == known
+    assert [running.waiting for running in store.running()] == [known]
+    assert _settle(store, job.id, run.attempt, Why.SERVER_BUSY).job == known
+    assert _settle(store, job.id, a_start(store, job.id).attempt, Why.RETRIES_EXHAUSTED).job == known
+    assert store.revive(job.id, LATER) == known
+    assert store.end_waiting(job.id, Why.CANCEL_REQUESTED, LATER).job == known
+    assert [found.needs for found in store.find()] == ["gpu=A100"]
+
+
+def test_a_job_without_constraints_needs_nothing(database, store):
+    assert row_of(database, a_queued_job(store).id)["needs"] == ""
+
+
 def test_an_unknown_job_is_none_everywhere(store):
     assert store.get("nobody") is None
     assert store.headers("nobody") is None

@@ -2,16 +2,19 @@
 
 import re
 
+import orjson
 import pytest
 from pydantic import ValidationError
-from sqlalchemy import event, text
+from sqlalchemy import event, text, update
+from structlog.testing import capture_logs
 
 from jobs.catalog import Catalog
 from jobs.config import ModelConfig
 from jobs.db import Database
 from jobs.errors import Conflict, NotFound
-from jobs.models import metadata
-from jobs.states import ACTIVE, FINAL
+from jobs.models import metadata, models
+from jobs.record import TenantState
+from jobs.states import ACTIVE, FINAL, Standing
 from jobs.tenants import Tenant, Tenants
 from tests.support.builders import SECOND, T0, a_job_in, a_queued_job, at_once
 
@@ -98,7 +101,7 @@ def test_a_model_whose_jobs_have_not_ended_does_not_change_its_fleet(catalog, st
     assert catalog.snapshot() == before
 
 
-@pytest.mark.parametrize("state", ["draining", "paused"])
+@pytest.mark.parametrize("state", sorted(set(Standing) - {Standing.ONLINE}))
 def test_slots_of_a_server_that_takes_nothing_new_do_not_count(catalog, state):
     catalog.register("zimg", "gpu1", URL, 4, T0)
     catalog.register("zimg", "gpu2", URL, 2, T0)
@@ -135,6 +138,139 @@ def test_servers_that_register_a_new_model_from_many_sides_at_once_are_all_in(da
     assert catalog.version() == 3
     for side in sides:
         side.database.close()
+
+
+def test_what_a_server_declares_is_kept_until_it_declares_something_else(catalog):
+    declared = {"gpu": "A100", "memory": 80, "speed": 1.5, "ort": "Zürich, 東京"}
+    answer = catalog.register("zimg", "gpu1", URL, 4, T0, declared, 2.5)
+    assert (answer.attributes, answer.weight) == (declared, 2.5)
+    assert catalog.register("zimg", "gpu1", URL, 4, T0) == answer
+    assert catalog.snapshot().servers == {"gpu1": answer}
+    answer = catalog.register("zimg", "gpu1", URL, 4, T0, {}, 0.5)
+    assert (answer.attributes, answer.weight) == ({}, 0.5)
+    assert catalog.snapshot().servers == {"gpu1": answer}
+
+
+def test_a_server_that_declares_nothing_is_as_any_other(catalog):
+    answer = catalog.register("zimg", "gpu1", URL, 4, T0)
+    assert (answer.attributes, answer.weight, answer.reason, answer.changed_by, answer.changed_ms) == (
+        {},
+        1.0,
+        None,
+        None,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"attributes": {"gpu": True}},
+        {"attributes": {"memory": float("nan")}},
+        {"attributes": {"memory": float("inf")}},
+        {"attributes": {"gpu": None}},
+        {"attributes": {"gpu": ["A100"]}},
+        {"attributes": {"gpu": "half a \ud83d pair"}},
+        {"attributes": {"memory": 1 << 64}},
+        {"attributes": {7: "A100"}},
+        {"weight": 0},
+        {"weight": -1},
+        {"weight": 1001},
+        {"weight": float("nan")},
+        {"weight": True},
+    ],
+)
+def test_what_a_server_cannot_declare_changes_nothing(catalog, wrong):
+    catalog.register("zimg", "gpu1", URL, 4, T0)
+    before = catalog.snapshot()
+    with pytest.raises(ValueError, match="give a"):
+        catalog.register("zimg", "gpu1", URL, 1, T0, **wrong)
+    assert catalog.snapshot() == before
+
+
+# -- who takes part --------------------------------------------------------------------------------------------
+
+
+def _stood(catalog: Catalog, kind: str, name: str):
+    """How something stands: (state, reason, by whom, when); a tenant that is not listed stands online."""
+    found = getattr(catalog.snapshot(), f"{kind}s").get(name, TenantState(name, "online"))
+    return found.state, found.reason, found.changed_by, found.changed_ms
+
+
+@pytest.mark.parametrize("kind", ["server", "model", "tenant"])
+@pytest.mark.parametrize("state", sorted(Standing))
+def test_a_server_a_model_or_a_tenant_stands_as_it_was_told_and_says_by_whom(catalog, kind, state):
+    name = {"server": "gpu1", "model": "zimg", "tenant": "acme"}[kind]
+    change = getattr(catalog, f"set_{kind}_state")
+    catalog.register("zimg", "gpu1", URL, 4, T0)
+    assert _stood(catalog, kind, name) == ("online", None, None, None)
+    change(name, "paused", reason="smells of smoke", by="ann", now=T0)
+    assert _stood(catalog, kind, name) == ("paused", "smells of smoke", "ann", T0)
+    change(name, state, by="bob", now=T0 + SECOND)
+    known = (None, None, None) if (kind, state) == ("tenant", "online") else (None, "bob", T0 + SECOND)
+    assert _stood(catalog, kind, name) == (state, *known)
+
+
+def test_only_tenants_that_do_not_stand_online_are_listed_and_they_need_no_key(catalog, tenants):
+    tenants.add(Tenant("keyed", admin=False), T0)
+    for name in ("keyed", "keyless", "quiet"):
+        catalog.set_tenant_state(name, "frozen", now=T0)
+    catalog.set_tenant_state("quiet", "online", now=T0)
+    assert catalog.snapshot().tenants == {
+        name: TenantState(name, "frozen", None, None, T0) for name in ("keyed", "keyless")
+    }
+
+
+def test_what_is_paused_stays_so_when_it_registers_or_is_configured_again(catalog):
+    catalog.register("zimg", "gpu1", URL, 4, T0)
+    catalog.set_server_state("gpu1", "paused", reason="heat", by="ann", now=T0)
+    catalog.set_model_state("zimg", "frozen", reason="bad weights", by="bob", now=T0)
+    answer = catalog.register("zimg", "gpu1", URL, 2, T0 + SECOND)
+    assert (answer.state, answer.reason, answer.changed_by, answer.changed_ms) == ("paused", "heat", "ann", T0)
+    model = catalog.configure("zimg", {"max_retries": 5}, T0 + SECOND)
+    assert (model.state, model.reason, model.changed_by, model.changed_ms) == ("frozen", "bad weights", "bob", T0)
+    assert catalog.snapshot().models == {"zimg": model}
+
+
+@pytest.mark.parametrize("kind", ["server", "model"])
+def test_what_is_not_there_cannot_be_paused(catalog, kind):
+    before = catalog.snapshot()
+    with pytest.raises(NotFound) as refused:
+        getattr(catalog, f"set_{kind}_state")("nobody", "paused", now=T0)
+    assert refused.value.facts == {kind: "nobody"}
+    assert catalog.snapshot().servers == before.servers
+
+
+@pytest.mark.parametrize("kind", ["server", "model", "tenant"])
+@pytest.mark.parametrize("wrong", ["off", "", "ONLINE"])
+def test_a_word_that_is_no_standing_is_refused(catalog, kind, wrong):
+    catalog.register("gpu1", "gpu1", URL, 4, T0)
+    before = catalog.snapshot()
+    with pytest.raises(ValueError, match="Standing"):
+        getattr(catalog, f"set_{kind}_state")("gpu1", wrong, now=T0)
+    assert catalog.snapshot() == before
+
+
+@pytest.mark.parametrize("reason", ["x" * 5000, "half a \ud83d pair", "a \x00 byte"])
+def test_a_reason_is_stored_whatever_was_written(catalog, reason):
+    catalog.set_tenant_state("acme", "paused", reason=reason, by=reason, now=T0)
+    stored = catalog.snapshot().tenants["acme"]
+    assert stored.reason == stored.changed_by
+    assert stored.reason[:2] == reason[:2]
+    assert len(stored.reason) <= 500
+
+
+def test_of_two_that_pause_one_tenant_at_once_the_later_counts(database, catalog):
+    other = Catalog(Database(database.url))
+    for _ in range(5):
+        answers = at_once(
+            lambda: catalog.set_tenant_state("acme", "paused", by="ann", now=T0),
+            lambda: other.set_tenant_state("acme", "frozen", by="bob", now=T0),
+        )
+        assert answers == [None, None]
+        stored = catalog.snapshot().tenants["acme"]
+        assert (stored.state, stored.changed_by) in {("paused", "ann"), ("frozen", "bob")}
+    other.database.close()
 
 
 # -- configuration ---------------------------------------------------------------------------------------------
@@ -177,6 +313,27 @@ def test_an_override_that_is_wrong_changes_nothing(catalog, wrong):
     assert catalog.snapshot() == before
 
 
+def test_what_a_newer_release_has_stored_does_not_stop_this_one_and_is_told_once(database, catalog):
+    catalog.configure("flux", {"max_retries": 5}, T0)
+    stored = {"max_retries": 5, "policy": "auction", "gravity": 9.81}
+    change = update(models).where(models.c.name == "flux").values(overrides=orjson.dumps(stored).decode())
+    database.write(lambda tx: tx.connection.execute(change))
+    with capture_logs() as logs:
+        found = [catalog.snapshot().models["flux"] for _ in range(3)]
+    assert [model.config for model in found] == [ModelConfig(max_retries=5)] * 3
+    assert found[0].overrides == stored  # it is still there for the release that knows it
+    assert logs == [
+        {
+            "event": "catalog_overrides_unknown",
+            "log_level": "warning",
+            "model": "flux",
+            "fields": ["gravity", "policy"],
+        }
+    ]
+    with pytest.raises(ValidationError):
+        catalog.configure("flux", stored, T0)
+
+
 # -- the version -----------------------------------------------------------------------------------------------
 
 
@@ -187,6 +344,9 @@ def test_the_version_grows_with_every_change(catalog):
         lambda: catalog.register("zimg", "gpu1", URL, 4, T0),
         lambda: catalog.configure("zimg", {"max_retries": 5}, T0),
         lambda: catalog.set_server_state("gpu1", "paused"),
+        lambda: catalog.set_model_state("zimg", "paused"),
+        lambda: catalog.set_tenant_state("acme", "paused"),
+        lambda: catalog.set_tenant_state("acme", "online"),
         lambda: catalog.remove_server("gpu1"),
     ):
         change()
@@ -204,6 +364,8 @@ def test_the_version_grows_in_the_transaction_of_the_change(catalog, faults):
             lambda: catalog.register("zimg", "gpu2", URL, 4, T0),
             lambda: catalog.configure("zimg", {"max_retries": 5}, T0),
             lambda: catalog.set_server_state("gpu1", "paused"),
+            lambda: catalog.set_model_state("zimg", "paused"),
+            lambda: catalog.set_tenant_state("acme", "paused"),
             lambda: catalog.remove_server("gpu1"),
         ):
             with pytest.raises(ZeroDivisionError):

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from jobs.config import ModelConfig, RecordSettings
+from jobs.config import ModelConfig, RecordSettings, understood
+
+NAN, INFINITE = float("nan"), float("inf")
 
 
 def test_r84_the_defaults_are_those_of_s1():
@@ -41,6 +43,29 @@ def test_r84_flux_is_polled_every_three_seconds_for_twenty_minutes():
         {"default_ttl": 0},
         {"policy": "lifo"},
         {"no_such_field": 1},
+        {"tier_head_start": 0},
+        {"tier_head_start": NAN},
+        {"tier_head_start": 7 * 86_400 + 1},
+        {"weights": {"acme": 0}},
+        {"weights": {"acme": -1}},
+        {"weights": {"acme": 0.0009}},
+        {"weights": {"acme": 1001}},
+        {"weights": {"": 1}},
+        {"weights": {7: 1}},
+        {"weights": {f"t{n}": 1 for n in range(10_001)}},
+        {"weights": None},
+        {"tenant_slots": 0},
+        {"tenant_slots": 1.5},
+        {"tenant_slot_limits": {"acme": 0}},
+        {"tenant_slot_limits": {"": 1}},
+        {"tenant_slot_limits": {f"t{n}": 1 for n in range(10_001)}},
+        {"capacity": -1},
+        {"capacity_per_slot": -1},
+        {"affinity": -1},
+        {"affinity": 3601},
+        {"unmatched": "ignore"},
+        {"breaker_failures": 0},
+        {"breaker_failures": 10_001},
     ],
 )
 def test_what_cannot_work_is_refused(wrong):
@@ -57,10 +82,71 @@ def test_what_cannot_work_is_refused(wrong):
         {"max_waiting": 0},
         {"retry_backoff": 30},
         {"policy": "fifo"},
+        {"policy": "aging", "tier_head_start": 7 * 86_400},
+        {"policy": "fair", "weights": {"acme": 0.001, "umbrella": 1000}},
+        {"policy": "fifo", "weights": {"acme": 2}},  # kept for the day on which the policy is fair
+        {"weights": {f"t{n}": 1 for n in range(10_000)}},
+        {"tenant_slots": 1, "tenant_slot_limits": {"acme": 1}},
+        {"tenant_slot_limits": {"acme": 3}},
+        {"capacity": 0, "capacity_per_slot": 0},
+        {"capacity": 10_000, "max_waiting": 5},
+        {"affinity": 0},
+        {"affinity": 3600},
+        {"unmatched": "refuse"},
+        {"breaker_failures": 1},
+        {"breaker_failures": 10_000},
     ],
 )
 def test_the_limits_themselves_are_allowed(right):
     assert ModelConfig(**right)
+
+
+_NUMBERS = ("tier_head_start", "tenant_slots", "capacity", "capacity_per_slot", "affinity", "breaker_failures")
+_BY_TENANT = ("weights", "tenant_slot_limits")
+
+
+@pytest.mark.parametrize("wrong", [True, "1", NAN, INFINITE, -INFINITE, [1]])
+@pytest.mark.parametrize("name", [*_NUMBERS, *_BY_TENANT])
+def test_only_a_finite_number_is_a_number(name, wrong):
+    with pytest.raises(ValidationError) as refused:
+        ModelConfig(**{name: {"acme": wrong} if name in _BY_TENANT else wrong})
+    (fault,) = refused.value.errors()
+    assert fault["loc"] == ((name, "acme") if name in _BY_TENANT else (name,))  # the refusal says where
+
+
+@pytest.mark.parametrize(
+    ("wrong", "remedy"),
+    [
+        ({"weights": {"acme": 0}}, "greater than or equal to 0.001"),
+        ({"weights": {"acme": NAN}}, "finite number"),
+        ({"tenant_slots": 0}, "greater than or equal to 1"),
+        ({"capacity": -1}, "greater than or equal to 0"),
+        ({"policy": "lifo"}, "'fifo', 'priority', 'aging' or 'fair'"),
+        ({"unmatched": "ignore"}, "'accept' or 'refuse'"),
+        ({"weights": {f"t{n}": 1 for n in range(10_001)}}, "at most 10000 items"),
+    ],
+)
+def test_a_refusal_says_what_would_do(wrong, remedy):
+    with pytest.raises(ValidationError, match=remedy):
+        ModelConfig(**wrong)
+
+
+def test_new_policies_change_nothing_until_they_are_asked_for():
+    config = ModelConfig()
+    assert (config.policy, config.capacity, config.capacity_per_slot, config.max_waiting) == ("priority",) + (None,) * 3
+    assert (config.tenant_slots, config.tenant_slot_limits, config.weights) == (None, {}, {})
+    assert config.unmatched == "accept"
+
+
+def test_what_a_newer_release_has_stored_counts_as_not_set():
+    stored = {"max_retries": 7, "policy": "auction", "gravity": 9.81, "affinity": -1}
+    assert understood(stored) == (ModelConfig(max_retries=7), {"policy", "gravity", "affinity"})
+    assert understood({"max_retries": 7}) == (ModelConfig(max_retries=7), set())
+
+
+def test_stored_values_that_contradict_each_other_all_count_as_not_set():
+    stored = {"retry_backoff": 5, "retry_backoff_max": 4}
+    assert understood(stored) == (ModelConfig(), set(stored))
 
 
 def test_a_configuration_cannot_be_changed():

@@ -6,7 +6,8 @@ import pytest
 
 from jobs.events import attempts
 from jobs.models import jobs
-from jobs.record import Event, Job, NewJob, Server, new_job_id, now_ms
+from jobs.record import Event, Job, NewJob, Server, Waiting, new_job_id, now_ms
+from jobs.states import State, Why
 from tests.support.builders import T0, a_job
 
 
@@ -26,6 +27,21 @@ def test_a_job_is_its_row():
 def test_a_new_job_is_in_the_middle_tier_and_the_default_tenants():
     job = NewJob(id="j", model="zimg", payload="{}")
     assert (job.tier, job.tenant, job.source, job.not_before_ms) == (5, "default", "rest", None)
+
+
+def test_a_job_knows_its_part_for_the_waiting_room():
+    numbers = dict.fromkeys(("attempt", "waits", "failures", "crashes"), 0)
+    absent = dict.fromkeys(
+        field.name for field in fields(Job) if field.name.endswith(("_ms", "_url", "_id", "_code", "_message"))
+    )
+    job = Job(
+        **numbers
+        | absent
+        | dict.fromkeys(("server", "slot", "lease"))
+        | {"id": "j", "seq": 7, "model": "zimg", "tier": 2, "tenant": "acme", "created_ms": T0, "needs": "gpu=A100"}
+        | {"state": State.QUEUED, "why": Why.SUBMITTED, "source": "rest"}
+    )
+    assert job.waiting == Waiting("j", 7, "zimg", 2, "acme", T0, "gpu=A100")
 
 
 def test_times_are_milliseconds():

@@ -1,0 +1,241 @@
+"""Each step on a record that has been used: what was stored survives, and the release before goes on beside it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+import pytest
+from alembic import command
+from sqlalchemy import Connection, Engine, create_engine, text
+
+from jobs import migrate
+from jobs.catalog import Catalog
+from jobs.config import ModelConfig
+from jobs.db import Database
+from jobs.states import State
+from jobs.store import Store
+from jobs.tenants import Tenants
+from tests.migrations.test_migrations import _schema
+from tests.support.builders import T0, a_queued_job
+
+# As the first release wrote them: (table, rows).
+_FIRST: list[tuple[str, list[dict[str, Any]]]] = [
+    (
+        "jobs",
+        [
+            {
+                "id": f"j-{state}",
+                "model": "zimg",
+                "state": state.value,
+                "why": "submitted",
+                "tier": 5,
+                "tenant": "acme",
+                "attempt": 2,
+                "created_ms": T0 + n,
+                "source": "rest",
+                "payload": f'{{"n":{n}}}',
+                "error_message": "ein Fehler, 失敗",
+            }
+            for n, state in enumerate(State)
+        ],
+    ),
+    ("events", [{"job_id": "j-queued", "type": "job.enqueued", "at_ms": T0, "attempt": 0, "data": "{}"}]),
+    (
+        "webhooks",
+        [
+            {
+                "id": "msg_1",
+                "job_id": "j-dead",
+                "url": "https://client.example/hook",
+                "status": "dead",
+                "state": "pending",
+                "next_ms": T0,
+                "created_ms": T0,
+            }
+        ],
+    ),
+    (
+        "idempotency_keys",
+        [{"tenant": "acme", "key": "k", "job_id": "j-queued", "fingerprint": "f", "expires_ms": T0}],
+    ),
+    ("counters", [{"name": "catalog_version", "value": 7}]),
+    (
+        "models",
+        [
+            {"name": "zimg", "fleet": "zimg", "overrides": '{"max_retries":5}', "created_ms": T0},
+            {"name": "flux", "fleet": "zimg", "overrides": "{}", "created_ms": T0},
+        ],
+    ),
+    (
+        "servers",
+        [
+            {"name": f"gpu{n}", "fleet": "zimg", "slots": 4, "state": state, "created_ms": T0}
+            for n, state in enumerate(("online", "draining", "paused"))
+        ],
+    ),
+    ("endpoints", [{"server": "gpu0", "model": "zimg", "url": "http://10.0.0.1/run"}]),
+    ("tenants", [{"name": "acme", "key_hash": "0" * 64, "rate_per_s": 10, "created_ms": T0}]),
+]
+
+
+@pytest.fixture
+def engine(empty_url: str) -> Iterator[Engine]:
+    """A record that stands at the first step."""
+    _stand_at(empty_url, "0001")
+    opened = create_engine(empty_url)
+    yield opened
+    opened.dispose()
+
+
+def _stand_at(url: str, step: str) -> None:
+    with migrate._alone(url):
+        command.upgrade(migrate._config(url), step)
+
+
+def _go_back(url: str, step: str) -> None:
+    with migrate._alone(url):
+        command.downgrade(migrate._config(url), step)
+
+
+def _write(connection: Connection, table: str, rows: list[dict[str, Any]]) -> None:
+    names = list(rows[0])
+    statement = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)})"
+    connection.execute(text(statement), rows)
+
+
+def _use(engine: Engine) -> None:
+    """What the first release does with a record."""
+    with engine.begin() as connection:
+        for table, rows in _FIRST:
+            _write(connection, table, rows)
+
+
+def _content(engine: Engine) -> dict[str, list[dict[str, Any]]]:
+    with engine.connect() as connection:
+        return {
+            table: [dict(row._mapping) for row in connection.execute(text(f"SELECT * FROM {table} ORDER BY 1, 2"))]
+            for table, _ in _FIRST
+        }
+
+
+def test_everything_of_the_first_release_survives(empty_url, engine):
+    _use(engine)
+    before = _content(engine)
+    migrate.upgrade(empty_url)
+    after = _content(engine)
+    for table, rows in before.items():
+        assert [{name: row[name] for name in rows[0]} for row in after[table]] == rows, table
+    assert {row["needs"] for row in after["jobs"]} == {""}
+    assert {(row["attributes"], row["weight"], row["changed_ms"]) for row in after["servers"]} == {("{}", 1.0, None)}
+    assert {(row["state"], row["reason"]) for row in after["models"]} == {("online", None)}
+
+
+def test_the_new_release_understands_what_the_first_one_wrote(empty_url, engine):
+    _use(engine)
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    snapshot = Catalog(database).snapshot()
+    assert snapshot.version == 7
+    assert snapshot.models["zimg"].config == ModelConfig(max_retries=5)
+    assert {server.name: server.state for server in snapshot.servers.values()} == {
+        "gpu0": "online",
+        "gpu1": "draining",
+        "gpu2": "paused",
+    }
+    assert snapshot.servers["gpu0"].endpoints == {"zimg": "http://10.0.0.1/run"}
+    assert snapshot.tenants == {}
+    assert [tenant.name for tenant in Tenants(database).all()] == ["acme"]
+    store = Store(database)
+    (waiting,) = store.queued(["zimg"])
+    assert waiting == store.get("j-queued").waiting
+    assert (waiting.id, waiting.needs) == ("j-queued", "")
+    assert a_queued_job(store).seq > waiting.seq  # numbers go on where they were
+    database.close()
+
+
+def test_the_first_release_goes_on_writing_while_the_new_one_starts(empty_url, engine):
+    migrate.upgrade(empty_url)
+    _use(engine)
+    database = Database(empty_url)
+    assert Catalog(database).snapshot().models["zimg"].state == "online"
+    assert Store(database).get("j-queued").needs == ""
+    database.close()
+
+
+def test_a_server_that_is_forgotten_still_takes_its_endpoints_along(empty_url, engine):
+    """SQLite copies the table that they point to."""
+    _use(engine)
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    database.write(lambda tx: tx.connection.execute(text("DELETE FROM servers WHERE name = 'gpu0'")))
+    assert _content(engine)["endpoints"] == []
+    database.close()
+
+
+@pytest.mark.postgres
+def test_no_step_rewrites_the_jobs(_empty_postgres_url):
+    """It would hold its lock for as long as it takes to copy every one."""
+    url = _empty_postgres_url
+    _stand_at(url, "0001")
+    engine = create_engine(url)
+    _use(engine)
+    files = text("SELECT relname, pg_relation_filenode(oid) FROM pg_class WHERE relname IN ('jobs', 'events')")
+    with engine.connect() as connection:
+        before = connection.execute(files).all()
+    migrate.upgrade(url)
+    with engine.connect() as connection:
+        assert connection.execute(files).all() == before
+    engine.dispose()
+
+
+def test_going_back_leads_to_the_schema_before_and_keeps_what_it_can_hold(empty_url, engine):
+    with engine.connect() as connection:
+        schema = _schema(connection)
+    _use(engine)
+    content = _content(engine)
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    catalog = Catalog(database)
+    catalog.register("zimg", "gpu0", "http://10.0.0.1/run", 4, T0, {"gpu": "A100"}, 2)
+    catalog.set_server_state("gpu2", "frozen")
+    catalog.set_model_state("flux", "paused")
+    catalog.set_tenant_state("acme", "paused")
+    catalog.configure("zimg", {"max_retries": 5, "policy": "fair", "weights": {"acme": 2}}, T0)
+    catalog.configure("flux", {"policy": "fifo", "capacity": 3}, T0)
+    database.close()
+    _go_back(empty_url, "0001")
+    with engine.connect() as connection:
+        assert _schema(connection) == schema
+    after = _content(engine)
+    overrides = {row["name"]: orjson.loads(row.pop("overrides")) for row in after["models"]}
+    assert overrides == {"zimg": {"max_retries": 5}, "flux": {"policy": "fifo"}}
+    for table in ("jobs", "events", "webhooks", "servers", "endpoints", "tenants", "idempotency_keys"):
+        assert after[table] == content[table], table
+    migrate.upgrade(empty_url)
+    assert migrate.check(empty_url) is None
+
+
+def test_going_back_is_refused_while_jobs_wait_that_may_not_run_anywhere(empty_url, engine):
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    a_queued_job(Store(database), needs="gpu=A100")
+    with pytest.raises(RuntimeError, match="cancel them"):
+        _go_back(empty_url, "0001")
+    assert migrate.check(empty_url) is None
+    assert len(Store(database).queued(["zimg"])) == 1
+    database.close()
+
+
+def test_going_back_forgets_every_override_that_the_release_before_does_not_know(empty_url, engine):
+    """It would refuse to start on one."""
+    known = {"model_type", "poll_endpoint_template", "id_field", "poll_interval", "max_poll_time", "max_retries"}
+    known |= {"max_crashes", "retry_backoff", "retry_backoff_max", "max_payload_bytes", "max_waiting", "default_ttl"}
+    known |= {"policy"}
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    every = ModelConfig().model_dump() | {"policy": "aging"}
+    Catalog(database).configure("zimg", every, T0)
+    database.close()
+    _go_back(empty_url, "0001")
+    (row,) = _content(engine)["models"]
+    assert set(orjson.loads(row["overrides"])) == known - {"policy"}

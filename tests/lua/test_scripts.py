@@ -4,7 +4,7 @@ import pytest
 from redis import Redis
 
 from routing.keys import Keys
-from routing.scripts import Scripts, assemble, connect, names, source
+from routing.scripts import Scripts, assemble, names, source
 from tests.lua.room import CLOCK, FRAGMENTS, Room
 
 
@@ -32,16 +32,6 @@ def test_a_redis_that_forgot_the_scripts_is_told_them_again(client: Redis):
     client.script_flush()
     assert room.run("depths")[1] == 1
     assert room.offer() == []
-
-
-def test_a_client_for_scripts_never_sends_one_twice(valkey, client: Redis):
-    """A script that was only slow must not run again: the second run would be another act."""
-    slow = connect(valkey.url, timeout_s=0.05)
-    text = 'redis.call("INCR", KEYS[1]) local n = 0 while n < 2e7 do n = n + 1 end return 1'
-    with pytest.raises(Exception, match=r"(?i)time"):
-        slow.eval(text, 1, "runs")
-    assert int(client.get("runs")) == 1
-    slow.close()
 
 
 @pytest.mark.parametrize("fleet", ["zimg", "stable-diffusion", "org/model.v2", "a-slot3"])

@@ -7,7 +7,7 @@ transaction.  What may follow what is read from states.TRANSITIONS and nowhere e
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from sqlalchemy import (
@@ -83,6 +83,18 @@ class Error:
 
     code: str
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Act:
+    """A transition that is wanted of one job."""
+
+    state: State
+    why: Why
+    job_id: str
+    now: int
+    data: dict[str, Any] = field(default_factory=dict)  # for its event
+    params: dict[str, Any] = field(default_factory=dict)  # of its statement
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,14 +266,11 @@ class Store:
 
     def start(self, job_id: str, server: str, slot: str, lease: str, now: int, offer: int = 0) -> Run | None:
         """Give a queued job to the caller; None: it is not queued (any more)."""
-
-        def unit(tx: Transaction) -> Row | None:
-            data = {"server": server, "slot": slot, "offer": offer}
-            placed = {"p_server": server, "p_slot": slot, "p_lease": lease}
-            return self._transition(tx, State.QUEUED, Why.STARTED, job_id, now, data, placed)
-
+        data = {"server": server, "slot": slot, "offer": offer}
+        placed = {"p_server": server, "p_slot": slot, "p_lease": lease}
+        act = _Act(State.QUEUED, Why.STARTED, job_id, now, data, placed)
         # A start is no promise: after a power cut the job is queued again, as it is after any crash.
-        row = self.database.write(unit, relaxed=True)
+        row = self.database.write(lambda tx: self._transition(tx, act), relaxed=True)
         return None if row is None else _run(row, server, slot)
 
     def settle(
@@ -281,20 +290,17 @@ class Store:
         """
         if why is Why.SERVER_ERROR and due_ms is None:
             raise ValueError("due_ms is missing: a delayed job without it would never be queued again")
-
-        def unit(tx: Transaction) -> Moved | None:
-            fields = _fields(result, error, due_ms) | {"p_attempt": attempt}
-            return self._moved(tx, State.RUNNING, why, job_id, now, _event_data(error, due_ms, now), fields)
-
-        return self.database.write(unit)
+        params = _fields(result, error, due_ms) | {"p_attempt": attempt}
+        act = _Act(State.RUNNING, why, job_id, now, _event_data(error, due_ms, now), params)
+        return self.database.write(lambda tx: self._moved(tx, act))
 
     def end_waiting(self, job_id: str, why: Why, now: int, error: Error | None = None) -> Moved | None:
         """End a queued or delayed job (CANCEL_REQUESTED, DEADLINE_PASSED); None: it is neither."""
 
         def unit(tx: Transaction) -> Moved | None:
-            fields, data = _fields(None, error, None), _event_data(error, None, now)
+            params, data = _fields(None, error, None), _event_data(error, None, now)
             for state in (State.QUEUED, State.DELAYED):
-                moved = self._moved(tx, state, why, job_id, now, data, fields)
+                moved = self._moved(tx, _Act(state, why, job_id, now, data, params))
                 if moved is not None:
                     return moved
             return None
@@ -318,7 +324,7 @@ class Store:
 
         def unit(tx: Transaction) -> list[Waiting]:
             moved = [
-                self._transition(tx, State.DELAYED, Why.DUE, job_id, now, {}, {})
+                self._transition(tx, _Act(State.DELAYED, Why.DUE, job_id, now))
                 for job_id in tx.connection.execute(due).scalars().all()
             ]
             return [_waiting(row) for row in moved if row is not None]
@@ -327,42 +333,25 @@ class Store:
 
     def revive(self, job_id: str, now: int) -> Waiting | None:
         """Queue a dead job again, with fresh budgets, at its own place; None: it is not dead."""
-        row = self.database.write(lambda tx: self._transition(tx, State.DEAD, Why.REVIVED, job_id, now, {}, {}))
+        act = _Act(State.DEAD, Why.REVIVED, job_id, now)
+        row = self.database.write(lambda tx: self._transition(tx, act))
         return None if row is None else _waiting(row)
 
-    def _moved(
-        self,
-        tx: Transaction,
-        state: State,
-        why: Why,
-        job_id: str,
-        now: int,
-        data: dict[str, Any],
-        fields: dict[str, Any],
-    ) -> Moved | None:
-        row = self._transition(tx, state, why, job_id, now, data, fields)
+    def _moved(self, tx: Transaction, act: _Act) -> Moved | None:
+        row = self._transition(tx, act)
         if row is None:
             return None
-        to = edge(state, why).to
-        webhook_id = self._owe_webhook(tx, row, to, now) if to in FINAL and row.callback_url else None
+        to = edge(act.state, act.why).to
+        webhook_id = self._owe_webhook(tx, row, to, act.now) if to in FINAL and row.callback_url else None
         return Moved(_waiting(row), to, row.attempt, row.failures, row.crashes, row.remote_id, webhook_id)
 
-    def _transition(
-        self,
-        tx: Transaction,
-        state: State,
-        why: Why,
-        job_id: str,
-        now: int,
-        data: dict[str, Any],
-        fields: dict[str, Any],
-    ) -> Row | None:
+    def _transition(self, tx: Transaction, act: _Act) -> Row | None:
         """The one place that changes a state: guarded by it, with its event beside it."""
-        move = _MOVES[(state, why)]
-        given = fields | {"p_id": job_id, "p_now": now}
+        move = _MOVES[(act.state, act.why)]
+        given = act.params | {"p_id": act.job_id, "p_now": act.now}
         row = tx.connection.execute(move.statement, {name: given[name] for name in move.names}).first()
         if row is not None:
-            events.append(tx, job_id, move.edge.to, now, row.attempt, {"why": why, **data})
+            events.append(tx, act.job_id, move.edge.to, act.now, row.attempt, {"why": act.why, **act.data})
         return row
 
     def _owe_webhook(self, tx: Transaction, row: Row, to: State, now: int) -> str:

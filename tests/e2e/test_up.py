@@ -18,10 +18,12 @@ import pytest
 from app.up.ports import free_port, is_open
 from tests.support.valkey import Valkey
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 SLOTKEEPER = str(Path(sys.executable).with_name("slotkeeper"))
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
+# Grace and a little more; the rest is for a machine that has much else to do.
+STOPPED_WITHIN_S = 30.0
 
 
 class Installation:
@@ -151,7 +153,7 @@ def test_one_command_starts_everything_and_ctrl_c_ends_everything(installation: 
         assert second.returncode == 1
         assert re.fullmatch(rf"Error: Another `slotkeeper up` \(pid {up.process.pid}\) runs on .*\n", second.stderr)
 
-        assert up.stop() < 15
+        assert up.stop() < STOPPED_WITHIN_S
         assert installation.processes() == {}
         assert installation.open_ports() == []
 
@@ -274,7 +276,7 @@ def test_a_taken_port_is_named_and_nothing_is_started(installation: Installation
 def test_a_signal_during_the_start_leaves_nothing_behind(installation: Installation, number: int) -> None:
     with installation.up("--no-demo") as up:
         until(lambda: installation.pid_of("worker@"), "the worker's process")
-        assert up.stop(number) < 15
+        assert up.stop(number) < STOPPED_WITHIN_S
         assert installation.processes() == {}
 
 

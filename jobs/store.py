@@ -27,7 +27,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from jobs import events
 from jobs.db import Database, Transaction
-from jobs.errors import IdempotencyConflict
+from jobs.errors import Conflict, IdempotencyConflict
 from jobs.models import counters, idempotency_keys, jobs, webhooks
 from jobs.models import events as _events
 from jobs.record import Accepted, Event, Job, NewJob, Run, Waiting, storable
@@ -196,6 +196,7 @@ _BRIEF = select(jobs.c.id, jobs.c.seq, jobs.c.state).where(jobs.c.id == bindpara
 _LISTED = select(*_LISTED_COLUMNS)
 _WHOLE = select(jobs).where(jobs.c.id == bindparam("p_id"))
 _HEADERS = select(jobs.c.model, jobs.c.tier, jobs.c.failures, jobs.c.envelope).where(jobs.c.id == bindparam("p_id"))
+_OWED = select(webhooks.c.id).where(webhooks.c.job_id == bindparam("p_id"), webhooks.c.state == "pending").limit(1)
 _QUEUED_BY_MODEL = select(jobs.c.model, func.count()).where(jobs.c.state == State.QUEUED.value).group_by(jobs.c.model)
 _COUNTS = select(jobs.c.state, func.count()).group_by(jobs.c.state)
 
@@ -469,9 +470,25 @@ class Store:
         return self.database.write(lambda tx: _remove(tx, [tuple(row) for row in tx.connection.execute(old)]))
 
     def delete_dead(self, job_id: str) -> bool:
-        """Remove a dead job for good.  False: it is not dead."""
+        """Remove a dead job for good.  False: it is not dead.
+
+        Raises Conflict while its webhook is owed: the message is made from the job (HOOK-1).
+        """
         dead = select(jobs.c.id, jobs.c.state).where(jobs.c.id == job_id, jobs.c.state == State.DEAD.value)
-        return self.database.write(lambda tx: _remove(tx, [tuple(row) for row in tx.connection.execute(dead)])) == 1
+
+        def unit(tx: Transaction) -> bool:
+            # Locked, or on PostgreSQL it could be revived and die again, owing another message, before it is removed.
+            found = [tuple(row) for row in tx.connection.execute(dead.with_for_update())]
+            if found and (owed := tx.connection.execute(_OWED, {"p_id": job_id}).scalar()):
+                raise Conflict(
+                    f"Job {job_id!r} still owes its webhook {owed!r}, which would be lost with it; "
+                    "remove the job when that is delivered or given up.",
+                    job_id=job_id,
+                    webhook_id=owed,
+                )
+            return _remove(tx, found) == 1
+
+        return self.database.write(unit)
 
 
 def _remove(tx: Transaction, found: Sequence[tuple[str, str]]) -> int:

@@ -1,18 +1,19 @@
 """What the record promises about the life of a job, on both databases.
 
 One test for each rule; the rule is its name.  Idempotency and accepting stand in test_record_submit.py, group
-commit and failing databases in test_record_commit.py.
+commit and failing databases in test_record_commit.py, listing in test_record_reading.py, removing in
+test_record_removal.py.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import select
 
 from jobs.db import Database
 from jobs.events import TYPES, attempts
-from jobs.models import counters, events, webhooks
+from jobs.models import webhooks
 from jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, State, Why
 from jobs.store import Error, Store
 from tests.support.builders import (
@@ -27,6 +28,7 @@ from tests.support.builders import (
     an_ended_job,
     at_once,
     row_of,
+    rows_in,
     trail_of,
 )
 
@@ -126,7 +128,7 @@ def test_job_1_a_final_state_is_never_left(database, store, state):
     assert not store.note_remote(job.id, job.attempt, "r-1", LATER)
     assert row_of(database, job.id) == before
     assert trail_of(store, job.id) == events_before
-    assert _count(database, webhooks) == 1
+    assert rows_in(database, webhooks) == 1
 
 
 @pytest.mark.parametrize("why", SETTLES)
@@ -137,7 +139,7 @@ def test_job_2_a_transition_whose_event_cannot_be_written_did_not_happen(databas
         _settle(store, run.job.id, run.attempt, why)
     assert row_of(database, run.job.id) == before
     assert trail_of(store, run.job.id) == events_before
-    assert _count(database, webhooks) == 0
+    assert rows_in(database, webhooks) == 0
     assert _settle(store, run.job.id, run.attempt, why)  # and then it can still happen
 
 
@@ -285,7 +287,7 @@ def test_lease_3_a_settle_under_an_old_token_changes_nothing(database, store, wh
     assert _settle(store, old.job.id, old.attempt, why) is None
     assert row_of(database, old.job.id) == before
     assert trail_of(store, old.job.id) == events_before
-    assert _count(database, webhooks) == 0
+    assert rows_in(database, webhooks) == 0
 
 
 def test_lease_3_a_token_from_the_future_is_no_better(database, store):
@@ -567,108 +569,7 @@ def test_only_a_running_job_is_asked_to_cancel(store, state):
     assert store.get(job.id).cancel_requested_ms is None
 
 
-# -- listing ---------------------------------------------------------------------------------------------------
-
-
-def test_listing_goes_from_the_newest_on_and_its_cursor_misses_and_doubles_nothing(store):
-    ids = [a_queued_job(store).id for _ in range(7)]
-    page, seen = store.find(limit=3), []
-    while page:
-        seen += [job.id for job in page]
-        assert len(seen) <= len(ids)
-        a_queued_job(store, model="new")  # comes in between two pages
-        page = store.find(limit=3, before_seq=page[-1].seq)
-    assert seen == ids[::-1]
-
-
-def test_listing_filters_by_state_model_and_tenant_together(store):
-    wanted = a_queued_job(store, model="flux", tenant="acme")
-    a_queued_job(store, model="flux")
-    a_queued_job(store, tenant="acme")
-    a_job_in(store, State.RUNNING, model="flux", tenant="acme")
-    found = store.find(state=State.QUEUED, model="flux", tenant="acme")
-    assert [job.id for job in found] == [wanted.id]
-    assert (found[0].payload, found[0].result) == (None, None)  # lists stay small
-
-
-def test_the_queue_is_told_in_order_of_acceptance_and_in_pages(store):
-    ids = [a_queued_job(store, model=model).id for model in ("zimg", "flux", "zimg", "trellis", "zimg")]
-    a_delayed_job(store)
-    first = store.queued(["zimg", "flux"], limit=2)
-    rest = store.queued(["zimg", "flux"], after_seq=first[-1].seq)
-    assert [w.id for w in first + rest] == [ids[0], ids[1], ids[2], ids[4]]
-    assert store.queued([]) == []
-
-
-def test_order_1_jobs_are_numbered_as_they_are_accepted(store):
-    numbers = [a_queued_job(store).seq for _ in range(5)]
-    assert numbers == sorted(set(numbers))
-
-
-def test_a_task_message_can_be_written_without_the_payload(store):
-    job = a_queued_job(store, tier=2, envelope='{"link":1}')
-    assert store.headers(job.id) == ("zimg", 2, 0, '{"link":1}')
-
-
-# -- removing, and the ledger ----------------------------------------------------------------------------------
-
-
-def _count(database: Database, table: Any) -> int:
-    with database.read() as connection:
-        return connection.execute(select(func.count()).select_from(table)).scalar_one()
-
-
-def _purged(database: Database) -> dict[State, int]:
-    with database.read() as connection:
-        rows = connection.execute(select(counters).where(counters.c.name.like("purged.%"))).all()
-    return {State(row.name.removeprefix("purged.")): row.value for row in rows}
-
-
-def test_counts_names_every_state_even_when_no_job_is_in_it(store):
-    assert store.counts() == dict.fromkeys(State, 0)
-
-
-def test_job_3_the_ledger_balances_at_every_step_of_every_life(database, store):
-    """accepted = those that stand in each state + those removed, which are counted by the state they ended in."""
-    accepted = 0
-    for state in State:
-        for _ in range(2):
-            a_job_in(store, state)
-            accepted += 1
-            assert sum(store.counts().values()) + sum(_purged(database).values()) == accepted
-    assert set(store.counts().values()) == {2}
-    assert store.purge(T0 + 1, limit=3) == 3
-    assert sum(store.counts().values()) + sum(_purged(database).values()) == accepted
-    assert store.purge(T0 + 1) == 7
-    assert sum(store.counts().values()) == 6
-    assert _purged(database) == dict.fromkeys(FINAL, 2)
-
-
-def test_purge_removes_what_ended_before_and_nothing_that_has_not_ended(store):
-    old, new = an_ended_job(store, now=T0), an_ended_job(store, now=LATER)
-    waiting = [a_job_in(store, state) for state in sorted(ACTIVE)]
-    assert store.purge(LATER) == 1
-    assert store.get(old.id) is None
-    assert store.get(new.id) is not None
-    assert all(store.get(job.id) is not None for job in waiting)
-
-
-def test_a_job_is_kept_from_its_end_on_however_long_it_waited(store):
-    job = a_queued_job(store, now=T0)
-    store.end_waiting(job.id, Why.CANCEL_REQUESTED, LATER)
-    assert store.purge(LATER) == 0
-    assert store.purge(LATER + 1) == 1
-
-
-def test_purge_takes_along_what_hangs_on_the_job(database, store, hooks):
-    old = an_ended_job(store, callback_url=CALLBACK)
-    kept = an_ended_job(store, callback_url=CALLBACK, now=LATER)
-    for webhook_id in hooks.due(LATER):
-        hooks.delivered(hooks.claim(webhook_id, LATER, LATER + SECOND), LATER, 200)
-    assert store.purge(LATER) == 1
-    assert store.events_of(old.id) == []
-    assert _count(database, events) == len(store.events_of(kept.id)) == 3
-    assert _count(database, webhooks) == 1
+# -- the end, and what it owes ---------------------------------------------------------------------------------
 
 
 def test_hook_1_a_job_whose_message_is_still_owed_is_not_purged(store, hooks):
@@ -678,31 +579,3 @@ def test_hook_1_a_job_whose_message_is_still_owed_is_not_purged(store, hooks):
     hooks.failed(hooks.claim(webhook_id, LATER, LATER + SECOND), None, 500, "gone")
     assert store.purge(LATER) == 1
     assert store.get(job.id) is None
-
-
-def test_two_that_purge_at_once_count_each_job_once(database, store):
-    other = Store(Database(database.url))
-    for _ in range(20):
-        an_ended_job(store)
-    removed = at_once(lambda: store.purge(LATER), lambda: other.purge(LATER))
-    assert sum(removed) == 20
-    assert _purged(database) == {State.COMPLETED: 20}
-    other.database.close()
-
-
-def test_a_dead_job_can_be_deleted_and_stays_in_the_ledger(database, store):
-    dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
-    assert store.delete_dead(dead.id)
-    assert not store.delete_dead(dead.id)
-    assert store.get(dead.id) is None
-    assert _purged(database) == {State.DEAD: 1}
-    assert _count(database, webhooks) == _count(database, events) == 0
-
-
-@pytest.mark.parametrize("state", sorted(set(State) - {State.DEAD}))
-def test_only_a_dead_job_can_be_deleted(database, store, state):
-    job = a_job_in(store, state)
-    before = row_of(database, job.id)
-    assert not store.delete_dead(job.id)
-    assert row_of(database, job.id) == before
-    assert _purged(database) == {}

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import Table, func, select
 
 from jobs.db import Database
 from jobs.models import jobs
@@ -80,6 +80,12 @@ def row_of(database: Database, job_id: str) -> dict[str, Any]:
     """Every column of a job as it stands in the record."""
     with database.read() as connection:
         return dict(connection.execute(select(jobs).where(jobs.c.id == job_id)).one()._mapping)
+
+
+def rows_in(database: Database, table: Table) -> int:
+    """How many rows a table has."""
+    with database.read() as connection:
+        return connection.execute(select(func.count()).select_from(table)).scalar_one()
 
 
 def trail_of(store: Store, job_id: str) -> list[tuple[str, str, int]]:

@@ -1,0 +1,48 @@
+"""What the record answers about many jobs at once: lists, the queue, what runs where, and what was."""
+
+from jobs.states import State
+from tests.support.builders import (
+    a_delayed_job,
+    a_job_in,
+    a_queued_job,
+)
+
+
+def test_listing_goes_from_the_newest_on_and_its_cursor_misses_and_doubles_nothing(store):
+    ids = [a_queued_job(store).id for _ in range(7)]
+    page, seen = store.find(limit=3), []
+    while page:
+        seen += [job.id for job in page]
+        assert len(seen) <= len(ids)
+        a_queued_job(store, model="new")  # comes in between two pages
+        page = store.find(limit=3, before_seq=page[-1].seq)
+    assert seen == ids[::-1]
+
+
+def test_listing_filters_by_state_model_and_tenant_together(store):
+    wanted = a_queued_job(store, model="flux", tenant="acme")
+    a_queued_job(store, model="flux")
+    a_queued_job(store, tenant="acme")
+    a_job_in(store, State.RUNNING, model="flux", tenant="acme")
+    found = store.find(state=State.QUEUED, model="flux", tenant="acme")
+    assert [job.id for job in found] == [wanted.id]
+    assert (found[0].payload, found[0].result) == (None, None)  # lists stay small
+
+
+def test_the_queue_is_told_in_order_of_acceptance_and_in_pages(store):
+    ids = [a_queued_job(store, model=model).id for model in ("zimg", "flux", "zimg", "trellis", "zimg")]
+    a_delayed_job(store)
+    first = store.queued(["zimg", "flux"], limit=2)
+    rest = store.queued(["zimg", "flux"], after_seq=first[-1].seq)
+    assert [w.id for w in first + rest] == [ids[0], ids[1], ids[2], ids[4]]
+    assert store.queued([]) == []
+
+
+def test_order_1_jobs_are_numbered_as_they_are_accepted(store):
+    numbers = [a_queued_job(store).seq for _ in range(5)]
+    assert numbers == sorted(set(numbers))
+
+
+def test_a_task_message_can_be_written_without_the_payload(store):
+    job = a_queued_job(store, tier=2, envelope='{"link":1}')
+    assert store.headers(job.id) == ("zimg", 2, 0, '{"link":1}')

@@ -1,0 +1,140 @@
+"""What leaves the record, what has to stay in it, and how both are counted (JOB-3)."""
+
+import pytest
+from sqlalchemy import select
+
+from jobs.db import Database
+from jobs.errors import Conflict
+from jobs.models import counters, events, webhooks
+from jobs.states import ACTIVE, FINAL, State, Why
+from jobs.store import Store
+from tests.support.builders import (
+    CALLBACK,
+    SECOND,
+    T0,
+    a_job_in,
+    a_queued_job,
+    a_start,
+    an_ended_job,
+    at_once,
+    row_of,
+    rows_in,
+)
+
+LATER = T0 + 60 * SECOND
+
+
+def _purged(database: Database) -> dict[State, int]:
+    with database.read() as connection:
+        rows = connection.execute(select(counters).where(counters.c.name.like("purged.%"))).all()
+    return {State(row.name.removeprefix("purged.")): row.value for row in rows}
+
+
+def test_counts_names_every_state_even_when_no_job_is_in_it(store):
+    assert store.counts() == dict.fromkeys(State, 0)
+
+
+def test_job_3_the_ledger_balances_at_every_step_of_every_life(database, store):
+    """accepted = those that stand in each state + those removed, which are counted by the state they ended in."""
+    accepted = 0
+    for state in State:
+        for _ in range(2):
+            a_job_in(store, state)
+            accepted += 1
+            assert sum(store.counts().values()) + sum(_purged(database).values()) == accepted
+    assert set(store.counts().values()) == {2}
+    assert store.purge(T0 + 1, limit=3) == 3
+    assert sum(store.counts().values()) + sum(_purged(database).values()) == accepted
+    assert store.purge(T0 + 1) == 7
+    assert sum(store.counts().values()) == 6
+    assert _purged(database) == dict.fromkeys(FINAL, 2)
+
+
+def test_purge_removes_what_ended_before_and_nothing_that_has_not_ended(store):
+    old, new = an_ended_job(store, now=T0), an_ended_job(store, now=LATER)
+    waiting = [a_job_in(store, state) for state in sorted(ACTIVE)]
+    assert store.purge(LATER) == 1
+    assert store.get(old.id) is None
+    assert store.get(new.id) is not None
+    assert all(store.get(job.id) is not None for job in waiting)
+
+
+def test_a_job_is_kept_from_its_end_on_however_long_it_waited(store):
+    job = a_queued_job(store, now=T0)
+    store.end_waiting(job.id, Why.CANCEL_REQUESTED, LATER)
+    assert store.purge(LATER) == 0
+    assert store.purge(LATER + 1) == 1
+
+
+def test_purge_takes_along_what_hangs_on_the_job(database, store, hooks):
+    old = an_ended_job(store, callback_url=CALLBACK)
+    kept = an_ended_job(store, callback_url=CALLBACK, now=LATER)
+    for webhook_id in hooks.due(LATER):
+        hooks.delivered(hooks.claim(webhook_id, LATER, LATER + SECOND), LATER, 200)
+    assert store.purge(LATER) == 1
+    assert store.events_of(old.id) == []
+    assert rows_in(database, events) == len(store.events_of(kept.id)) == 3
+    assert rows_in(database, webhooks) == 1
+
+
+def test_two_that_purge_at_once_count_each_job_once(database, store):
+    other = Store(Database(database.url))
+    for _ in range(20):
+        an_ended_job(store)
+    removed = at_once(lambda: store.purge(LATER), lambda: other.purge(LATER))
+    assert sum(removed) == 20
+    assert _purged(database) == {State.COMPLETED: 20}
+    other.database.close()
+
+
+def test_a_dead_job_can_be_deleted_and_stays_in_the_ledger(database, store, hooks):
+    dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
+    (webhook_id,) = hooks.due(LATER)
+    hooks.delivered(hooks.claim(webhook_id, LATER, LATER + SECOND), LATER, 200)
+    assert store.delete_dead(dead.id)
+    assert not store.delete_dead(dead.id)
+    assert store.get(dead.id) is None
+    assert _purged(database) == {State.DEAD: 1}
+    assert rows_in(database, webhooks) == rows_in(database, events) == 0
+
+
+def test_hook_1_a_dead_job_whose_message_is_still_owed_is_not_deleted(database, store, hooks):
+    """The message is made from the job: without it there would be nothing to tell."""
+    dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
+    (webhook_id,) = hooks.due(LATER)
+    with pytest.raises(Conflict) as refused:
+        store.delete_dead(dead.id)
+    assert refused.value.facts == {"job_id": dead.id, "webhook_id": webhook_id}
+    assert store.get(dead.id).state is State.DEAD
+    assert (hooks.due(LATER), _purged(database)) == ([webhook_id], {})
+    hooks.failed(hooks.claim(webhook_id, LATER, LATER + SECOND), None, 500, "gone")  # given up: nothing is owed
+    assert store.delete_dead(dead.id)
+
+
+def test_hook_1_each_message_of_a_job_that_died_twice_holds_it(store, hooks):
+    dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
+    (first,) = hooks.due(LATER)
+    hooks.delivered(hooks.claim(first, LATER, LATER + SECOND), LATER, 200)
+    store.revive(dead.id, LATER)
+    store.settle(dead.id, a_start(store, dead.id).attempt, Why.RETRIES_EXHAUSTED, LATER)
+    with pytest.raises(Conflict):
+        store.delete_dead(dead.id)
+
+
+def test_a_dead_job_is_deleted_or_revived_when_both_are_asked_for_at_once(database, store):
+    other = Store(Database(database.url))
+    for _ in range(5):
+        dead = an_ended_job(store, State.DEAD)
+        deleted, revived = at_once(lambda d=dead: store.delete_dead(d.id), lambda d=dead: other.revive(d.id, LATER))
+        assert deleted == (revived is None)
+        assert (store.get(dead.id) is None) == deleted
+    other.database.close()
+
+
+@pytest.mark.parametrize("state", sorted(set(State) - {State.DEAD}))
+def test_only_a_dead_job_can_be_deleted(database, store, state):
+    job = a_job_in(store, state)
+    before = row_of(database, job.id)
+    assert not store.delete_dead(job.id)
+    assert row_of(database, job.id) == before
+    assert _purged(database) == {}

@@ -8,7 +8,6 @@ without this code carries no offer; the worker that gets it submits the job in i
 
 from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 import orjson
@@ -20,18 +19,17 @@ from celery.worker.request import Request
 
 from jobs.crash import crash_at
 from jobs.errors import RecordUnavailable, SlotkeeperError
-from jobs.record import new_job_id, now_ms
-from jobs.states import State, Why
-from jobs.store import Error
+from jobs.record import new_job_id
+from jobs.states import State
 from routing.dispatcher import Settled, Task
 from routing.outcome import Kind, Outcome
-from routing.policies.verdict import Verdict, judge
 from routing.submission import Submission
 from tasks import messages
 from tasks.announce import JobFailed
 from tasks.celery_app import celery
 from tasks.heartbeat import Hold
 from tasks.runner import HandBack, LeaseLost, Watch
+from tasks.settlement import settle
 from tasks.wiring import dispatcher
 from tasks.worker import this_worker
 
@@ -269,41 +267,21 @@ def _canceling(task: Task, hold: Hold) -> bool:
 
 
 def _settle(task: Task, hold: Hold, outcome: Outcome, canceling: bool = False) -> Settled:
-    worker, config = this_worker(), dispatcher().fleet.model(task.run.job.model).config
-    verdict = judge(outcome, task.run.failures, task.run.crashes, canceling, config, overdue=_is_overdue(task))
-    settle = partial(
-        dispatcher().settle,
-        task,
-        verdict,
-        result=orjson.dumps(outcome.result).decode() if outcome.kind is Kind.DONE else None,
-        error=_error(outcome, verdict),
-        wish_s=outcome.retry_after_s,
-        taker=worker.taker,
-    )
-    settled = _when_stored(settle, hold)
+    worker = this_worker()
+    settled = _when_stored(lambda: settle(task, outcome, canceling=canceling, taker=worker.taker), hold)
     worker.hand_on(settled.next)
     return settled
 
 
-def _when_stored(settle: Callable[[], Settled], hold: Hold) -> Settled:
+def _when_stored(store: Callable[[], Settled], hold: Hold) -> Settled:
     """Keep a result while the database is away, for as long as the lease is held.  Raises RecordUnavailable."""
     while True:
         try:
-            return settle()
+            return store()
         except RecordUnavailable:
             if hold.lost or hold.stop:
                 raise
             hold.wait(_STORE_AGAIN_S)
-
-
-def _is_overdue(task: Task) -> bool:
-    return task.run.deadline_ms is not None and now_ms() >= task.run.deadline_ms
-
-
-def _error(outcome: Outcome, verdict: Verdict) -> Error | None:
-    if verdict.why is Why.FINISHED:
-        return None
-    return Error(outcome.code or outcome.kind.value, outcome.message or f"The run ended: {outcome.kind}.")
 
 
 def _ended_elsewhere(self: InferTask, task: Task) -> Any:

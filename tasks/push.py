@@ -7,15 +7,14 @@ been told: the same verdict, the same guarded write.  The worker that still poll
 import orjson
 
 from jobs.record import Job, Run, Waiting
-from jobs.states import FINAL, State, Why
-from jobs.store import Error
+from jobs.states import FINAL, State
 from routing.dispatcher import Task
 from routing.leases import Held
 from routing.outcome import Kind, Outcome
-from routing.policies.verdict import judge
 from tasks import callbacks
 from tasks.runner import server_for
 from tasks.servers import Call
+from tasks.settlement import settle
 from tasks.wiring import dispatcher
 
 # What a push can say about the end of a run.  Of anything else the polling worker makes more.
@@ -41,16 +40,7 @@ def push(job: Job, outcome: Outcome) -> bool:
     task = _task(job)
     if task is None:
         return False
-    canceling = job.cancel_requested_ms is not None
-    verdict = judge(outcome, job.failures, job.crashes, canceling, dispatcher().fleet.model(job.model).config)
-    settled = dispatcher().settle(
-        task,
-        verdict,
-        result=orjson.dumps(outcome.result).decode() if outcome.kind is Kind.DONE else None,
-        error=None if verdict.why is Why.FINISHED else _error(outcome),
-        wish_s=outcome.retry_after_s,
-    )
-    moved = settled.moved
+    moved = settle(task, outcome, canceling=task.run.cancel_requested).moved
     if moved is not None and moved.to in FINAL and moved.to is not State.COMPLETED:
         # Of a completed job its worker's task gives the stored result; of any other end it says nothing.
         dispatcher().announce_end(moved)
@@ -90,7 +80,3 @@ def _task(job: Job) -> Task | None:
         envelope=job.envelope,
     )
     return Task(run, Held(fleet, job.id, lease, owner, job.slot))
-
-
-def _error(outcome: Outcome) -> Error:
-    return Error(outcome.code or outcome.kind.value, outcome.message or f"The run ended: {outcome.kind}.")

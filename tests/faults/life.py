@@ -23,6 +23,8 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
+from urllib.request import Request, urlopen
 
 import celery.backends.redis  # noqa: F401  Imported before the fork, like everything that takes a while.
 import kombu.transport.redis  # noqa: F401
@@ -34,10 +36,13 @@ from jobs.record import NewJob, now_ms
 from jobs.states import ACTIVE, State, Why
 from routing import audit, reconcile
 from routing.dispatcher import new_owner
+from routing.leases import Held
+from routing.policies import identity
 from routing.submission import Submission
-from tasks import maintenance, messages, wiring
+from tasks import maintenance, messages, push, wiring
 from tasks import webhooks as hooks
 from tasks.celery_app import celery as app
+from tasks.heartbeat import Hold
 from tasks.inference import infer
 from tasks.worker import this_worker
 
@@ -49,7 +54,7 @@ SETTINGS = {
     "SLOTKEEPER_BUSY_REST_MS": "30",
     "SLOTKEEPER_CATALOG_REFRESH_S": "0",
     "SLOTKEEPER_RETENTION_S": "3600",
-    "SLOTKEEPER_WEBHOOK_TIMEOUT_S": "10",
+    "SLOTKEEPER_WEBHOOK_TIMEOUT_S": "2",
     "SLOTKEEPER_WEBHOOK_ALLOW": "127.0.0.0/8",
     "SLOTKEEPER_SECRET": "c2xvdGtlZXBlci1zbG90a2VlcGVyLXNsb3RrZWVwZXI=",
 }
@@ -57,6 +62,7 @@ _CONFIG = {"retry_backoff": 0.05, "retry_backoff_max": 0.1, "poll_interval": 0.0
 _QUEUES = (messages.queue_of(SYNC), messages.queue_of(ASYNC), "webhooks")
 _QUIET_WITHIN_S = 30.0
 _TICK_S = 0.02
+_SILENT_S = 0.25  # longer than two renewals
 _LONG_AGO_MS = 10 * 3600 * 1000
 _COUNTS_ONLY = -1  # A crash point that counts down from here never reaches zero.
 
@@ -121,16 +127,45 @@ class Life:
 
     def abandon(self, job_id: str) -> None:
         """Another worker begins the job and is never heard of again."""
+        headers, ((model, *_), *_) = self._come_to(job_id)
+        offer = messages.read_offer(job_id, model, headers)
+        assert offer is not None
+        self.dispatcher.start(offer, new_owner("silent"))
+
+    def hand_back(self, job_id: str) -> None:
+        """This worker is told to stop when it has just begun the job."""
+        found, heartbeat = self._come_to(job_id), this_worker().heartbeat
+        add = heartbeat.add
+
+        def stopped(held: Held) -> Hold:
+            hold = add(held)
+            hold.raise_flag("stop")
+            return hold
+
+        with mock.patch.object(heartbeat, "add", stopped):
+            self.hands.do(*found)
+
+    def push(self, job_id: str) -> None:
+        """Its worker falls silent, its server runs it and tells the end by itself."""
+        self.abandon(job_id)
+        request = Request(f"{self.url}/{SYNC}", b'{"do": "ok"}', {"X-Job-Id": job_id})
+        with urlopen(request, timeout=10) as answer:
+            body = answer.read()
+        job = self.dispatcher.store.get(job_id)
+        assert job is not None
+        outcome = push.read(job, body)
+        assert outcome is not None
+        push.push(job, outcome)
+
+    def _come_to(self, job_id: str) -> tuple[dict[str, Any], Any]:
+        """Do what comes before the job's wake-up, and answer that."""
         while (found := self.hands.next()) is None or found[0]["id"] != job_id:
             if found is not None:
                 self.hands.do(*found)
             else:
                 maintenance.sweep()
                 _pause()
-        headers, ((model, *_), *_) = found
-        offer = messages.read_offer(job_id, model, headers)
-        assert offer is not None
-        self.dispatcher.start(offer, new_owner("silent"))
+        return found
 
     def recover(self) -> None:
         """Work, and keep everything in order, until nothing is left to do."""
@@ -166,6 +201,15 @@ class Life:
         self.submit("task", {"do": "ok"}, by_task=True)
         self.submit("stubborn", {"do": "error", "times": 2}, callback_url=hook)
         self._cancel(self.submit("unwanted", {"do": "ok"}, callback_url=hook))
+        self.recover()
+        self.hand_back(self.submit("handed", {"do": "ok"}, ASYNC, callback_url=hook))
+        self.push(self.submit("pushed", {"do": "ok"}, callback_url=hook))
+        self.recover()
+        self.abandon(unwanted := self.submit("regretted", {"do": "ok"}, callback_url=hook))
+        self._cancel(unwanted)
+        self.abandon(self.submit("forgotten", {"do": "ok"}, callback_url=hook))
+        _pause(_SILENT_S)
+        maintenance.check_servers()
         self.recover()
         self.abandon(self.submit("orphan", {"do": "ok"}, callback_url=hook))
         self.submit("offered", {"do": "ok"})
@@ -252,6 +296,7 @@ def live(step: str) -> None:
     crash._left.clear()
     home = Path(os.environ["SLOTKEEPER_HOME"])
     hooks._FIRST_RETRY_S = 0.1
+    identity.YOUNG_MS = 0
     life = Life(os.environ["LIFE_NAME"], home, os.environ["LIFE_SERVER"])
     # From here on it may die, and every passing is counted.
     crash._left.update(dict.fromkeys(crash.POINTS, _COUNTS_ONLY))

@@ -4,7 +4,7 @@ Each case lives one life after another on one record and one Redis (tests/faults
 SIGKILL at a crash point, so the second dies while it cleans up after the first, or in its own story.  The last
 starts nothing new.  What is then in the record, in Redis, at the inference server and at the client is compared.
 
-    SLOTKEEPER_ALL_PAIRS=1 pytest tests/faults/test_crash_points.py     # all 441 pairs instead of a sample
+    SLOTKEEPER_ALL_PAIRS=1 pytest tests/faults/test_crash_points.py     # all pairs instead of a sample
 """
 
 import os

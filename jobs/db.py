@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 _LARGEST_BATCH = 128
 _BUSY_TIMEOUT_MS = 10_000
-_CONNECT_TIMEOUT_S = 5
+CONNECT_TIMEOUT_S = 5
 # Reading needs no transaction; psycopg is told so by isolation level, SQLite by our saying no BEGIN.
 _READS: dict[str, dict[str, Any]] = {
     "sqlite": {"slotkeeper_reads": True},
@@ -175,6 +175,20 @@ class Database:
         except _GONE as error:
             raise _unavailable(error) from error
 
+    @contextmanager
+    def snapshot(self) -> Iterator[Connection]:
+        """A connection for one long read, whose rows may be fetched page by page.  Raises RecordUnavailable.
+
+        What is read stands still meanwhile, and the database keeps what others remove: do not hold it for hours.
+        """
+        # PostgreSQL pages only inside a transaction; on SQLite that would lock out all who write.
+        source = self._reader if self.engine.dialect.name == "sqlite" else self.engine
+        try:
+            with source.connect() as connection:
+                yield connection
+        except _GONE as error:
+            raise _unavailable(error) from error
+
     def close(self) -> None:
         self.engine.dispose()
 
@@ -190,9 +204,9 @@ def _unavailable(error: Exception) -> RecordUnavailable:
 def _engine(url: str) -> Engine:
     if url.startswith("sqlite"):
         return _sqlite(url)
-    patience = {} if "connect_timeout" in make_url(url).query else {"connect_timeout": _CONNECT_TIMEOUT_S}
+    patience = {} if "connect_timeout" in make_url(url).query else {"connect_timeout": CONNECT_TIMEOUT_S}
     return create_engine(
-        url, connect_args=patience, pool_size=8, max_overflow=24, pool_pre_ping=True, pool_timeout=_CONNECT_TIMEOUT_S
+        url, connect_args=patience, pool_size=8, max_overflow=24, pool_pre_ping=True, pool_timeout=CONNECT_TIMEOUT_S
     )
 
 

@@ -6,7 +6,7 @@ transaction.  What may follow what is read from states.TRANSITIONS and nowhere e
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -25,12 +25,12 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from jobs import events
+from jobs import events, history
 from jobs.db import Database, Transaction
 from jobs.errors import Conflict, IdempotencyConflict
 from jobs.models import counters, idempotency_keys, jobs, webhooks
 from jobs.models import events as _events
-from jobs.record import Accepted, Event, Job, NewJob, Run, Waiting, storable
+from jobs.record import Accepted, Event, Job, NewJob, Past, Run, Waiting, storable
 from jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, Edge, State, Why, edge
 
 Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are named at the statements
@@ -413,6 +413,12 @@ class Store:
         """All running jobs, in order of acceptance."""
         return self._jobs(_LISTED.where(jobs.c.state == State.RUNNING.value).order_by(jobs.c.seq))
 
+    def running_on(self, server: str) -> list[Job]:
+        """The running jobs of one server, in order of acceptance."""
+        return self._jobs(
+            _LISTED.where(jobs.c.state == State.RUNNING.value, jobs.c.server == server).order_by(jobs.c.seq)
+        )
+
     def queued(self, models: Sequence[str], after_seq: int = 0, limit: int = 1000) -> list[Waiting]:
         """Queued jobs of these models, in order of acceptance, from `after_seq` on."""
         query = (
@@ -428,6 +434,14 @@ class Store:
         """Jobs that have not ended although their deadline has passed."""
         states = [state.value for state in sorted(ACTIVE)]
         return self._jobs(_LISTED.where(jobs.c.deadline_ms <= now, jobs.c.state.in_(states)).limit(limit))
+
+    def history(self, since_ms: int, until_ms: int, limit_per_batch: int = 5000) -> Iterator[Past]:
+        """Jobs accepted from `since_ms` on and before `until_ms` that have started or ended, as they came.
+
+        Read page by page, so that millions take no more memory than one page; close the iterator, or exhaust it,
+        for it keeps a connection.  Where clocks were apart by more than an hour, a job may be missed.
+        """
+        return history.read(self.database, since_ms, until_ms, limit_per_batch)
 
     def events_of(self, job_id: str) -> list[Event]:
         """The job's events, oldest first."""

@@ -6,6 +6,7 @@ have are found by halving, and its jobs by their numbers.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, or_, select
 
@@ -43,7 +44,7 @@ def read(database: Database, since_ms: int, until_ms: int, limit_per_batch: int)
             "p_until": until_ms,
         }
         for row in connection.execute(_PAST, params, execution_options={"yield_per": limit_per_batch}):
-            yield Past(*row[:-1], State(row[-1]))
+            yield _past(row)
 
 
 def _first_number(connection: Connection, at_ms: int) -> int:
@@ -60,3 +61,7 @@ def _first_number(connection: Connection, at_ms: int) -> int:
         else:
             high = middle
     return low
+
+
+def _past(row: Any) -> Past:
+    return Past(*row[:-1], State(row[-1]))

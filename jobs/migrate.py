@@ -19,6 +19,7 @@ from alembic.util import CommandError
 from sqlalchemy import Engine, NullPool, create_engine, make_url
 from sqlalchemy.exc import InterfaceError, OperationalError
 
+from jobs.db import CONNECT_TIMEOUT_S
 from jobs.errors import Conflict, RecordUnavailable
 
 # Found beside this package, not by its name: the working folder of a user may have `migrations` of its own.
@@ -62,7 +63,7 @@ def check(url: str) -> str | None:
 def _config(url: str) -> Config:
     config = Config()
     config.set_main_option("script_location", str(_STEPS).replace("%", "%%"))
-    config.attributes["url"] = url
+    config.attributes["url"] = _patient(url)
     return config
 
 
@@ -131,7 +132,16 @@ def _wait_for(lock: Callable[[], bool]) -> None:
 
 
 def _engine(url: str) -> Engine:
-    return create_engine(url, poolclass=NullPool)
+    return create_engine(_patient(url), poolclass=NullPool)
+
+
+def _patient(url: str) -> str:
+    """The same database, and how long to wait for it if it does not answer."""
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "sqlite" or "connect_timeout" in parsed.query:
+        return url
+    patient = parsed.update_query_dict({"connect_timeout": str(CONNECT_TIMEOUT_S)})
+    return patient.render_as_string(hide_password=False)
 
 
 def _sqlite_path(url: str) -> Path | None:

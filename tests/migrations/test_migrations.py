@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from alembic import command, op
 from alembic.autogenerate import compare_metadata
@@ -237,6 +238,36 @@ def test_a_schema_of_a_newer_release_is_told_from_an_old_one(empty_url):
 def test_a_database_that_is_not_there_is_unavailable(act, tmp_path):
     with pytest.raises(RecordUnavailable):
         act(f"postgresql://nobody@/record?host={tmp_path}")
+
+
+@pytest.mark.parametrize("act", [migrate.upgrade, migrate.check])
+@pytest.mark.parametrize(("query", "expected"), [("", "5"), ("?connect_timeout=9", "9")])
+def test_a_postgresql_that_does_not_answer_is_waited_for_a_few_seconds_only(monkeypatch, act, query, expected):
+    given = []
+
+    def connect(*_: object, **options: Any) -> None:
+        given.append(options["connect_timeout"])
+        raise psycopg.OperationalError("no answer")
+
+    monkeypatch.setattr(psycopg, "connect", connect)
+    monkeypatch.setattr(psycopg.Connection, "connect", connect)
+    with pytest.raises(RecordUnavailable, match="no answer"):
+        act(f"postgresql://nobody:p%40ss@192.0.2.1/record{query}")
+    assert given == [expected]
+
+
+@pytest.mark.postgres
+def test_the_connection_that_migrates_waits_no_longer_than_the_one_that_looks(_empty_postgres_url, monkeypatch):
+    given = []
+    connect = psycopg.connect
+
+    def noted(*parts: Any, **options: Any) -> Any:
+        given.append(options["connect_timeout"])
+        return connect(*parts, **options)
+
+    monkeypatch.setattr(psycopg, "connect", noted)
+    migrate.upgrade(_empty_postgres_url)
+    assert given == ["5", "5"]  # the lock's, and the one of the steps
 
 
 def test_a_record_in_memory_is_refused():

@@ -64,4 +64,6 @@ def _first_number(connection: Connection, at_ms: int) -> int:
 
 
 def _past(row: Any) -> Past:
-    return Past(*row[:-1], State(row[-1]))
+    *facts, state = row
+    told: list[Any] = [*facts, State(state)]
+    return Past(*told)

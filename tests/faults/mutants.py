@@ -36,6 +36,8 @@ _SLOTS = "tests/lua/test_servers.py::"
 _POLICIES = "tests/unit/routing/test_policies.py::"
 _IDENTITY = "tests/unit/routing/test_identity.py::"
 _GUARDS = "tests/faults/test_guards.py::"
+_WORKERS = "tests/faults/test_workers.py::"
+_OUTAGES = "tests/faults/test_outages.py::"
 
 
 @dataclass(frozen=True)
@@ -614,6 +616,70 @@ MUTANTS = [
         "ends = began + config.max_poll_time * 1000",
         "ends = began + 600 * 1000",
         (f"{_GUARDS}test_r113_a_run_may_take_as_long_as_its_own_model_allows",),
+    ),
+    # -- workers, when something is away -----------------------------------------------------------------------
+    Mutant(
+        "a bare message is dropped while the database is away",
+        "JOB-3",
+        "tasks/inference.py",
+        'raise Reject("the database is away", requeue=True)',
+        'raise Reject("the database is away", requeue=False)',
+        (f"{_WORKERS}test_a_bare_message_goes_back_to_the_broker_when_the_database_stays_away",),
+    ),
+    Mutant(
+        "a bare message does not wait for the database",
+        "JOB-3",
+        "tasks/inference.py",
+        """        except RecordUnavailable:
+            this_worker().heartbeat.wait(_STORE_AGAIN_S)
+    raise Reject""",
+        """        except RecordUnavailable:
+            break
+    raise Reject""",
+        (f"{_WORKERS}test_a_bare_message_waits_for_the_database_and_is_recorded_once",),
+    ),
+    Mutant(
+        "a bare message is acknowledged before it is recorded",
+        "JOB-3",
+        "tasks/inference.py",
+        "if messages.HEADER in self.request_dict:",
+        "if self.request_dict:",
+        (f"{_WORKERS}test_only_a_wake_up_is_acknowledged_before_it_is_done",),
+    ),
+    Mutant(
+        "a job that could not be started keeps its slot",
+        "SLOT-2",
+        "tasks/worker.py",
+        "self.dispatcher.free(self._held(offer), back=True, rest_ms=_START_AGAIN_MS)",
+        "pass",
+        (f"{_WORKERS}test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_at_once",),
+    ),
+    Mutant(
+        "a job that could not be started is tried at once again",
+        "SLOT-2",
+        "tasks/worker.py",
+        "back=True, rest_ms=_START_AGAIN_MS)",
+        "back=True)",
+        (f"{_WORKERS}test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_at_once",),
+    ),
+    Mutant(
+        "a run is tried again after its deadline",
+        "R122",
+        "routing/policies/verdict.py",
+        "case _ if overdue:",
+        "case _ if overdue is None:",
+        (f"{_WORKERS}test_a_run_that_went_wrong_after_its_deadline_is_not_tried_again",),
+    ),
+    Mutant(
+        "leases are reaped as soon as Redis is back",
+        "LEASE-4",
+        "tasks/maintenance.py",
+        "if self._until is None and away:",
+        "if self._until is None and away is None:",
+        (
+            f"{_OUTAGES}test_after_redis_was_away_living_workers_renew_before_anything_is_reaped",
+            f"{_OUTAGES}test_after_a_look_that_failed_living_workers_renew_before_anything_is_reaped",
+        ),
     ),
 ]
 

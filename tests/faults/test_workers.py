@@ -1,0 +1,173 @@
+"""What a worker does when something is away just then: nothing is dropped, nothing is tried at once again."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from celery.exceptions import Reject
+
+from jobs.errors import RecordUnavailable
+from jobs.states import State, Why
+from routing import reconcile
+from routing.outcome import Kind, Outcome
+from tasks import inference, settlement
+from tasks import worker as workers
+from tasks.inference import InferRequest, infer
+from tasks.worker import Worker
+from tests.lua.stage import SECOND, Stage, client, stage, valkey
+
+__all__ = ["client", "stage", "valkey"]
+
+sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+
+
+# -- a message from a client that has nothing but Celery -------------------------------------------------------
+
+
+class Pauses:
+    """In place of a heartbeat: counts how often somebody waits on it, and does not let him wait."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.then: Callable[[], None] = lambda: None
+
+    def wait(self, seconds: float) -> None:
+        assert seconds >= 1, "the database is not to be stormed"
+        self.count += 1
+        self.then()
+
+
+@pytest.fixture
+def pauses(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Pauses:
+    found = Pauses()
+    monkeypatch.setattr(inference, "dispatcher", lambda: stage.dispatcher)
+    monkeypatch.setattr(inference, "this_worker", lambda: type("Worker", (), {"heartbeat": found}))
+    return found
+
+
+@contextmanager
+def _a_bare_message(job_id: str) -> Iterator[None]:
+    infer.push_request(id=job_id, headers={}, delivery_info={"priority": 5})
+    try:
+        yield
+    finally:
+        infer.pop_request()
+
+
+def _is_away(*_: Any, **__: Any) -> Any:
+    raise RecordUnavailable("away")
+
+
+@sqlite
+def test_a_bare_message_goes_back_to_the_broker_when_the_database_stays_away(
+    stage: Stage, pauses: Pauses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message is the only copy of the job."""
+    stage.register()
+    monkeypatch.setattr(stage.store, "submit", _is_away)
+    with _a_bare_message("bare"), pytest.raises(Reject) as rejected:
+        infer.run("zimg", {"prompt": "a cat"})
+    assert rejected.value.requeue is True
+    assert pauses.count >= 20, "and not before it has been waited for"
+
+
+@sqlite
+def test_a_bare_message_waits_for_the_database_and_is_recorded_once(
+    stage: Stage, pauses: Pauses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.register()
+    submit = stage.store.submit
+    monkeypatch.setattr(stage.store, "submit", _is_away)
+
+    def back_at_last() -> None:
+        if pauses.count == 3:
+            monkeypatch.setattr(stage.store, "submit", submit)
+
+    pauses.then = back_at_last
+    with _a_bare_message("bare"), pytest.raises(inference.Ignore):
+        infer.run("zimg", {"prompt": "a cat"})
+    assert (pauses.count, stage.state("bare")) == (3, State.QUEUED)
+    assert stage.run_all() == ["bare"]
+
+
+@pytest.mark.parametrize(("headers", "acknowledged"), [({}, []), ({"slotkeeper": {}}, ["acknowledged"])])
+def test_only_a_wake_up_is_acknowledged_before_it_is_done(headers: dict[str, Any], acknowledged: list[str]) -> None:
+    message = infer.app.amqp.as_task_v2("one", "infer", args=("zimg",))
+    told: list[str] = []
+    request = InferRequest(
+        workers._Message(message._replace(headers=message.headers | headers)),
+        on_ack=lambda *_: told.append("acknowledged"),
+        task=infer,
+        app=infer.app,
+    )
+    request.on_accepted(1, 0.0)
+    assert told == acknowledged
+
+
+# -- a start that fails ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def worker(stage: Stage) -> Iterator[Worker]:
+    found = Worker(stage.dispatcher)
+    yield found
+    found.heartbeat.end()
+
+
+@pytest.mark.parametrize("begin", ["start", "hand_on"])
+@sqlite
+def test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_at_once(
+    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch, begin: str
+) -> None:
+    """The database is away: without a pause the slot would be offered and given back in a circle."""
+    stage.register()
+    first, second = stage.submit(), stage.submit()
+    offer = stage.told.offers.pop()
+    assert offer.job_id == first
+
+    with monkeypatch.context() as away:
+        away.setattr(stage.store, "start", _is_away)
+        assert getattr(worker, begin)(offer) is None
+
+    assert stage.room.taken() == {}, "its lease is not left to expire"
+    assert stage.offered() == [], "and not at once again"
+    stage.later(SECOND)
+    reconcile.sweep(stage.dispatcher)
+    assert stage.run_all() == [first, second]
+    assert (stage.job(first).attempt, stage.job(first).crashes) == (1, 0)
+
+
+# -- no time left ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Kind.BUSY, Kind.UNREACHABLE, Kind.RETRY, Kind.LOST])
+@pytest.mark.parametrize(("late_ms", "state"), [(-1, None), (0, State.EXPIRED)])
+@sqlite
+def test_a_run_that_went_wrong_after_its_deadline_is_not_tried_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, kind: Kind, late_ms: int, state: State | None
+) -> None:
+    monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
+    monkeypatch.setattr(settlement, "now_ms", lambda: stage.now)
+    stage.register()
+    job_id = stage.submit(ttl_s=60)
+    task = stage.start()
+    stage.later(60 * SECOND + late_ms)
+    settled = settlement.settle(task, Outcome(kind), canceling=False)
+    assert settled.moved is not None
+    if state is None:
+        assert stage.state(job_id) in (State.QUEUED, State.DELAYED)
+    else:
+        assert (stage.state(job_id), stage.job(job_id).why) == (state, Why.DEADLINE_PASSED)
+
+
+@sqlite
+def test_a_result_that_came_after_its_deadline_is_a_result(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
+    monkeypatch.setattr(settlement, "now_ms", lambda: stage.now)
+    stage.register()
+    job_id = stage.submit(ttl_s=60)
+    task = stage.start()
+    stage.later(61 * SECOND)
+    settlement.settle(task, Outcome(Kind.DONE, result={"url": "x"}), canceling=False)
+    assert stage.state(job_id) is State.COMPLETED

@@ -40,12 +40,13 @@ class Hold:
 
 
 class Heartbeat:
-    """Renews the leases of one owner."""
+    """Renews the leases of one owner.  `then`: what else is to be done at each beat to which Redis answers."""
 
-    def __init__(self, leases: Leases, owner: str, every_ms: int) -> None:
+    def __init__(self, leases: Leases, owner: str, every_ms: int, then: Callable[[], None] = lambda: None) -> None:
         self._leases = leases
         self._owner = owner
         self._every_s = every_ms / 1000
+        self._then = then
         self._holds: dict[str, Hold] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -91,14 +92,18 @@ class Heartbeat:
         by_fleet: dict[str, list[Hold]] = defaultdict(list)
         for hold in self._all():
             by_fleet[hold.held.fleet].append(hold)
+        answered = True
         for fleet, holds in by_fleet.items():
             try:
                 answers = self._leases.renew(fleet, self._owner, [hold.held for hold in holds])
             except RedisError as error:
                 log.warning("renewal_failed", fleet=fleet, leases=len(holds), error=str(error))
+                answered = False
                 continue
             for hold, answer in zip(holds, answers, strict=True):
                 _tell(hold, answer)
+        if answered:
+            self._then()
 
     def _beat(self) -> None:
         while not self._ended.wait(self._every_s):

@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 # An answer that is on its way to the worker when the server is asked has arrived after this.
 _SECOND_LOOK_S = 1.0
-# The reaper looks every second; Redis, or beat, was away if it could not for so long.
+# The reaper looks twice a second; Redis, or beat, was away if it could not for so long.
 _NOT_LOOKED_S = 2.5
 _sweeping = threading.Lock()
 
@@ -82,7 +82,7 @@ _patience = _Patience()
 
 @_quiet(name="maintenance.reap")
 def reap() -> None:
-    """Every second: leases that were not renewed, offers that nobody took up."""
+    """Twice a second: leases that were not renewed, offers that nobody took up."""
     if not _patience.has_ended(time.monotonic(), 2 * dispatcher().settings.renew_every_ms / 1000):
         return
     try:

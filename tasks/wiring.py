@@ -11,12 +11,12 @@ from routing.config import RoutingSettings
 from routing.dispatcher import Dispatcher
 from routing.fleet import Fleet
 from routing.keys import Keys
-from routing.leases import Leases
 from routing.queues import Queues
 from routing.scripts import Scripts, connect
 from routing.slots import Slots
 from tasks.config import TaskSettings
 from tasks.outbound import check_url, parse_allow
+from tasks.releases import PatientLeases
 
 
 @once
@@ -41,6 +41,11 @@ def scripts() -> Scripts:
 
 
 @once
+def leases() -> PatientLeases:
+    return PatientLeases(scripts(), RoutingSettings())
+
+
+@once
 def dispatcher() -> Dispatcher:
     from tasks.announce import CeleryAnnouncer
 
@@ -52,7 +57,7 @@ def dispatcher() -> Dispatcher:
         store=Store(database(), record.idempotency_window_s),
         fleet=fleet,
         queues=queues,
-        leases=Leases(scripts(), settings),
+        leases=leases(),
         slots=Slots(scripts(), settings),
         admission=Admission(scripts(), queues, fleet),
         settings=settings,

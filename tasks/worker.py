@@ -17,7 +17,8 @@ from tasks import messages
 from tasks.celery_app import celery
 from tasks.config import TaskSettings
 from tasks.heartbeat import Heartbeat
-from tasks.wiring import dispatcher
+from tasks.releases import PatientLeases
+from tasks.wiring import dispatcher, leases
 
 log = structlog.get_logger(__name__)
 
@@ -42,10 +43,11 @@ class _Message:
 class Worker:
     """What belongs to this process.  There is one, made when the first job comes."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, leases: PatientLeases) -> None:
         self.dispatcher = dispatcher
         self.owner = new_owner("worker")
-        self.heartbeat = Heartbeat(dispatcher.leases, self.owner, dispatcher.settings.renew_every_ms)
+        self._leases = leases
+        self.heartbeat = Heartbeat(leases, self.owner, dispatcher.settings.renew_every_ms, self._free_owed)
         self.heartbeat.start()
         self.consumer: Any = None  # Celery's consumer; None while there is none, or while draining
         self._started: dict[str, Task] = {}
@@ -95,6 +97,13 @@ class Worker:
         log.warning("start_postponed", job_id=offer.job_id, error=str(error))
         self.dispatcher.free(self._held(offer), back=True, rest_ms=_START_AGAIN_MS)
 
+    def _free_owed(self) -> None:
+        """Redis is back: free what could not be freed.  Whoever has such a lease by now is not disturbed (LEASE-4)."""
+        for held, (back, rest_ms) in self._leases.owed().items():
+            self.dispatcher.free(held, back=back, rest_ms=rest_ms)
+            if held in self._leases.owed():
+                return  # It is away again, and each try costs its time-out.
+
     def _held(self, offer: Offer) -> Held:
         return Held(offer.fleet, offer.job_id, offer.lease, self.owner, offer.slot)
 
@@ -119,7 +128,7 @@ def _nothing(*_: object, **__: object) -> None:
 @once
 def this_worker() -> Worker:
     """The process's Worker, made on first use."""
-    return Worker(dispatcher())
+    return Worker(dispatcher(), leases())
 
 
 class _QueueWatch(threading.Thread):

@@ -663,6 +663,14 @@ MUTANTS = [
         (f"{_WORKERS}test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_at_once",),
     ),
     Mutant(
+        "a slot that could not be freed waits until its lease expires",
+        "SLOT-2",
+        "tasks/worker.py",
+        "            self.dispatcher.free(held, back=back, rest_ms=rest_ms)\n",
+        "            pass\n",
+        (f"{_WORKERS}test_slot_2_a_slot_that_could_not_be_freed_is_freed_by_the_first_beat_that_can",),
+    ),
+    Mutant(
         "a run is tried again after its deadline",
         "R122",
         "routing/policies/verdict.py",

@@ -6,16 +6,22 @@ from typing import Any
 
 import pytest
 from celery.exceptions import Reject
+from redis.exceptions import RedisError
 
 from jobs.errors import RecordUnavailable
 from jobs.states import State, Why
 from routing import reconcile
+from routing.keys import Keys
+from routing.leases import Held, Leases, Renewal
 from routing.outcome import Kind, Outcome
+from routing.scripts import Scripts
 from tasks import inference, settlement
 from tasks import worker as workers
 from tasks.inference import InferRequest, infer
+from tasks.releases import PatientLeases
 from tasks.worker import Worker
-from tests.lua.stage import SECOND, Stage, client, stage, valkey
+from tests.lua.room import FRAGMENTS
+from tests.lua.stage import LEASE_MS, SECOND, SETTINGS, Stage, client, stage, valkey
 
 __all__ = ["client", "stage", "valkey"]
 
@@ -110,7 +116,9 @@ def test_only_a_wake_up_is_acknowledged_before_it_is_done(headers: dict[str, Any
 
 @pytest.fixture
 def worker(stage: Stage) -> Iterator[Worker]:
-    found = Worker(stage.dispatcher)
+    leases = PatientLeases(Scripts(stage.redis, Keys("test"), FRAGMENTS), SETTINGS)
+    stage.dispatcher.leases = leases
+    found = Worker(stage.dispatcher, leases)
     yield found
     found.heartbeat.end()
 
@@ -136,6 +144,96 @@ def test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_
     reconcile.sweep(stage.dispatcher)
     assert stage.run_all() == [first, second]
     assert (stage.job(first).attempt, stage.job(first).crashes) == (1, 0)
+
+
+# -- a release that Redis did not answer -----------------------------------------------------------------------
+
+
+@contextmanager
+def _redis_away(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Held]]:
+    """Nothing can be released; answers what was tried."""
+    tried: list[Held] = []
+
+    def refuse(_: Leases, held: Held, **__: Any) -> Any:
+        tried.append(held)
+        raise RedisError("away")
+
+    with monkeypatch.context() as away:
+        away.setattr(Leases, "release", refuse)
+        yield tried
+
+
+@sqlite
+def test_slot_2_a_slot_that_could_not_be_freed_is_freed_by_the_first_beat_that_can(
+    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.register()
+    first, second = stage.submit(), stage.submit()
+    task = worker.start(stage.told.offers.pop())
+    assert task is not None
+    with _redis_away(monkeypatch):
+        assert stage.settle(task).moved is not None
+        worker.heartbeat.beat()
+    assert list(stage.room.taken().values()) == [first]
+
+    worker.heartbeat.beat()
+
+    assert list(stage.room.taken().values()) == [second]
+    assert stage.run_all() == [second]
+    worker.heartbeat.beat()
+    assert stage.room.taken() == {}
+
+
+@sqlite
+def test_a_job_that_could_not_be_put_back_is_put_back_by_the_first_beat_that_can(
+    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.register()
+    first, second = stage.submit(), stage.submit()
+    task = worker.start(stage.told.offers.pop())
+    assert task is not None
+    with _redis_away(monkeypatch):
+        stage.settle(task, Kind.BUSY, retry_after_s=0)
+    worker.heartbeat.beat()
+    assert stage.run_all() == [first, second], "in its own place"
+
+
+@sqlite
+def test_lease_4_a_late_release_does_not_disturb_who_has_the_lease_by_now(
+    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.register()
+    stage.submit()
+    task = worker.start(stage.told.offers.pop())
+    assert task is not None
+    with _redis_away(monkeypatch):
+        stage.settle(task, Kind.BUSY, retry_after_s=0)
+    stage.later(LEASE_MS)
+    assert reconcile.reap(stage.dispatcher) == 1
+    again = stage.start("w2")
+
+    worker.heartbeat.beat()
+
+    assert list(stage.room.taken().values()) == [again.run.job.id]
+    assert stage.renewal(again) is Renewal.RENEWED
+
+
+@sqlite
+def test_while_redis_stays_away_one_release_is_tried_at_a_beat(
+    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each costs its time-out, and meanwhile nothing is renewed."""
+    stage.register(3)
+    for _ in range(3):
+        stage.submit()
+    tasks = [worker.start(offer) for offer in stage.told.offers]
+    with _redis_away(monkeypatch) as tried:
+        for task in tasks:
+            assert task is not None
+            stage.settle(task)
+        tried.clear()
+        worker.heartbeat.beat()
+        assert len(tried) == 1
 
 
 # -- no time left ----------------------------------------------------------------------------------------------

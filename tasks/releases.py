@@ -1,0 +1,43 @@
+"""Leases that this process should have freed while Redis was away, so that it can free them again."""
+
+import threading
+
+from redis.exceptions import RedisError
+
+from routing.config import RoutingSettings
+from routing.leases import Held, Leases
+from routing.queues import Offer
+from routing.scripts import Scripts
+
+# Each expires by itself soon; this bounds what a process keeps that never frees anything again.
+_MOST = 10_000
+
+
+class PatientLeases(Leases):
+    """Leases; it remembers each release that Redis did not answer until one for the same lease succeeds."""
+
+    def __init__(self, scripts: Scripts, settings: RoutingSettings) -> None:
+        super().__init__(scripts, settings)
+        self._owed: dict[Held, tuple[bool, int]] = {}
+        self._lock = threading.Lock()
+
+    def release(
+        self, held: Held, *, back: bool, rest_ms: int = 0, taker: str = "", limit: int = 8
+    ) -> tuple[bool, list[Offer]]:
+        try:
+            answer = super().release(held, back=back, rest_ms=rest_ms, taker=taker, limit=limit)
+        except RedisError:
+            with self._lock:
+                self._owed[held] = back, rest_ms
+                if len(self._owed) > _MOST:
+                    del self._owed[next(iter(self._owed))]
+            raise
+        if self._owed:
+            with self._lock:
+                self._owed.pop(held, None)
+        return answer
+
+    def owed(self) -> dict[Held, tuple[bool, int]]:
+        """Leases that are to be freed again, each with the `back` and the `rest_ms` of its release."""
+        with self._lock:
+            return dict(self._owed)

@@ -1,10 +1,10 @@
 """What leaves the record, what has to stay in it, and how both are counted (JOB-3)."""
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import event, make_url, select
 
 from jobs.db import Database
-from jobs.errors import Conflict
+from jobs.errors import Conflict, RecordUnavailable
 from jobs.models import counters, events, webhooks
 from jobs.states import ACTIVE, FINAL, State, Why
 from jobs.store import Store
@@ -138,3 +138,25 @@ def test_only_a_dead_job_can_be_deleted(database, store, state):
     assert not store.delete_dead(job.id)
     assert row_of(database, job.id) == before
     assert _purged(database) == {}
+
+
+@pytest.mark.postgres
+def test_hook_1_a_job_that_is_being_deleted_cannot_die_again_meanwhile(postgres_url):
+    """Between the look for owed messages and the removal it could be revived, and owe another one."""
+    impatient = make_url(postgres_url).update_query_dict({"options": "-c lock_timeout=50ms"})
+    database, hurried = Database(postgres_url), Database(impatient.render_as_string(hide_password=False))
+    store, other = Store(database), Store(hurried)
+    dead = an_ended_job(store, State.DEAD)
+    tried: list[object] = []
+
+    def revive(connection: object, cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith("DELETE FROM jobs"):
+            with pytest.raises(RecordUnavailable, match="lock timeout"):
+                tried.append(other.revive(dead.id, LATER))
+            tried.append(None)
+
+    event.listen(database.engine, "before_cursor_execute", revive)
+    assert store.delete_dead(dead.id)
+    assert tried == [None]
+    database.close()
+    hurried.close()

@@ -3,6 +3,7 @@
 import click
 
 from app.commands import admin, jobs, local
+from app.commands.simulate import simulate
 from app.drill.command import drill
 
 
@@ -16,7 +17,7 @@ def main() -> None:
     """
 
 
-for command in (*local.COMMANDS, *jobs.COMMANDS, *admin.COMMANDS, drill):
+for command in (*local.COMMANDS, *jobs.COMMANDS, *admin.COMMANDS, drill, simulate):
     main.add_command(command)
 
 

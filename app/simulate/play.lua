@@ -1,0 +1,140 @@
+--[[ play: the simulator's loop.  Runs the scripts of routing, as they are, at simulated times, without a round trip
+  for each; `scripts` and NOW stand before it, see room.py.
+  KEYS[1..n]    the fleet's keys
+  KEYS[n+1…]    the simulator's: ends (zset job -> ms), runs (hash), lasts (hash job -> ms), loaded (hash server ->
+                model), state (hash)
+  ARGV[1]       JSON: {taker, latency_ms, swap_ms, sweep_ms, patience_ms, templates}
+                a template holds a script's arguments; @job, @lease, @owner and @slot stand for those of a run
+  ARGV[2] till  how far to go, ms; "": until everything has ended
+  ARGV[3] acts  scripts to run at most
+  ARGV[4…]      events in order of time: at, verb, name, number, count, and so many words, of each
+    arrive      name: a job; number: how long it runs, ms; words: arguments of enqueue
+    down, up    name: a server; number: slots that are online then; words: arguments of sync_servers
+  Returns {events taken, done, job, slot, start, end, turn, "ended" | "broken"…} ]]
+
+local order = cjson.decode(ARGV[1])
+local till, acts = tonumber(ARGV[2]) or math.huge, tonumber(ARGV[3])
+local ENDS, RUNS, LASTS, LOADED, STATE = unpack(KEYS, #KEYS - 4)
+local FLEET = { unpack(KEYS, 1, #KEYS - 5) }
+
+local kept = redis.call("HMGET", STATE, "running", "waiting", "slots", "sweep", "idle_since")
+local running, waiting, slots = tonumber(kept[1] or 0), tonumber(kept[2] or 0), tonumber(kept[3] or 0)
+local sweep, idle_since = tonumber(kept[4] or ""), tonumber(kept[5] or "")
+local answer = { 0, 0 }
+
+local function text(number) return string.format("%.0f", number) end
+
+local function act(name, words)
+  acts = acts - 1
+  return scripts[name](FLEET, words)
+end
+
+local function filled(template, run)
+  local words = {}
+  for i, word in ipairs(order.templates[template]) do
+    if string.byte(word) == 64 then word = run[string.sub(word, 2)] or word end
+    words[i] = word
+  end
+  return words
+end
+
+-- How long a job holds its slot, given what its server has loaded.
+local function lasts(job, server, model)
+  local ms = tonumber(redis.call("HGET", LASTS, job))
+  if order.swap_ms == 0 then return ms end
+  local before = redis.call("HGET", LOADED, server)
+  redis.call("HSET", LOADED, server, model)
+  return (before and before ~= model) and ms + order.swap_ms or ms
+end
+
+local function start(offers)
+  for _, offer in ipairs(offers) do
+    local run = { job = offer[1], lease = offer[2], slot = offer[3], owner = offer[7] }
+    if run.owner == "" then
+      local claimed = act("claim", filled("claim", run))
+      if claimed[1] ~= "claimed" then error("the offer of " .. run.job .. " was not there to be claimed") end
+      run.owner = order.taker
+    end
+    local starts = NOW + order.latency_ms
+    redis.call("ZADD", ENDS, text(starts + lasts(run.job, offer[4], offer[5])), run.job)
+    redis.call("HSET", RUNS, run.job, table.concat({ run.lease, run.owner, run.slot, text(starts), offer[6] }, "\n"))
+    running, waiting, idle_since = running + 1, waiting - 1, nil
+  end
+end
+
+-- The run of `job` is over: `template` says how.
+local function stop(job, template, fate)
+  local run = { job = job }
+  local starts, turn
+  run.lease, run.owner, run.slot, starts, turn =
+    string.match(redis.call("HGET", RUNS, job), "^(.*)\n(.*)\n(.*)\n(.*)\n(.*)$")
+  redis.call("ZREM", ENDS, job)
+  redis.call("HDEL", RUNS, job)
+  running = running - 1
+  for _, value in ipairs({ job, run.slot, starts, text(NOW), turn, fate }) do answer[#answer + 1] = value end
+  if fate == "broken" then waiting = waiting + 1 else redis.call("HDEL", LASTS, job) end
+  local released = act("release", filled(template, run))
+  if released[1] ~= "released" then error("the lease of " .. job .. " was lost") end
+  start(released[2])
+end
+
+local event = {}
+
+function event.arrive(job, run_ms, words)
+  redis.call("HSET", LASTS, job, run_ms)
+  waiting = waiting + 1
+  start(act("enqueue", words)[2])
+end
+
+function event.down(server, online, words)
+  act("sync_servers", words)
+  slots = tonumber(online)
+  for _, job in ipairs(redis.call("ZRANGE", ENDS, 0, -1)) do
+    local slot = string.match(redis.call("HGET", RUNS, job), "^.*\n.*\n(.*)\n.*\n.*$")
+    if string.match(slot, "^(.*)%-slot%d+$") == server then stop(job, "back", "broken") end
+  end
+end
+
+function event.up(_, online, words)
+  act("sync_servers", words)
+  slots = tonumber(online)
+  start(act("offer", order.templates.offer))
+end
+
+local at = 4 -- where the next event stands in ARGV
+
+local function take_event()
+  local count = tonumber(ARGV[at + 4])
+  event[ARGV[at + 1]](ARGV[at + 2], ARGV[at + 3], { unpack(ARGV, at + 5, at + 4 + count) })
+  at = at + 5 + count
+  answer[1] = answer[1] + 1
+end
+
+while acts > 0 do
+  local job, ends = unpack(redis.call("ZRANGE", ENDS, 0, 0, "WITHSCORES"))
+  local ended_at, event_at, sweep_at = tonumber(ends) or math.huge, tonumber(ARGV[at]) or math.huge, sweep or math.huge
+  local next_at = math.min(ended_at, event_at, sweep_at)
+  local idle_ms = (till == math.huge and event_at == math.huge and idle_since and NOW) and NOW - idle_since or 0
+  if next_at > till or next_at == math.huge or idle_ms > order.patience_ms then
+    answer[2] = 1
+    break
+  end
+  NOW = next_at
+  if ended_at == next_at then
+    stop(job, "release", "ended")
+  elseif sweep_at == next_at then
+    sweep = nil
+    start(act("offer", order.templates.offer))
+  else
+    take_event()
+  end
+  -- As beat's sweep would: what was not offered is tried again, for a rest may be over.
+  if waiting > 0 and running < slots then
+    sweep = sweep or (math.floor(NOW / order.sweep_ms) + 1) * order.sweep_ms
+    if running == 0 then idle_since = idle_since or NOW end
+  end
+end
+
+redis.call("HSET", STATE, "running", running, "waiting", waiting, "slots", slots, "sweep", sweep and text(sweep) or "",
+  "idle_since", idle_since and text(idle_since) or "")
+return answer

@@ -1,0 +1,157 @@
+"""The waiting room that the simulator plays on: the scripts of routing, and the arguments that routing gives them.
+
+Nothing here knows what a script's arguments mean.  Routing's own classes are asked for them, and what they would
+have sent is taken down; play.lua runs the scripts with it, at simulated times, thousands in one round trip.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.resources import files
+from itertools import chain
+from typing import Any, NamedTuple, NoReturn
+
+import orjson
+from redis import Redis
+
+from jobs.catalog import Snapshot
+from jobs.record import Waiting
+from routing.config import RoutingSettings
+from routing.keys import Keys
+from routing.leases import Held, Leases
+from routing.queues import Offer, Queues
+from routing.scripts import Scripts, assemble
+from routing.slots import Slots
+
+_PREFIX = "simulation"
+_TAKER = "simulator"
+_SCRIPTS = ("enqueue", "claim", "release", "offer", "sync_servers")
+_CLOCK = "local function now_ms() return NOW end"
+_OWN_KEYS = ("ends", "runs", "lasts", "loaded", "state")
+_SWEEP_MS = 2_000  # as celeryconfig.beat_schedule has it
+_PATIENCE_MS = 3_600_000  # for a job that no slot seems to run: longer than anything rests
+
+
+class Ran(NamedTuple):
+    """One run of a job; `broken`: an outage ended it."""
+
+    job: int
+    slot: str
+    start_ms: int
+    end_ms: int
+    turn: int
+    broken: bool
+
+
+class Event(NamedTuple):
+    """Something that comes from outside, as play.lua reads it."""
+
+    at_ms: int
+    words: list[Any]
+
+
+class _Asked(Exception):
+    """What a script would have been run with."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self.args_of_script = list(args)
+
+
+class _Dictation(Scripts):
+    """Takes down the arguments of a script instead of running it."""
+
+    def run(self, name: str, fleet: str, args: Sequence[Any] = ()) -> NoReturn:
+        raise _Asked(args)
+
+
+def _asked(act: Callable[[], object]) -> list[Any]:
+    """The arguments of the one script that an act runs."""
+    try:
+        act()
+    except _Asked as asked:
+        return asked.args_of_script
+    raise AssertionError("an act of routing ran no script")
+
+
+class Room:
+    """One fleet's waiting room.  `play` is one round trip; redis errors pass through."""
+
+    def __init__(self, redis: Redis, fleet: str, catalog: Snapshot, start_latency_ms: int, swap_ms: int) -> None:
+        settings, keys = RoutingSettings(), Keys(_PREFIX)
+        dictation = _Dictation(redis, keys)
+        self.fleet = fleet
+        self._redis, self._catalog, self._version = redis, catalog, 1
+        self._queues, self._leases = Queues(dictation, settings), Leases(dictation, settings)
+        self._slots = Slots(dictation, settings)
+        own = [f"{_PREFIX}:{{{fleet}}}:simulator:{name}" for name in _OWN_KEYS]
+        self._keys = [*keys.fleet(fleet), *own]
+        self._order = orjson.dumps(
+            {
+                "taker": _TAKER,
+                "latency_ms": start_latency_ms,
+                "swap_ms": swap_ms,
+                "sweep_ms": _SWEEP_MS,
+                "patience_ms": _PATIENCE_MS,
+                "templates": {name: [_text(word) for word in words] for name, words in self._templates().items()},
+            }
+        )
+        self._sha = redis.script_load(_assembled())
+        Queues(Scripts(redis, keys), settings).open(fleet)
+
+    def opening(self, at_ms: int) -> Event:
+        """The fleet's servers come up."""
+        return self.changed(at_ms, "", self._catalog)
+
+    def arrival(self, job: Waiting, at_ms: int, run_ms: int) -> Event:
+        """A job is submitted.  Its id is a number, as a text."""
+        words = _asked(lambda: self._queues.enqueue(self.fleet, [job], self._policies))
+        return Event(at_ms, [at_ms, "arrive", job.id, run_ms, len(words), *words])
+
+    def changed(self, at_ms: int, down: str, catalog: Snapshot) -> Event:
+        """The catalog changes; `down`: the server whose runs it breaks off, if any."""
+        self._version += 1
+        known = replace(catalog, version=self._version)
+        words = _asked(lambda: self._slots.sync(self.fleet, known))
+        online = sum(server.slots for server in catalog.servers_of(self.fleet) if server.state == "online")
+        return Event(at_ms, [at_ms, "down" if down else "up", down, online, len(words), *words])
+
+    def play(self, events: Sequence[Event], till_ms: int | None, acts: int) -> tuple[int, bool, list[Ran]]:
+        """Go on until `till_ms` (None: until all has ended), or until so many scripts have run.
+
+        Answers how many of the events have happened, whether it came to the end, and the runs that ended.
+        """
+        words = chain.from_iterable(event.words for event in events)
+        order = [self._order, "" if till_ms is None else till_ms, acts]
+        taken, done, *rows = self._redis.evalsha(self._sha, len(self._keys), *self._keys, *order, *words)
+        fields = iter(rows)
+        return taken, bool(done), [_ran(*row) for row in zip(*[fields] * 6, strict=True)]
+
+    def _templates(self) -> dict[str, list[Any]]:
+        held = Held(self.fleet, "@job", "@lease", "@owner", "@slot")
+        offer = Offer(self.fleet, "@job", "@lease", "@slot", "", "", 0)
+        return {
+            "claim": _asked(lambda: self._leases.claim(offer, _TAKER)),
+            "release": _asked(lambda: self._leases.release(held, back=False, taker=_TAKER)),
+            "back": _asked(lambda: self._leases.release(held, back=True)),
+            "offer": _asked(lambda: self._queues.offer(self.fleet)),
+        }
+
+    @property
+    def _policies(self) -> Any:
+        return {name: model.config.policy for name, model in self._catalog.models.items()}
+
+
+def _ran(job: bytes, slot: bytes, start: bytes, end: bytes, turn: bytes, fate: bytes) -> Ran:
+    return Ran(int(job), slot.decode(), int(start), int(end), int(turn), fate == b"broken")
+
+
+def _text(word: Any) -> str:
+    """An argument as Redis would hand it to the script."""
+    return word.decode() if isinstance(word, bytes) else str(word)
+
+
+def _assembled() -> str:
+    """play.lua with routing's scripts as functions before it.  Lua lets parameters hide the globals KEYS and ARGV."""
+    fragments = {"lib/now_ms": _CLOCK}
+    functions = [f'scripts["{name}"] = function(KEYS, ARGV)\n{assemble(name, fragments)}\nend\n' for name in _SCRIPTS]
+    play = files("app.simulate").joinpath("play.lua").read_text("utf-8")
+    return "".join(["local NOW\nlocal scripts = {}\n", *functions, play])

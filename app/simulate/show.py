@@ -1,0 +1,116 @@
+"""The figures for people at a terminal: tables, bars and lines of blocks."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from app.simulate.figures import Figures, Waits, distribution
+from app.simulate.scenario import Outcome
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_LINE = 48  # characters of a line over time
+_BAR = 20
+_WITHIN_S = ((1, "1 s"), (10, "10 s"), (60, "1 min"), (600, "10 min"), (3600, "1 h"), (86_400, "1 day"))
+_TITLES = ("", "jobs", "wait mean", "p50", "p90", "p99", "longest", "overtaken", "slot use", "jobs/h", "Jain")
+
+
+def show(console: "Console", found: Sequence[Figures], outcomes: Sequence[Outcome]) -> None:
+    """Print everything: one row or column for each variant."""
+    overall = _table(_TITLES)
+    for figures in found:
+        overall.add_row(*_overall(figures))
+    console.print(overall)
+    groups = _table(("wait p50 / p99", *(figures.name for figures in found)))
+    for label, waits in _groups(found):
+        groups.add_row(label, *(f"{span(it.p50)} / {span(it.p99)}" if it else "-" for it in waits))
+    console.print(groups)
+    console.print(_within(found, outcomes))
+    console.print(_over_time(found))
+    for line in _remarks(found):
+        console.print(line, markup=False)
+
+
+def span(seconds: float) -> str:
+    """A length of time in the unit that suits it."""
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 20 or seconds == 0 else f"{seconds:.2g} s"
+
+
+def line(values: Sequence[float | None], highest: float, width: int = _LINE) -> str:
+    """Values as a row of blocks, several of them in one; a space where there is none."""
+    step = len(values) / width
+    parts = [values[int(n * step) : max(int((n + 1) * step), int(n * step) + 1)] for n in range(width)]
+    return "".join(_block(max((it for it in part if it is not None), default=None), highest) for part in parts)
+
+
+def _block(value: float | None, highest: float) -> str:
+    if value is None or highest <= 0:
+        return _BLOCKS[0 if value is None else 1]
+    return _BLOCKS[1 + min(int(value / highest * 8), 7)]
+
+
+def _overall(figures: Figures) -> list[str]:
+    waits = figures.waits
+    times = (waits.mean, waits.p50, waits.p90, waits.p99, waits.longest, waits.overtaken)
+    fair = "-" if figures.jain is None else f"{figures.jain:.3f}"
+    return [figures.name, f"{waits.jobs:,}", *map(span, times), f"{figures.use:.1%}", f"{figures.per_hour:,.0f}", fair]
+
+
+def _groups(found: Sequence[Figures]) -> Iterator[tuple[str, list[Waits | None]]]:
+    for kind in ("tiers", "models", "tenants"):
+        names = sorted({name for figures in found for name in getattr(figures, kind)})
+        for name in names if len(names) > 1 else ():
+            label = f"tier {name}" if kind == "tiers" else f"{name} tenants" if kind == "tenants" else str(name)
+            yield label, [getattr(figures, kind).get(name) for figures in found]
+
+
+def _within(found: Sequence[Figures], outcomes: Sequence[Outcome]) -> "Table":
+    """The distribution of waits, as bars."""
+    table = _table(("started within", *(figures.name for figures in found)))
+    shares = [distribution(outcome.jobs, [limit for limit, _ in _WITHIN_S]) for outcome in outcomes]
+    for n, (_, label) in enumerate(_WITHIN_S):
+        if all(share[max(n - 1, 0)] == 1 for share in shares) and n:
+            break
+        table.add_row(label, *(f"{'█' * round(share[n] * _BAR):<{_BAR}} {share[n]:6.1%}" for share in shares))
+    return table
+
+
+def _over_time(found: Sequence[Figures]) -> "Table":
+    hours = found[0].hours
+    table = _table(("over time", "", f"0 to {span(hours * 3600)}", "highest"))
+    every = [figures.series for figures in found]
+    worst = max((wait for it in every for wait in it.wait_p90 if wait is not None), default=0.0)
+    longest = max((count for it in every for count in it.waiting), default=0)
+    for figures, it in zip(found, every, strict=True):
+        own = max((wait for wait in it.wait_p90 if wait is not None), default=0.0)
+        table.add_row("wait p90", figures.name, line(it.wait_p90, worst), span(own))
+    for figures, it in zip(found, every, strict=True):
+        table.add_row("waiting", figures.name, line(it.waiting, longest), f"{max(it.waiting, default=0):,}")
+    for figures, it in zip(found, every, strict=True):
+        table.add_row("slot use", figures.name, line(it.use, 1.0), f"{max(it.use, default=0):.0%}")
+    return table
+
+
+def _remarks(found: Sequence[Figures]) -> Iterator[str]:
+    for figures in found:
+        if figures.waits.never:
+            yield f"{figures.name}: {figures.waits.never:,} jobs never ran; no slot could run them."
+        if figures.broken:
+            yield f"{figures.name}: {figures.broken:,} jobs ran again, for an outage broke off their first run."
+        if figures.swaps:
+            yield f"{figures.name}: servers changed their model {figures.swaps:,} times."
+
+
+def _table(titles: Sequence[str]) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(*titles, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in table.columns:
+        column.no_wrap = True
+    return table

@@ -1,0 +1,159 @@
+"""The command line of the simulator."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from app.cli import main
+from jobs.catalog import Catalog
+from jobs.db import Database
+from jobs.record import now_ms
+from jobs.states import Why
+from jobs.store import Store
+from tasks import wiring
+from tests.support.builders import a_queued_job, a_start
+from tests.unit.cli.conftest import until
+
+pytestmark = pytest.mark.usefixtures("simulator")
+SMALL = ("--rate", "600", "--duration", "30m")
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, ["simulate", *words])
+
+
+def test_one_table_compares_policies():
+    done = run(*SMALL, "--policy", "fifo", "--policy", "priority", "--mean", "1m")
+    assert (done.exit_code, done.stderr) == (0, "")
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [row[0] for row in rows if row and row[0] in ("fifo", "priority")] == ["fifo", "priority"]
+    assert next(row for row in rows if row[:2] == ["tier", "1"])
+    assert "seed 1" in done.stdout.splitlines()[0]
+
+
+def test_slots_can_be_compared_too_under_the_same_load():
+    done = run(*SMALL, "--slots", "4", "--slots", "8", "--policy", "fifo", "--mean", "30s", "--json")
+    few, many = json.loads(done.stdout)["variants"]
+    assert (few["name"], many["name"]) == ("fifo, 4 slots", "fifo, 8 slots")
+    assert (few["slots"], many["slots"]) == (4, 8)
+    assert few["waits"]["jobs"] == many["waits"]["jobs"]
+    assert few["waits"]["mean"] > many["waits"]["mean"]
+
+
+def test_the_same_seed_prints_the_same():
+    assert run(*SMALL, "--seed", "9").stdout == run(*SMALL, "--seed", "9").stdout
+    assert run(*SMALL, "--seed", "9", "--json").stdout != run(*SMALL, "--seed", "10", "--json").stdout
+
+
+def test_a_speed_up_and_settings_are_played(tmp_path):
+    slow, fast = (
+        json.loads(run(*SMALL, "--mean", "90s", *more, "--json").stdout) for more in ((), ("--speed-up", "2"))
+    )
+    assert fast["variants"][0]["use"] == pytest.approx(slow["variants"][0]["use"] / 2, rel=0.1)
+    assert run(*SMALL, "--set", "demo.max_retries=3").exit_code == 0
+
+
+def test_plots_are_written(tmp_path):
+    done = run(*SMALL, "--plots", str(tmp_path / "plots"))
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [
+        "distribution.svg",
+        "use.svg",
+        "waiting.svg",
+        "waits.svg",
+    ]
+    assert "waits.svg" in done.stdout
+
+
+def test_several_models_on_shared_servers_swap():
+    done = run(*SMALL, "--models", "3", "--shared", "--servers", "2", "--swap", "5s", "--json")
+    figures = json.loads(done.stdout)["variants"][0]
+    assert sorted(figures["models"]) == ["model1", "model2", "model3"]
+    assert figures["swaps"] > 0 and figures["slots"] == 16
+
+
+def test_a_file_is_played_and_an_option_changes_it(tmp_path):
+    file = tmp_path / "load.toml"
+    file.write_text('rate = 100\nduration = "1h"\nseed = 4\n[[models]]\nname = "flux"\nconfig = {policy = "fifo"}\n')
+    done = run("--load", str(file), "--tenants", "3")
+    assert done.exit_code == 0
+    assert "of 3 tenants in 60.0 min" not in done.stderr and "seed 4" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--policy", "random"), "policy"),
+        (("--busy", "-1"), "busy"),
+        (("--duration", "soon"), "duration"),
+        (("--slots", "many"), "--slots many"),
+        (("--speed-up", "0"), "--speed-up 0"),
+        (("--set", "demo.color=1"), "color"),
+        (("--tiers", "1:a"), "mix of tiers"),
+        (("--tiers", "10:1"), "tiers.10"),
+        (("--load", "absent.toml"), "absent.toml cannot be read"),
+        (("--from-record", "someday"), "--from-record someday"),
+        (("--from-record", "today", "--busy", "1"), "--from-record does not go with --busy"),
+        (("--from-record", "today", "--models", "2"), "--from-record does not go with --models"),
+        (("--from-record", "today", "--load", "x.toml"), "--from-record does not go with --load"),
+        (("--load", "x.toml", "--models", "2"), "--models does not go with --load"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_status_2(words, says):
+    done = run(*words)
+    assert done.exit_code == 2, done.output
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert says in error
+    assert done.stderr.strip().endswith(error)
+
+
+def test_yesterday_is_played_from_the_record(sqlite_url, monkeypatch):
+    yesterday = now_ms() // 86_400_000 * 86_400_000 - 43_200_000
+    record = Database(sqlite_url)
+    Catalog(record).register("zimg", "gpu1", "http://127.0.0.1:9/", 1, yesterday)
+    store = Store(record)
+    for n in range(20):
+        job = a_queued_job(store, now=yesterday + n * 1000)
+        attempt = a_start(store, job.id, now=yesterday + n * 10_000).attempt
+        assert store.settle(job.id, attempt, Why.FINISHED, yesterday + (n + 1) * 10_000, result="{}")
+    monkeypatch.setattr(wiring, "database", lambda: record)
+    done = run("--from-record", "yesterday", "--policy", "fifo", "--slots", "1", "--slots", "2", "--json")
+    assert done.exit_code == 0, done.output
+    one, two = json.loads(done.stdout)["variants"]
+    assert one["waits"]["longest"] == 19 * 9
+    assert two["waits"]["longest"] == 9 * 8
+    record.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whatever_ends_it_leaves_no_process_and_no_folder(tmp_path, number):
+    words = [sys.executable, "-m", "app.cli", "simulate", "--rate", "20000", "--duration", "5h"]
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        until(lambda: valkey_below(tmp_path) or process.poll() is not None, "a Valkey")
+        assert process.poll() is None
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    until(lambda: valkey_below(tmp_path) is None, "the end of the Valkey")
+    if number != signal.SIGKILL:
+        assert (process.returncode, said) == (130, "Stopped; nothing is left running.\n")
+        assert list(tmp_path.iterdir()) == []
+
+
+def valkey_below(folder: Path) -> int | None:
+    """A process that listens on a socket in this folder."""
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if f"unixsocket:{folder}/".encode() in entry.read_bytes():
+                return int(entry.parent.name)
+    return None

@@ -1,0 +1,117 @@
+"""Redis is killed in the middle of a script, and comes back with its file: nothing of the script has happened."""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from redis.exceptions import RedisError, ResponseError
+
+from jobs.db import Database
+from jobs.states import State, Why
+from routing import reconcile
+from routing.dispatcher import Dispatcher
+from routing.policies.verdict import Verdict
+from routing.scripts import connect
+from tests.lua import stage as stages
+from tests.lua.room import CLOCK, FRAGMENTS
+from tests.lua.stage import LEASE_MS, Stage
+from tests.support.stack import eventually
+from tests.support.valkey import Valkey
+
+pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+
+# Stands before everything else in a script: after so many writes it goes on for ever.
+_STUCK = """
+local call, writes = redis.call, 0
+local changes = { DEL = 1, HDEL = 1, HINCRBY = 1, HSET = 1, ZADD = 1, ZREM = 1 }
+local redis = setmetatable({ call = function(command, ...)
+  local answer = call(command, ...)
+  writes = writes + (changes[command] or 0)
+  while writes == %d do end
+  return answer
+end }, { __index = redis })
+"""
+_GIVES_UP_S = 0.2
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Valkey]:
+    """Writes each change to its file before it answers."""
+    with Valkey(tmp_path / "valkey", appendonly=True) as valkey:
+        with valkey.client() as client:
+            client.config_set("busy-reply-threshold", 10)
+        yield valkey
+
+
+@pytest.fixture
+def stage(database: Database, kept: Valkey, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    with kept.client() as client:
+        yield Stage(database, client, monkeypatch)
+
+
+def _is_in_a_script(valkey: Valkey) -> bool:
+    with valkey.client() as client:
+        try:
+            client.ping()
+        except ResponseError as error:
+            return "BUSY" in str(error)
+    return False
+
+
+# Each prepares a stage, and answers the act that Redis dies in.
+Act = Callable[[Dispatcher], object]
+
+
+def _submit(stage: Stage) -> Act:
+    return lambda stuck: stuck.submit([stage.a()])
+
+
+def _start(stage: Stage) -> Act:
+    offer = stage.told.offers.pop()
+
+    def act(stuck: Dispatcher) -> None:
+        with pytest.raises(RedisError):
+            stuck.start(offer, "w1")
+
+    return act
+
+
+def _settle(stage: Stage) -> Act:
+    task = stage.start()
+    return lambda stuck: stuck.settle(task, Verdict(Why.FINISHED), result="{}")
+
+
+@pytest.mark.parametrize(
+    ("prepared", "writes"),
+    [(_submit, 1), (_submit, 3), (_submit, 6), (_start, 1), (_settle, 1), (_settle, 3), (_settle, 6)],
+)
+def test_a_redis_that_dies_in_the_middle_of_a_script_has_done_nothing_of_it(
+    stage: Stage, kept: Valkey, monkeypatch: pytest.MonkeyPatch, prepared: Callable[[Stage], Act], writes: int
+) -> None:
+    stage.register(2 if prepared is _submit else 1)
+    ids = [stage.submit() for _ in range(1 if prepared is _submit else 2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "FRAGMENTS", FRAGMENTS | {"lib/now_ms": _STUCK % writes + CLOCK})
+        stuck = stage.a_dispatcher(connect(kept.url, _GIVES_UP_S))
+    stuck.fleet.model("zimg")
+    act, before = prepared(stage), stage.room.dump()
+
+    act(stuck)
+    eventually(lambda: _is_in_a_script(kept), "a script has begun and does not end", every_s=0.01)
+    kept.kill()
+    kept.start()
+    with suppress(RedisError):
+        stage.redis.ping()  # by a connection that is no more
+
+    assert stage.room.dump() == before
+    stage.told.offers.clear()  # the broker was in there, too
+    for _ in range(2):  # what was offered or held until now, then what was offered for it
+        stage.later(LEASE_MS)
+        reconcile.reap(stage.dispatcher)
+        reconcile.reconcile(stage.dispatcher)
+        stage.run_all()
+    jobs = stage.store.find()
+    assert len(jobs) == max(len(ids), 2)
+    assert {(job.state, job.attempt, job.crashes) for job in jobs} == {(State.COMPLETED, 1, 0)}
+    assert stage.room.taken() == {} and stage.room.waiting() == []

@@ -57,8 +57,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def trails(database: Database) -> dict[str, list[Event]]:
-    """Every job's events, oldest first."""
-    query = select(_events).order_by(_events.c.id)
+    """Every job's transitions, oldest first.  What an audit found about a job is none, and may come after its end."""
+    query = select(_events).where(_events.c.type.in_(set(events.TYPES.values()))).order_by(_events.c.id)
     found: dict[str, list[Event]] = defaultdict(list)
     with database.read() as connection:
         for row in connection.execute(query):

@@ -3,9 +3,12 @@ from pathlib import Path
 import orjson
 
 from app.drill.checker import Run
-from app.drill.journals import recorded, server_runs
+from app.drill.journals import recorded, server_runs, trails
+from jobs import ledger
 from jobs.record import Event
 from jobs.states import State
+from jobs.store import Store
+from tests.support.builders import an_ended_job
 
 
 def write(path: Path, *lines: dict[str, object], torn: bytes = b"") -> Path:
@@ -20,6 +23,13 @@ def ended(job_id: str, started_ns: int, ended_ns: int, slot: int = 0) -> dict[st
 
 def start(job_id: str, at_ns: int, slot: int = 0) -> dict[str, object]:
     return {"job_id": job_id, "attempt": 1, "slot": slot, "at_ns": at_ns}
+
+
+def test_what_an_audit_said_of_a_job_is_no_part_of_its_trail(store: Store) -> None:
+    job = an_ended_job(store).id
+    ledger.note_findings(store.database, {"lease_without_run": 1}, {job: "lease_without_run"}, 99_000)
+    assert [event.type for event in store.events_of(job)][-1] == "invariant.broken"
+    assert [event.type for event in trails(store.database)[job]][-1] == "job.completed"
 
 
 def test_a_run_that_ended_is_told_once(tmp_path: Path) -> None:

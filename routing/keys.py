@@ -35,3 +35,7 @@ class Keys:
     def rate(self, tenant: str) -> str:
         """string: when the tenant's next submit is due by its rate, ms."""
         return f"{self._prefix}:rate:{tenant}"
+
+    def forecast(self, fleet: str, model: str) -> str:
+        """hash: promised starts of waiting jobs, and how earlier ones turned out; see lua/learn.lua."""
+        return f"{self._prefix}:{{{fleet}}}:forecast:{model}"

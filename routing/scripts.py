@@ -79,6 +79,11 @@ class Scripts:
         """Run `admit`, the one script that belongs to a tenant and not to a fleet; answers ms to wait."""
         return int(self._run("admit", [self.keys.rate(tenant)], [count, interval_ms, burst]))
 
+    def learn(self, forecast: str, args: Sequence[Any]) -> tuple[int, int]:
+        """Run `learn` on one model's forecast; answers (1: learned, 0: nothing was remembered; level)."""
+        learned, level = self._run("learn", [forecast], args)
+        return int(learned), int(level)
+
     def _run(self, name: str, keys: list[str], args: Sequence[Any]) -> Any:
         sha = self._hashes.get(name)
         try:

@@ -1,0 +1,204 @@
+"""Estimates of when waiting jobs start, and the memory of how earlier ones turned out, in Redis.
+
+Only a sample of the promises is remembered: those of jobs whose id, hashed, ends in `level` zero bits.  Whenever
+more than a bound are outstanding the level rises and half of them are forgotten, so that the sample stays even
+and small however long the queue is; and who starts a job sees from its id alone that there is nothing to learn.
+
+It is a help and no promise to anybody: all of it may be lost, and is learned anew.
+"""
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from routing.policies import forecast
+from routing.policies.forecast import HEAVIEST, KEPT, MOST, PARTS, SIZES, Estimate, Memory, Promise, Seen
+from routing.scripts import Scripts
+
+REMEMBERED = 512
+"""Promises that may be outstanding for each model."""
+_FRESH_S = 1.0  # how long a process uses what it has read
+_STALE_MS = 24 * 3_600_000  # a promise this old is the first to be forgotten
+_IDLE_S = 14 * 86_400  # a model without submits for so long starts anew
+_DIGITS = 8  # of one ratio, as lua/learn.lua writes them
+_JOB = "job:"
+_FIELDS = (
+    "level",
+    "balance:low",
+    "balance:high",
+    *(f"{name}:{size}" for size in SIZES for name in ("ratios", "at", "balance:low", "balance:high")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What this process has read of a model, and until when it may use it."""
+
+    until: float
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Of the sample.  Who only starts jobs knows nothing else."""
+
+    until: float
+    bits: int
+
+
+class Forecasts:
+    """Gives estimates and learns from starts.  Safe between threads and processes; redis errors pass through."""
+
+    def __init__(
+        self, scripts: Scripts, remembered: int = REMEMBERED, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._scripts = scripts
+        self._remembered = remembered
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._known: dict[str, _Known] = {}
+        self._levels: dict[str, _Level] = {}
+
+    def estimate(
+        self, fleet: str, model: str, ahead: int, slots: int, run_ms: float | None, now_ms: int
+    ) -> Estimate | None:
+        """When a job with `ahead` others before it starts; None: no usable slot, or no run was measured yet.
+
+        A call to Redis at most once a second.
+        """
+        memory = self._read(self._scripts.keys.forecast(fleet, model)).memory
+        given = forecast.promise(memory, ahead, slots, run_ms, now_ms)
+        return None if given is None else forecast.estimate(memory, given)
+
+    def promise(
+        self, fleet: str, model: str, job_id: str, ahead: int, slots: int, run_ms: float | None, now_ms: int
+    ) -> Estimate | None:
+        """The same for a job that has come just now; its start will be learned from if it is in the sample."""
+        return self.promise_all(fleet, model, [(job_id, ahead)], slots, run_ms, now_ms)[0]
+
+    def promise_all(
+        self, fleet: str, model: str, jobs: Sequence[tuple[str, int]], slots: int, run_ms: float | None, now_ms: int
+    ) -> list[Estimate | None]:
+        """The same for many (job, jobs ahead of it) in one call."""
+        key = self._scripts.keys.forecast(fleet, model)
+        known = self._read(key)
+        given = [forecast.promise(known.memory, ahead, slots, run_ms, now_ms) for _, ahead in jobs]
+        level, chosen = self._levels[key].bits, dict[str, Promise]()
+        for (job_id, _), it in zip(jobs, given, strict=True):
+            if it is not None and _in_sample(job_id, level):
+                chosen[job_id] = it
+            while len(chosen) > self._remembered:
+                level += 1
+                chosen = {name: one for name, one in chosen.items() if _in_sample(name, level)}
+        if chosen:
+            self._remember(key, chosen, level, now_ms)
+        return [None if it is None else forecast.estimate(known.memory, it) for it in given]
+
+    def started(self, fleet: str, model: str, job_id: str, now_ms: int) -> bool:
+        """Learn from the first start of a job, if its promise is in the sample; False: it is not.
+
+        Without a call to Redis if that can be seen from its id.
+        """
+        key = self._scripts.keys.forecast(fleet, model)
+        level = self._levels.get(key)
+        if level is not None and self._clock() < level.until and not _in_sample(job_id, level.bits):
+            return False
+        learned, bits = self._scripts.learn(key, [job_id, now_ms, KEPT, MOST, PARTS, HEAVIEST])
+        self._note_level(key, bits)
+        return learned == 1
+
+    def forget(self, fleet: str, model: str, job_id: str) -> None:
+        """This job will not start: it was canceled, or its deadline passed."""
+        self._scripts.redis.hdel(self._scripts.keys.forecast(fleet, model), _JOB + job_id)
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def _read(self, key: str) -> _Known:
+        """At most a second old, but while another thread reads."""
+        known = self._known.get(key)
+        if known is not None and (self._clock() < known.until or not self._lock.acquire(blocking=False)):
+            return known
+        try:
+            return self._read_now(key)
+        finally:
+            if known is not None:
+                self._lock.release()
+
+    def _read_now(self, key: str) -> _Known:
+        with self._scripts.redis.pipeline(transaction=False) as pipe:
+            pipe.hmget(key, _FIELDS)
+            pipe.hlen(key)
+            values, size = pipe.execute()
+        fields = {name: value for name, value in zip(_FIELDS, values, strict=True) if value is not None}
+        level = int(fields.get("level", 0))
+        if level > 0 and size - len(_FIELDS) < self._remembered // 4:
+            level -= 1
+            self._scripts.redis.hset(key, "level", level)
+        self._note_level(key, level)
+        known = _Known(self._clock() + _FRESH_S, _memory(fields))
+        self._known[key] = known
+        return known
+
+    def _note_level(self, key: str, bits: int) -> None:
+        self._levels[key] = _Level(self._clock() + _FRESH_S, bits)
+
+    # -- remembering -------------------------------------------------------------------------------------------
+
+    def _remember(self, key: str, chosen: Mapping[str, Promise], level: int, now_ms: int) -> None:
+        with self._scripts.redis.pipeline(transaction=False) as pipe:
+            pipe.hset(key, mapping={_JOB + job_id: _text(replace(it, level=level)) for job_id, it in chosen.items()})
+            pipe.hlen(key)
+            pipe.hget(key, "level")
+            pipe.expire(key, _IDLE_S)
+            _, size, text, _ = pipe.execute()
+        level = int(text or 0)
+        late = [_JOB + job_id for job_id in chosen if not _in_sample(job_id, level)]
+        if late:  # The level had risen since it was read; nobody would ask for these.
+            self._scripts.redis.hdel(key, *late)
+        self._note_level(key, level)
+        if size - len(late) > self._remembered + len(_FIELDS):
+            self._thin(key, level, now_ms)
+
+    def _thin(self, key: str, level: int, now_ms: int) -> None:
+        """Forget promises that are too old, then every other job's until a quarter of the bound is free."""
+        stored: Mapping[Any, Any] = self._scripts.redis.hgetall(key)
+        promises = {name.decode(): text for name, text in stored.items() if name.startswith(_JOB.encode())}
+        kept = [name for name, text in promises.items() if now_ms - int(text.split()[-2]) < _STALE_MS]
+        while len(kept) > self._remembered * 3 // 4:
+            level += 1
+            kept = [name for name in kept if _in_sample(name.removeprefix(_JOB), level)]
+        dropped = promises.keys() - set(kept)
+        with self._scripts.redis.pipeline(transaction=False) as pipe:
+            pipe.hset(key, "level", level)
+            if dropped:  # Another process may have been faster.
+                pipe.hdel(key, *dropped)
+            pipe.execute()
+        self._note_level(key, level)
+
+
+def _in_sample(job_id: str, level: int) -> bool:
+    if level == 0:
+        return True
+    digest = hashlib.blake2b(job_id.encode(), digest_size=4).digest()
+    return int.from_bytes(digest) & ((1 << level) - 1) == 0
+
+
+def _text(given: Promise) -> str:
+    return f"{given.size} {given.predicted_ms} {given.low_ms} {given.high_ms} {given.at_ms} {given.level}"
+
+
+def _memory(fields: Mapping[str, bytes]) -> Memory:
+    def number(name: str) -> int:
+        return int(fields.get(name, 0))
+
+    def ratios(size: int) -> tuple[int, ...]:
+        text = fields.get(f"ratios:{size}", b"")
+        return tuple(int(text[start : start + _DIGITS]) for start in range(0, len(text), _DIGITS))
+
+    sizes = tuple(
+        Seen(ratios(it), number(f"at:{it}"), number(f"balance:low:{it}"), number(f"balance:high:{it}")) for it in SIZES
+    )
+    return Memory(sizes, number("balance:low"), number("balance:high"))

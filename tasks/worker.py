@@ -95,6 +95,9 @@ class Worker:
     def _put_back(self, offer: Offer, error: Exception) -> None:
         """The job could not be started, through no fault of its own: back to its place, and not at once again."""
         log.warning("start_postponed", job_id=offer.job_id, error=str(error))
+        if offer.number == 0:
+            # Made again for a run that its server may be at: nowhere else.  The reaper will make it once more.
+            return
         self.dispatcher.free(self._held(offer), back=True, rest_ms=_START_AGAIN_MS)
 
     def _free_owed(self) -> None:

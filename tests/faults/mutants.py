@@ -655,6 +655,14 @@ MUTANTS = [
         (f"{_WORKERS}test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_at_once",),
     ),
     Mutant(
+        "a run that could not be resumed is put back for all servers",
+        "LEASE-1",
+        "tasks/worker.py",
+        "if offer.number == 0:",
+        "if offer.number is None:",
+        (f"{_WORKERS}test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers",),
+    ),
+    Mutant(
         "a job that could not be started is tried at once again",
         "SLOT-2",
         "tasks/worker.py",

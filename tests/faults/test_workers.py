@@ -146,6 +146,32 @@ def test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_
     assert (stage.job(first).attempt, stage.job(first).crashes) == (1, 0)
 
 
+@pytest.mark.parametrize("begin", ["start", "hand_on"])
+@sqlite
+def test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers(
+    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch, begin: str
+) -> None:
+    """It would run twice at once."""
+    stage.register()
+    job_id = stage.submit()
+    task = stage.start("w1")
+    stage.remote(task)
+    assert stage.dispatcher.hand_back(task)
+    stage.register(server="other")
+    (offer,) = stage.told.offers
+    stage.told.offers.clear()
+
+    with monkeypatch.context() as away:
+        away.setattr(stage.store, "start", _is_away)
+        assert getattr(worker, begin)(offer) is None
+
+    stage.later(LEASE_MS)
+    reconcile.reap(stage.dispatcher)
+    reconcile.sweep(stage.dispatcher)
+    again = stage.start("w2")
+    assert (again.run.job.id, again.held.server, again.run.remote_id) == (job_id, "gpu", "r-1")
+
+
 # -- a release that Redis did not answer -----------------------------------------------------------------------
 
 

@@ -157,14 +157,15 @@ def _recorded(variants: Sequence[Any], wishes: dict[str, Any]) -> _Case:
 
     from app.simulate import fleet, plan, recorded
     from app.simulate.scenario import Scenario
-    from tasks.wiring import database
+    from jobs.config import RecordSettings
 
     given = sorted(set(_plan_fields(wishes)) - {"seed", "start_latency", "swap"}) + ["load"] * bool(wishes["file"])
     if given:
         raise click.UsageError(f"--from-record does not go with --{given[0].replace('_', '-')}: leave one out.")
     made = plan.read(None, _plan_fields(wishes))
     begin_ms, end_ms = recorded.window(wishes["from_record"], datetime.now(UTC))
-    found = recorded.read(database(), begin_ms, end_ms, made.seed)
+    with recorded.opened(RecordSettings().record_url) as record:
+        found = recorded.read(record, begin_ms, end_ms, made.seed)
     latency, swap = int(made.start_latency * 1000), int(made.swap * 1000)
     scenarios = []
     for changes in variants:
@@ -201,6 +202,7 @@ def _plan_fields(wishes: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _said() -> Iterator[None]:
     """What was wrong, in one sentence; exit status 2 for what the caller can mend, else 1."""
+    from pydantic import ValidationError
     from redis.exceptions import RedisError
 
     from app.simulate.scenario import Wrong
@@ -212,6 +214,8 @@ def _said() -> Iterator[None]:
         raise click.UsageError(str(error)) from error
     except SlotkeeperError as error:
         raise click.ClickException(error.detail) from error
+    except ValidationError as error:  # of the settings
+        raise click.ClickException(" ".join(str(error).split())) from error
     except RedisError as error:
         raise click.ClickException(f"The simulation broke off: {error}") from error
 

@@ -3,13 +3,14 @@
   KEYS[1..n]    the fleet's keys
   KEYS[n+1…]    the simulator's: ends (zset job -> ms), runs (hash), lasts (hash job -> ms), loaded (hash server ->
                 model), state (hash)
-  ARGV[1]       JSON: {taker, latency_ms, swap_ms, sweep_ms, patience_ms, templates}
-                a template holds a script's arguments; @job, @lease, @owner and @slot stand for those of a run
+  ARGV[1]       JSON: {taker, latency_ms, swap_ms, sweep_ms, patience_ms, scripts, templates}
+                scripts: act -> name of the script that does it; templates: act -> its arguments, in which @job,
+                @lease, @owner and @slot stand for those of a run
   ARGV[2] till  how far to go, ms; "": until everything has ended
   ARGV[3] acts  scripts to run at most
   ARGV[4…]      events in order of time: at, verb, name, number, count, and so many words, of each
     arrive      name: a job; number: how long it runs, ms; words: arguments of enqueue
-    down, up    name: a server; number: slots that are online then; words: arguments of sync_servers
+    down, up    name: a server; number: slots that are online then; words: arguments of sync
   Returns {events taken, done, job, slot, start, end, turn, "ended" | "broken"…} ]]
 
 local order = cjson.decode(ARGV[1])
@@ -26,12 +27,12 @@ local function text(number) return string.format("%.0f", number) end
 
 local function act(name, words)
   acts = acts - 1
-  return scripts[name](FLEET, words)
+  return scripts[order.scripts[name]](FLEET, words)
 end
 
-local function filled(template, run)
+local function filled(name, run)
   local words = {}
-  for i, word in ipairs(order.templates[template]) do
+  for i, word in ipairs(order.templates[name]) do
     if string.byte(word) == 64 then word = run[string.sub(word, 2)] or word end
     words[i] = word
   end
@@ -62,8 +63,8 @@ local function start(offers)
   end
 end
 
--- The run of `job` is over: `template` says how.
-local function stop(job, template, fate)
+-- The run of `job` is over; `how`: release, or back to its place.
+local function stop(job, how, fate)
   local run = { job = job }
   local starts, turn
   run.lease, run.owner, run.slot, starts, turn =
@@ -73,7 +74,7 @@ local function stop(job, template, fate)
   running = running - 1
   for _, value in ipairs({ job, run.slot, starts, text(NOW), turn, fate }) do answer[#answer + 1] = value end
   if fate == "broken" then waiting = waiting + 1 else redis.call("HDEL", LASTS, job) end
-  local released = act("release", filled(template, run))
+  local released = act(how, filled(how, run))
   if released[1] ~= "released" then error("the lease of " .. job .. " was lost") end
   start(released[2])
 end
@@ -87,7 +88,7 @@ function event.arrive(job, run_ms, words)
 end
 
 function event.down(server, online, words)
-  act("sync_servers", words)
+  act("sync", words)
   slots = tonumber(online)
   for _, job in ipairs(redis.call("ZRANGE", ENDS, 0, -1)) do
     local slot = string.match(redis.call("HGET", RUNS, job), "^.*\n.*\n(.*)\n.*\n.*$")
@@ -96,7 +97,7 @@ function event.down(server, online, words)
 end
 
 function event.up(_, online, words)
-  act("sync_servers", words)
+  act("sync", words)
   slots = tonumber(online)
   start(act("offer", order.templates.offer))
 end

@@ -3,11 +3,16 @@
 import random
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from sqlalchemy import make_url
 
 from app.simulate.scenario import Arrival, Wrong
+from jobs import migrate
 from jobs.catalog import Catalog, Snapshot
 from jobs.db import Database
 from jobs.record import Past
@@ -27,6 +32,21 @@ class Recorded:
     drawn: int
     unknown: int
     """Jobs left out, for their model is not in the catalog any more."""
+
+
+@contextmanager
+def opened(url: str) -> Iterator[Database]:
+    """The record at an SQLAlchemy URL, to be read.  Raises Wrong where there is none that this release can read."""
+    parts = make_url(url)
+    if parts.drivername.startswith("sqlite") and not Path(parts.database or "").is_file():
+        raise Wrong(f"There is no record at {parts.database}: name it in SLOTKEEPER_HOME or SLOTKEEPER_DATABASE_URL.")
+    if missing := migrate.check(url):
+        raise Wrong(missing)
+    database = Database(url)
+    try:
+        yield database
+    finally:
+        database.close()
 
 
 def read(database: Database, since_ms: int, until_ms: int, seed: int) -> Recorded:

@@ -4,7 +4,7 @@ Nothing here knows what a script's arguments mean.  Routing's own classes are as
 have sent is taken down; play.lua runs the scripts with it, at simulated times, thousands in one round trip.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from itertools import chain
@@ -24,7 +24,6 @@ from routing.slots import Slots
 
 _PREFIX = "simulation"
 _TAKER = "simulator"
-_SCRIPTS = ("enqueue", "claim", "release", "offer", "sync_servers")
 _CLOCK = "local function now_ms() return NOW end"
 _OWN_KEYS = ("ends", "runs", "lasts", "loaded", "state")
 _SWEEP_MS = 2_000  # as celeryconfig.beat_schedule has it
@@ -50,25 +49,25 @@ class Event(NamedTuple):
 
 
 class _Asked(Exception):
-    """What a script would have been run with."""
+    """A script that would have been run, and with what."""
 
-    def __init__(self, args: Sequence[Any]) -> None:
-        self.args_of_script = list(args)
+    def __init__(self, script: str, words: Sequence[Any]) -> None:
+        self.script, self.words = script, list(words)
 
 
 class _Dictation(Scripts):
-    """Takes down the arguments of a script instead of running it."""
+    """Takes down the name and the arguments of a script instead of running it."""
 
     def run(self, name: str, fleet: str, args: Sequence[Any] = ()) -> NoReturn:
-        raise _Asked(args)
+        raise _Asked(name, args)
 
 
-def _asked(act: Callable[[], object]) -> list[Any]:
-    """The arguments of the one script that an act runs."""
+def _asked(act: Callable[[], object]) -> _Asked:
+    """The one script that an act runs."""
     try:
         act()
     except _Asked as asked:
-        return asked.args_of_script
+        return asked
     raise AssertionError("an act of routing ran no script")
 
 
@@ -84,6 +83,7 @@ class Room:
         self._slots = Slots(dictation, settings)
         own = [f"{_PREFIX}:{{{fleet}}}:simulator:{name}" for name in _OWN_KEYS]
         self._keys = [*keys.fleet(fleet), *own]
+        acts = self._acts()
         self._order = orjson.dumps(
             {
                 "taker": _TAKER,
@@ -91,10 +91,11 @@ class Room:
                 "swap_ms": swap_ms,
                 "sweep_ms": _SWEEP_MS,
                 "patience_ms": _PATIENCE_MS,
-                "templates": {name: [_text(word) for word in words] for name, words in self._templates().items()},
+                "scripts": {act: asked.script for act, asked in acts.items()},
+                "templates": {act: [_text(word) for word in asked.words] for act, asked in acts.items()},
             }
         )
-        self._sha = redis.script_load(_assembled())
+        self._sha = redis.script_load(_assembled({asked.script for asked in acts.values()}))
         Queues(Scripts(redis, keys), settings).open(fleet)
 
     def opening(self, at_ms: int) -> Event:
@@ -103,14 +104,14 @@ class Room:
 
     def arrival(self, job: Waiting, at_ms: int, run_ms: int) -> Event:
         """A job is submitted.  Its id is a number, as a text."""
-        words = _asked(lambda: self._queues.enqueue(self.fleet, [job], self._policies))
+        words = self._enqueue(job).words
         return Event(at_ms, [at_ms, "arrive", job.id, run_ms, len(words), *words])
 
     def changed(self, at_ms: int, down: str, catalog: Snapshot) -> Event:
         """The catalog changes; `down`: the server whose runs it breaks off, if any."""
         self._version += 1
         known = replace(catalog, version=self._version)
-        words = _asked(lambda: self._slots.sync(self.fleet, known))
+        words = self._sync(known).words
         online = sum(server.slots for server in catalog.servers_of(self.fleet) if server.state == "online")
         return Event(at_ms, [at_ms, "down" if down else "up", down, online, len(words), *words])
 
@@ -125,19 +126,26 @@ class Room:
         fields = iter(rows)
         return taken, bool(done), [_ran(*row) for row in zip(*[fields] * 6, strict=True)]
 
-    def _templates(self) -> dict[str, list[Any]]:
+    def _acts(self) -> dict[str, _Asked]:
+        """All that play.lua does, by the names that it has there; @job and the like stand for those of a run."""
+        job = Waiting("@job", 0, next(iter(self._catalog.models), ""), 1, "")
         held = Held(self.fleet, "@job", "@lease", "@owner", "@slot")
         offer = Offer(self.fleet, "@job", "@lease", "@slot", "", "", 0)
         return {
+            "enqueue": self._enqueue(job),
             "claim": _asked(lambda: self._leases.claim(offer, _TAKER)),
             "release": _asked(lambda: self._leases.release(held, back=False, taker=_TAKER)),
             "back": _asked(lambda: self._leases.release(held, back=True)),
             "offer": _asked(lambda: self._queues.offer(self.fleet)),
+            "sync": self._sync(self._catalog),
         }
 
-    @property
-    def _policies(self) -> Any:
-        return {name: model.config.policy for name, model in self._catalog.models.items()}
+    def _enqueue(self, job: Waiting) -> _Asked:
+        policies = {name: model.config.policy for name, model in self._catalog.models.items()}
+        return _asked(lambda: self._queues.enqueue(self.fleet, [job], policies))
+
+    def _sync(self, catalog: Snapshot) -> _Asked:
+        return _asked(lambda: self._slots.sync(self.fleet, catalog))
 
 
 def _ran(job: bytes, slot: bytes, start: bytes, end: bytes, turn: bytes, fate: bytes) -> Ran:
@@ -149,9 +157,11 @@ def _text(word: Any) -> str:
     return word.decode() if isinstance(word, bytes) else str(word)
 
 
-def _assembled() -> str:
+def _assembled(scripts: Iterable[str]) -> str:
     """play.lua with routing's scripts as functions before it.  Lua lets parameters hide the globals KEYS and ARGV."""
     fragments = {"lib/now_ms": _CLOCK}
-    functions = [f'scripts["{name}"] = function(KEYS, ARGV)\n{assemble(name, fragments)}\nend\n' for name in _SCRIPTS]
+    functions = [
+        f'scripts["{name}"] = function(KEYS, ARGV)\n{assemble(name, fragments)}\nend\n' for name in sorted(scripts)
+    ]
     play = files("app.simulate").joinpath("play.lua").read_text("utf-8")
     return "".join(["local NOW\nlocal scripts = {}\n", *functions, play])

@@ -17,7 +17,6 @@ from jobs.db import Database
 from jobs.record import now_ms
 from jobs.states import Why
 from jobs.store import Store
-from tasks import wiring
 from tests.support.builders import a_queued_job, a_start
 from tests.unit.cli.conftest import until
 
@@ -122,13 +121,27 @@ def test_yesterday_is_played_from_the_record(sqlite_url, monkeypatch):
         job = a_queued_job(store, now=yesterday + n * 1000)
         attempt = a_start(store, job.id, now=yesterday + n * 10_000).attempt
         assert store.settle(job.id, attempt, Why.FINISHED, yesterday + (n + 1) * 10_000, result="{}")
-    monkeypatch.setattr(wiring, "database", lambda: record)
+    record.close()
+    monkeypatch.setenv("SLOTKEEPER_DATABASE_URL", sqlite_url)
     done = run("--from-record", "yesterday", "--policy", "fifo", "--slots", "1", "--slots", "2", "--json")
     assert done.exit_code == 0, done.output
     one, two = json.loads(done.stdout)["variants"]
     assert one["waits"]["longest"] == 19 * 9
     assert two["waits"]["longest"] == 9 * 8
-    record.close()
+
+
+def test_a_record_that_is_not_there_is_not_made(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path / "absent"))
+    done = run("--from-record", "yesterday")
+    assert done.exit_code == 2 and "There is no record at" in done.stderr
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_record_without_a_schema_says_what_to_do(tmp_path, monkeypatch):
+    (tmp_path / "record.db").touch()
+    monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path))
+    done = run("--from-record", "yesterday")
+    assert done.exit_code == 2 and "slotkeeper migrate" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -63,7 +63,7 @@ class Figures(Collector):
 def _waiting(catalog: Snapshot, rooms: dict[str, Depths]) -> Metric:
     waiting = GaugeMetricFamily("slotkeeper_waiting_jobs", "Queued jobs in line, by model.", labels=["model"])
     for model in catalog.models.values():
-        waiting.add_metric([model.name], rooms[model.fleet].waiting(model.name))
+        waiting.add_metric([model.name], rooms[model.fleet].waiting.get(model.name, 0))
     return waiting
 
 

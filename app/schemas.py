@@ -25,6 +25,7 @@ _When = Annotated[
         {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "number", "minimum": 0}, {"type": "null"}]}
     ),
 ]
+_BETWEEN: Any = Field(description="Earliest and latest start, seconds from now; it holds for nine jobs of ten.")
 _Object = Annotated[Any, WithJsonSchema({"type": "object"})]
 
 
@@ -61,7 +62,8 @@ class Receipt(Model):
     status: State
     position: int | None = Field(description="1: next.  null: it does not wait in line, or that is not known now.")
     deduplicated: bool = Field(description="It had been accepted before, under the same Idempotency-Key.")
-    estimated_start_s: float | None = Field(description="A guess from the latest jobs of its model.")
+    estimated_start_s: float | None = Field(description="Seconds from now, from the latest runs of its model.")
+    estimated_start_between_s: list[float] | None = _BETWEEN
     links: dict[str, str]
 
 
@@ -114,6 +116,7 @@ class JobDetail(JobView):
 
     position: int | None = Field(description="1: next.  null: it does not wait in line, or that is not known now.")
     estimated_start_s: float | None
+    estimated_start_between_s: list[float] | None = _BETWEEN
     result: Any
 
 

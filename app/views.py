@@ -10,6 +10,7 @@ from jobs.config import ModelConfig
 from jobs.events import Attempt
 from jobs.record import Job, Server
 from jobs.states import FINAL, State, Why
+from routing.policies.forecast import Estimate
 from routing.queues import Depths
 
 # How clients of S1 know the two ways to be dead; the last attempt's own code stands beside it.
@@ -51,11 +52,21 @@ def job(it: Job) -> dict[str, Any]:
     }
 
 
-def job_detail(it: Job, position: int | None, estimated_start_s: float | None) -> dict[str, Any]:
+def seconds(ms: int) -> float:
+    return round(ms / 1000, 1)
+
+
+def interval(estimate: Estimate | None) -> list[float] | None:
+    """[earliest, latest] start, seconds from now, as it holds for nine jobs of ten."""
+    return None if estimate is None else [seconds(estimate.low_ms), seconds(estimate.high_ms)]
+
+
+def job_detail(it: Job, position: int | None, estimate: Estimate | None) -> dict[str, Any]:
     """JobDetail.  The result is handed on as the text that it is."""
     return job(it) | {
         "position": position,
-        "estimated_start_s": estimated_start_s,
+        "estimated_start_s": estimate and seconds(estimate.mid_ms),
+        "estimated_start_between_s": interval(estimate),
         "result": None if it.result is None else orjson.Fragment(it.result),
     }
 
@@ -99,7 +110,7 @@ def fleet(name: str, depths: Depths) -> dict[str, Any]:
         "free": depths.free,
         "resting": depths.resting,
         "taken": depths.taken,
-        "waiting": sum(depths.lanes.values()),
+        "waiting": sum(depths.waiting.values()),
     }
 
 
@@ -111,7 +122,7 @@ def model(it: Model, catalog: Snapshot, depths: Depths | None) -> dict[str, Any]
         "policy": it.config.policy,
         "servers": sorted(found.name for found in catalog.servers.values() if it.name in found.endpoints),
         "slots": catalog.slots_of(it.name),
-        "waiting": None if depths is None else depths.waiting(it.name),
+        "waiting": None if depths is None else depths.waiting.get(it.name, 0),
     }
 
 

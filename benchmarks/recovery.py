@@ -29,6 +29,7 @@ from routing.admission import Admission
 from routing.config import RoutingSettings
 from routing.dispatcher import Dispatcher
 from routing.fleet import Fleet
+from routing.forecasts import Forecasts
 from routing.keys import Keys
 from routing.leases import Leases
 from routing.queues import Offer, Queues
@@ -86,7 +87,8 @@ def _dispatcher(database: Database, slots: int) -> Iterator[tuple[Dispatcher, Va
                 queues=queues,
                 leases=Leases(scripts, settings),
                 slots=Slots(scripts, settings),
-                admission=Admission(scripts, queues, fleet),
+                admission=Admission(scripts, queues, fleet, Forecasts(scripts)),
+                forecasts=Forecasts(scripts),
                 settings=settings,
                 announcer=_Nobody(),
                 check_url=lambda url: None,

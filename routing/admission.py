@@ -1,6 +1,6 @@
-"""The bounds that a submit must pass before it is written down: the tenant's rate, the model's queue.
+"""What a submit must pass before it is written down: who and what takes jobs, rate, capacity, placement, deadline.
 
-They are bounds, not promises: while Redis is away nothing is counted, and everything is admitted.
+Bounds that are counted in Redis are no promises: while it is away nothing is counted, and everything is admitted.
 """
 
 from collections import Counter
@@ -9,46 +9,118 @@ from collections.abc import Sequence
 import structlog
 from redis.exceptions import RedisError
 
-from jobs.errors import InvalidJob, TooMany
-from jobs.record import NewJob
+from jobs.catalog import Model
+from jobs.errors import Conflict, InvalidJob, TooMany
+from jobs.record import NewJob, Waiting
 from jobs.tenants import Tenant
 from routing.fleet import Fleet
-from routing.policies import admission
+from routing.forecasts import Forecasts
+from routing.policies import admission, placement
+from routing.policies.forecast import hopeless, retry_after_s
 from routing.queues import Queues
 from routing.scripts import Scripts
 
 log = structlog.get_logger(__name__)
 
+_CLOSED = ("draining", "frozen")
+
 
 class Admission:
     """Counts submits."""
 
-    def __init__(self, scripts: Scripts, queues: Queues, fleet: Fleet) -> None:
+    def __init__(self, scripts: Scripts, queues: Queues, fleet: Fleet, forecasts: Forecasts) -> None:
         self._scripts = scripts
         self._queues = queues
         self._fleet = fleet
+        self._forecasts = forecasts
 
-    def check(self, new: Sequence[NewJob], tenant: Tenant | None) -> None:
-        """Raises TooMany, with the time to wait, if these jobs are too many now; InvalidJob: too many at any time."""
+    def check(self, new: Sequence[NewJob], tenant: Tenant | None, now_ms: int) -> None:
+        """Whether all of these jobs can be accepted now.
+
+        Raises Conflict: model or tenant takes none; TooMany, with the time to wait; InvalidJob: they could never be
+        accepted as they are.
+        """
+        for job in new:
+            self._check_open(job)
         if self._queues.away:
             return
         try:
-            for model, more in Counter(job.model for job in new).items():
-                self._check_queue(model, more)
+            for (model, whose), more in Counter((job.model, job.tenant) for job in new).items():
+                self._check_capacity(self._fleet.model(model), whose, more)
+            for index, job in enumerate(new):
+                self._check_deadline(index, job, now_ms)
             if tenant is not None and tenant.rate_per_s:
                 self._check_rate(tenant, len(new))
         except RedisError as error:
             self._queues.note_away()
             log.warning("admission_unchecked", error=str(error))
 
-    def _check_queue(self, name: str, more: int) -> None:
-        model = self._fleet.model(name)
-        if model.config.max_waiting is None:
+    def check_placement(self, job: NewJob) -> bool:
+        """Whether a known server meets the job's constraints.  Raises InvalidJob where the model wants it refused."""
+        snapshot = self._fleet.snapshot()
+        if not job.needs or placement.eligible(snapshot.servers.values(), job.model, job.needs):
+            return True
+        if self._fleet.model(job.model).config.unmatched == "refuse":
+            wanted = job.needs.replace("\n", ", ")
+            raise InvalidJob(
+                "constraints",
+                f"no server of model {job.model!r} meets {wanted}; GET /admin/servers tells what they declare",
+            )
+        return False
+
+    def _check_open(self, job: NewJob) -> None:
+        model, tenant = self._fleet.model(job.model), self._fleet.snapshot().tenants.get(job.tenant)
+        for kind, name, it in (("Model", job.model, model), ("Tenant", job.tenant, tenant)):
+            if it is not None and it.state in _CLOSED:
+                because = f" ({it.reason})" if it.reason else ""
+                raise Conflict(
+                    f"{kind} {name!r} is {it.state}{because}: no new jobs are accepted until somebody resumes it.",
+                    model=job.model,
+                    tenant=job.tenant,
+                    state=it.state,
+                )
+
+    def _check_capacity(self, model: Model, tenant: str, more: int) -> None:
+        slots = self._fleet.snapshot().slots_of(model.name)
+        limit = admission.bound(model.config, slots)
+        if limit is None:
             return
-        waiting = self._queues.depths(model.fleet).waiting(name)
-        refused = admission.refusal(name, waiting, more, model.config)
-        if refused is not None:
-            raise TooMany(*refused, model=name, waiting=waiting)
+        fair = model.config.policy == "fair"
+        found = self._queues.backlog(model.fleet, model.name, tenant)
+        waiting = found.own if fair else found.everyones
+        room = limit + (found.free if found.everyones == 0 else 0)
+        if waiting + more <= room:
+            return
+        if 1 < more > room:  # However long it waited, this would never fit.
+            raise InvalidJob("jobs", f"{more} jobs at once never fit: model {model.name!r} holds {limit}; split them.")
+        wait_s = retry_after_s(waiting + more - room, slots, found.run_ms)
+        raise TooMany(
+            admission.refusal(model.name, waiting, limit, tenant if fair else None),
+            wait_s,
+            model=model.name,
+            waiting=waiting,
+        )
+
+    def _check_deadline(self, index: int, job: NewJob, now_ms: int) -> None:
+        """A job that can hardly start in time is refused now, instead of expiring later."""
+        if job.deadline_ms is None or job.not_before_ms is not None:
+            return
+        model = self._fleet.model(job.model)
+        as_last = Waiting(job.id, 0, job.model, job.tier, job.tenant, now_ms, job.needs)
+        position = self._queues.position(model.fleet, as_last, as_last=True)
+        if position is None or not position.ahead:
+            return
+        slots = self._fleet.snapshot().slots_of(job.model)
+        estimate = self._forecasts.estimate(model.fleet, job.model, position.ahead, slots, position.run_ms, now_ms)
+        ttl_ms = job.deadline_ms - now_ms
+        if estimate is not None and hopeless(estimate, ttl_ms):
+            error = InvalidJob(
+                "ttl",
+                f"{position.ahead} jobs come before it, and it can hardly start within {ttl_ms / 1000:g} s: "
+                f"{estimate.low_ms / 1000:.0f} s at best; give it a longer ttl, a higher priority, or try later",
+            )
+            error.facts.update(index=index, ahead=position.ahead, earliest_start_s=round(estimate.low_ms / 1000, 1))
+            raise error
 
     def _check_rate(self, tenant: Tenant, count: int) -> None:
         assert tenant.rate_per_s is not None

@@ -55,7 +55,7 @@ def _rooms(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Held, int]]])
     found = set()
     for fleet, held in leases.items():
         recorded = sum(queued[model] for model in catalog.models_of(fleet))
-        in_room = sum(dispatcher.queues.depths(fleet).lanes.values()) + sum(not lease.owner for lease, _ in held)
+        in_room = sum(dispatcher.queues.depths(fleet).waiting.values()) + sum(not lease.owner for lease, _ in held)
         if recorded > in_room:
             found.add(Finding(Check.ROOM, fleet))
     return found

@@ -31,6 +31,14 @@ class RoutingSettings(BaseSettings):
     """How long a server's slots rest when it cannot be reached; doubled each time in a row …"""
     unreachable_rest_max_ms: int = Field(30_000, ge=1)
     """… up to this."""
+    breaker_failures: int = Field(10, ge=1)
+    """Failures in a row, of different jobs, after which a server is left alone for …"""
+    breaker_rate: float = Field(0.8, gt=0, le=1)
+    """… or the share of its latest runs that failed, after twenty …"""
+    breaker_open_ms: int = Field(5_000, ge=1)
+    """… so long the first time, doubled each time a probe fails …"""
+    breaker_open_max_ms: int = Field(300_000, ge=1)
+    """… up to this."""
     catalog_refresh_s: float = Field(1.0, ge=0)
     """How old a process's copy of the catalog may grow."""
 

@@ -6,7 +6,7 @@ routing.reconcile brings Redis to it; nothing here waits for that.
 
 import random
 import secrets
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,14 +23,18 @@ from jobs.tenants import Tenant
 from routing.admission import Admission
 from routing.config import RoutingSettings
 from routing.fleet import Fleet
+from routing.forecasts import Forecasts
 from routing.leases import Held, Leases
 from routing.policies import retry
+from routing.policies.forecast import Estimate
 from routing.policies.verdict import Verdict
-from routing.queues import Offer, Queues
+from routing.queues import Offer, Position, Queues
 from routing.slots import Slots
 from routing.submission import Submission, UrlCheck, prepare
 
 log = structlog.get_logger(__name__)
+
+_MOST_STARTS = 10_000  # that wait to be learned from; Redis may be away
 
 
 class Announcer(Protocol):
@@ -78,6 +82,7 @@ class Dispatcher:
         leases: Leases,
         slots: Slots,
         admission: Admission,
+        forecasts: Forecasts,
         settings: RoutingSettings,
         announcer: Announcer,
         check_url: UrlCheck,
@@ -88,9 +93,11 @@ class Dispatcher:
         self.leases = leases
         self.slots = slots
         self.admission = admission
+        self.forecasts = forecasts
         self.settings = settings
         self._announcer = announcer
         self._check_url = check_url
+        self._started: deque[tuple[str, str, str, int]] = deque(maxlen=_MOST_STARTS)
         self.swept: dict[str, tuple[int, int]] = {}
         """Fleet -> `seq` of the last queued job at the sweep before the last, and at the last; missing: look at all."""
 
@@ -104,13 +111,10 @@ class Dispatcher:
         """
         now = now_ms()
         new = [self._prepare(index, one, now) for index, one in enumerate(asked)]
-        self.admission.check(new, tenant)
+        self.admission.check(new, tenant, now)
         accepted = self.store.submit(new, now)
         crash_at("submit_committed")
-        receipts = [
-            Receipt(it, Waiting(it.id, it.seq, job.model, job.tier, job.tenant))
-            for job, it in zip(new, accepted, strict=True)
-        ]
+        receipts = [self._receipt(job, it, now) for job, it in zip(new, accepted, strict=True)]
         self.enqueue(
             [
                 receipt.waiting
@@ -122,10 +126,18 @@ class Dispatcher:
 
     def _prepare(self, index: int, asked: Submission, now: int) -> NewJob:
         try:
-            return prepare(asked, self.fleet.model(asked.model), self._check_url, now)
+            job = prepare(asked, self.fleet.model(asked.model), self._check_url, now)
+            self.admission.check_placement(job)
         except InvalidJob as error:
             error.facts["index"] = index
             raise
+        return job
+
+    def _receipt(self, job: NewJob, accepted: Accepted, now: int) -> Receipt:
+        known = self.store.get(accepted.id) if accepted.deduplicated else None
+        if known is not None:
+            return Receipt(accepted, known.waiting)
+        return Receipt(accepted, Waiting(job.id, accepted.seq, job.model, job.tier, job.tenant, now, job.needs))
 
     def enqueue(self, waiting: Sequence[Waiting]) -> None:
         """Put queued jobs into the room, and publish what that offers.  Failures are left to the reconciler."""
@@ -140,7 +152,7 @@ class Dispatcher:
             return
         for fleet, jobs in by_fleet.items():
             try:
-                offers = self.queues.enqueue(fleet, jobs, self.fleet.policies())
+                offers = self.queues.enqueue(fleet, jobs)
                 crash_at("submit_enqueued")
                 self.publish(offers)
                 crash_at("offer_published")
@@ -167,6 +179,24 @@ class Dispatcher:
         except Exception as error:
             log.warning("announcement_failed", job_id=moved.job.id, error=str(error))
 
+    def estimate(self, job: Waiting, position: Position, *, new: bool = False) -> Estimate | None:
+        """When a waiting job should start; None: nothing is known of its model's runs.  Raises redis errors.
+
+        `new`: it has come just now, so what becomes of the estimate is learned from.
+        """
+        fleet, slots, now = self.fleet.model(job.model).fleet, self.fleet.snapshot().slots_of(job.model), now_ms()
+        if new:
+            return self.forecasts.promise(fleet, job.model, job.id, position.ahead, slots, position.run_ms, now)
+        return self.forecasts.estimate(fleet, job.model, position.ahead, slots, position.run_ms, now)
+
+    def learn_starts(self) -> None:
+        """Hold the estimates of jobs that have started since against the truth.  Raises redis errors.
+
+        Not at the start itself, where it would keep a slot waiting.
+        """
+        while self._started:
+            self.forecasts.started(*self._started.popleft())
+
     # -- start -----------------------------------------------------------------------------------------------
 
     def start(self, offer: Offer, owner: str) -> Task | None:
@@ -178,7 +208,11 @@ class Dispatcher:
         held = Held(claimed.fleet, claimed.job_id, claimed.lease, owner, claimed.slot)
         run = self.store.start(claimed.job_id, claimed.server, claimed.slot, held.tag, now_ms(), claimed.number)
         crash_at("start_committed")
-        return None if run is None else Task(run, held)
+        if run is None:
+            return None
+        if run.attempt == 1:
+            self._started.append((claimed.fleet, claimed.model, run.job.id, run.started_ms))
+        return Task(run, held)
 
     # -- settle ----------------------------------------------------------------------------------------------
 
@@ -240,7 +274,8 @@ class Dispatcher:
         try:
             if verdict is not None and verdict.penalty:
                 rest_ms = self.slots.rest(held.fleet, held.server)
-            _, offers = self.leases.release(held, back=back, rest_ms=rest_ms, taker=taker)
+            outcome = verdict.outcome if verdict is not None else ""
+            _, offers = self.leases.release(held, back=back, rest_ms=rest_ms, taker=taker, outcome=outcome)
         except RedisError as error:
             log.warning("release_postponed", job_id=held.job_id, error=str(error))
             return None
@@ -274,7 +309,7 @@ class Dispatcher:
             crash_at("cancel_requested")
             job = self.store.get(job_id)
             if job is not None:
-                self.withdraw(Waiting(job.id, job.seq, job.model, job.tier, job.tenant))
+                self.withdraw(job.waiting)
             return State.RUNNING
         job = self.store.get(job_id)
         if job is None:
@@ -286,7 +321,9 @@ class Dispatcher:
     def withdraw(self, job: Waiting) -> None:
         """Take a job out of the room, or tell the worker that runs it."""
         try:
-            self.queues.withdraw(self.fleet.model(job.model).fleet, job)
+            fleet = self.fleet.model(job.model).fleet
+            self.queues.withdraw(fleet, job)
+            self.forecasts.forget(fleet, job.model, job.id)
         except RedisError as error:
             log.warning("withdraw_postponed", job_id=job.id, error=str(error))
 

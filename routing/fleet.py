@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 
 from jobs.catalog import Catalog, Model, Snapshot
-from jobs.config import Policy
 from jobs.errors import RecordUnavailable, UnknownModel
 
 
@@ -53,6 +52,3 @@ class Fleet:
                 "POST /admin/register adds a server for it.",
             )
         return found
-
-    def policies(self) -> dict[str, Policy]:
-        return {name: model.config.policy for name, model in self.snapshot().models.items()}

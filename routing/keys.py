@@ -1,19 +1,25 @@
 """The names of all keys in Redis.  They are born here and nowhere else.
 
+A class is a model and what jobs need of a server; an account is a tenant and a model; a lane is both, and a tier.
+
 All keys of one fleet carry one hash tag, so that every script also works on a Redis Cluster.  Keys that
 belong to a member of an index are named by lua/lib/fleet.lua: `<key of the index>:<member>`.
 """
 
 # In this order every script gets them as KEYS; lua/lib/fleet.lua gives them their names there.
 FLEET_KEYS = (
-    "lanes",  # zset  lane -> order key of the job at its head; lanes:<lane> zset job -> seq
-    "offsets",  # hash  lane -> what the policy adds to seq to get the order key
+    "classes",  # hash  class -> what its jobs need of a server; classes:<class> zset lane -> order key
+    "lanes",  # hash  account -> marks of its lanes, each "<tier>|<digest> "; lanes:<lane> zset job@created -> seq
+    "rules",  # hash  "model <m>", "account <t>|<m>", "tenant <t>" -> what is configured, see lua/lib/order.lua
     "free",  # zset  slot -> since when it is free, ms
     "resting",  # zset  slot -> until when it rests, ms
     "slots",  # hash  slot -> job, of the slots that hold a lease
     "leases",  # zset  job -> when its lease expires, ms; leases:<job> hash of the lease
-    "servers",  # hash  server -> "<state> <slots>\n<model>\n…\n"
-    "meta",  # hash  epoch, offers (a count), catalog (a version), failures:<server>
+    "servers",  # hash  server -> "<state> <slots> <weight>\n<model>\n…\n@<attribute>=<value>\n…"
+    "tags",  # tags:<model> zset tenant -> virtual ms at which its next job starts (policy fair)
+    "stats",  # stats:server:<s>, stats:model:<m> hash of what runs have shown: breaker, penalty, means
+    "held",  # hash  account -> slots that it holds
+    "meta",  # hash  epoch, offers (a count), catalog (a version), waiting:<model>, failures:<server>
 )
 
 

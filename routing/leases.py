@@ -6,11 +6,15 @@ A lease is held by whoever knows its name and its owner; nobody else renews or f
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
+from jobs.record import Waiting
 from routing.config import RoutingSettings
+from routing.policies import order
 from routing.queues import Offer, new_prefix, offers
 from routing.scripts import Scripts
+
+Outcome = Literal["ok", "failed", ""]
 
 
 class Renewal(StrEnum):
@@ -47,9 +51,7 @@ class Restored:
     """A running job's lease, as the record knows it."""
 
     held: Held
-    lane: str
-    offset: int
-    seq: int
+    job: Waiting
 
 
 class Leases:
@@ -75,15 +77,24 @@ class Leases:
         return [Renewal(answer.decode()) for answer in self._scripts.run("renew", fleet, args)]
 
     def release(
-        self, held: Held, *, back: bool, rest_ms: int = 0, taker: str = "", limit: int = 8
+        self,
+        held: Held,
+        *,
+        back: bool,
+        rest_ms: int = 0,
+        taker: str = "",
+        limit: int = 8,
+        outcome: Outcome = "",
     ) -> tuple[bool, list[Offer]]:
         """Free the slot and make the next offers; the first goes straight to `taker`, if one is named.
 
-        `back`: the job returns to its place in its lane.  Answers whether the lease was still held, and the offers.
+        `back`: the job returns to its place in its lane.  `outcome`: what the run tells of its server and model.
+        Answers whether the lease was still held, and the offers.
         """
         settings = self._settings
         args = [held.job_id, held.lease, held.owner, int(back), rest_ms, new_prefix(), limit]
-        args += [settings.offer_ms, taker, settings.lease_ms]
+        args += [settings.offer_ms, taker, settings.lease_ms, outcome, settings.breaker_failures]
+        args += [settings.breaker_rate, settings.breaker_open_ms, settings.breaker_open_max_ms]
         answer, rows = self._scripts.run("release", held.fleet, args)
         return answer == b"released", offers(held.fleet, rows)
 
@@ -112,5 +123,6 @@ class Leases:
         """Write leases again after Redis was emptied; answers how many were missing."""
         args: list[Any] = [self._settings.lease_ms]
         for it in leases:
-            args += [it.held.job_id, it.held.lease, it.held.owner, it.held.slot, it.lane, it.offset, it.seq]
+            args += [it.held.job_id, it.held.lease, it.held.owner, it.held.slot]
+            args += [order.lane(it.job), it.job.needs, it.job.seq, it.job.created_ms]
         return self._scripts.run("restore", fleet, args) if leases else 0

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.config import Policy
 from jobs.record import Waiting
 from routing.config import RoutingSettings
 from routing.policies import order
@@ -32,16 +31,53 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Depths:
-    """What stands in a fleet's room.  `open`: it is complete; False after Redis was emptied."""
+    """What stands in a fleet's room.  `open`: it is complete; False after Redis was emptied.
+
+    `waiting`: jobs by model; models without any are left out.
+    """
 
     open: bool
     free: int
     resting: int
     taken: int
-    lanes: dict[str, int]
+    waiting: dict[str, int]
 
-    def waiting(self, model: str) -> int:
-        return sum(count for lane, count in self.lanes.items() if order.model_of(lane) == model)
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """`ahead`: jobs of its model that come before it.  `run_ms`: mean slot time of the model's runs; None: unknown."""
+
+    ahead: int
+    run_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Jobs that wait for a model: of one tenant, and of all.
+
+    `run_ms`: mean slot time of its latest runs; None: unknown.  `free`: slots of its fleet that hold nothing.
+    """
+
+    own: int
+    everyones: int
+    run_ms: int | None
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitFacts:
+    """What stands between a job and its start, as lua/wait_facts.lua says it."""
+
+    now_ms: int
+    place: str
+    ahead: int
+    run_ms: int
+    obstacle: str
+    held: int
+    limit: int
+    state: str
+    breaker: str
+    open_until_ms: int
 
 
 def offers(fleet: str, rows: Sequence[Sequence[Any]]) -> list[Offer]:
@@ -78,13 +114,13 @@ class Queues:
     def note_away(self) -> None:
         self._away_until = time.monotonic() + _AWAY_S
 
-    def enqueue(self, fleet: str, jobs: Sequence[Waiting], policies: dict[str, Policy], limit: int = 8) -> list[Offer]:
+    def enqueue(self, fleet: str, jobs: Sequence[Waiting], limit: int = 8) -> list[Offer]:
         """Put queued jobs in their lanes and offer up to `limit`.  A job that is there already stays as it is."""
         made: list[Offer] = []
         for start in range(0, max(len(jobs), 1), _CHUNK):
             args: list[Any] = [new_prefix(), limit - len(made), self._settings.offer_ms]
             for job in jobs[start : start + _CHUNK]:
-                args += [order.lane(job), order.offset(policies[job.model], job.tier), job.seq, job.id]
+                args += [order.lane(job), job.needs, job.seq, job.id, job.created_ms]
             made += offers(fleet, self._scripts.run("enqueue", fleet, args)[1])
         self._away_until = 0.0
         return made
@@ -95,28 +131,34 @@ class Queues:
 
     def withdraw(self, fleet: str, job: Waiting) -> str:
         """Take a job out: "withdrawn"; "asked": it is offered or runs, its holder is told; "absent"."""
-        return self._scripts.run("withdraw", fleet, [job.id, order.lane(job)])[0].decode()
+        return self._scripts.run("withdraw", fleet, _place(job))[0].decode()
 
-    def ahead(self, fleet: str, job: Waiting) -> int | None:
-        """How many jobs of its model come before it; None: it does not wait in the room, or Redis is away."""
+    def position(self, fleet: str, job: Waiting, *, as_last: bool = False) -> Position | None:
+        """Where it waits, or, `as_last`, where it would if it came in now; None: not in the room, or Redis is away."""
         if self.away:
             return None
-        answer = self._scripts.run("position", fleet, [job.id, order.lane(job)])
-        return int(answer[1]) if answer[0] == b"waiting" else None
+        answer = self._scripts.run("position", fleet, [*_place(job), int(as_last)])
+        return Position(int(answer[1]), int(answer[2]) or None) if answer[0] == b"waiting" else None
+
+    def wait_facts(self, fleet: str, job: Waiting) -> WaitFacts:
+        """What it waits for."""
+        answer = self._scripts.run("wait_facts", fleet, _place(job))
+        plain: list[Any] = [field.decode() if isinstance(field, bytes) else field for field in answer]
+        return WaitFacts(*plain)
 
     def depths(self, fleet: str) -> Depths:
-        is_open, free, resting, taken, lanes = self._scripts.run("depths", fleet)
-        return Depths(bool(is_open), free, resting, taken, {lane.decode(): count for lane, count in lanes})
+        is_open, free, resting, taken, waiting = self._scripts.run("depths", fleet)
+        return Depths(bool(is_open), free, resting, taken, {model.decode(): count for model, count in waiting})
 
-    def reorder(self, fleet: str, policies: dict[str, Policy]) -> int:
-        """Give every lane the offset of its model's present policy; answers how many lanes there are."""
-        args: list[Any] = []
-        for lane in self.depths(fleet).lanes:
-            policy = policies.get(order.model_of(lane))
-            if policy is not None:
-                args += [lane, order.offset(policy, order.tier_of(lane))]
-        return self._scripts.run("reorder", fleet, args) if args else 0
+    def backlog(self, fleet: str, model: str, tenant: str) -> Backlog:
+        """What waits for a model, of one tenant and of all."""
+        own, everyones, run_ms, free = self._scripts.run("backlog", fleet, [order.account(tenant, model)])
+        return Backlog(own, everyones, run_ms or None, free)
 
     def open(self, fleet: str) -> bool:
         """Declare the room complete.  False: it was open."""
         return self._scripts.run("open", fleet, [new_prefix()])[0] == b"opened"
+
+
+def _place(job: Waiting) -> list[Any]:
+    return [job.id, order.lane(job), job.created_ms]

@@ -9,12 +9,12 @@ import structlog
 
 from jobs.catalog import Snapshot
 from jobs.crash import crash_at
-from jobs.record import Job, Server, Waiting, now_ms
+from jobs.record import Job, Server, now_ms
 from jobs.states import State, Why
 from jobs.store import Error
 from routing.dispatcher import Dispatcher
 from routing.leases import Held, Restored
-from routing.policies import identity, order
+from routing.policies import identity
 from routing.policies.identity import LeaseView, ServerReport
 from routing.policies.verdict import crashed
 
@@ -40,8 +40,6 @@ def sweep(dispatcher: Dispatcher) -> int:
             rebuild(dispatcher, fleet)
         _catch_up(dispatcher, fleet)
         dispatcher.slots.sync(fleet, catalog)
-        # A process whose catalog is older may have put jobs in under the policy of before.
-        dispatcher.queues.reorder(fleet, dispatcher.fleet.policies())
         offers = dispatcher.queues.offer(fleet)
         dispatcher.publish(offers)
         made += len(offers)
@@ -54,7 +52,6 @@ def refresh_fleet(dispatcher: Dispatcher, fleet: str) -> None:
     if not dispatcher.queues.depths(fleet).open:
         rebuild(dispatcher, fleet)
     dispatcher.slots.sync(fleet, catalog)
-    dispatcher.queues.reorder(fleet, dispatcher.fleet.policies())
     dispatcher.publish(dispatcher.queues.offer(fleet))
 
 
@@ -215,23 +212,21 @@ def _fill(dispatcher: Dispatcher, fleet: str, seq: int = 0) -> tuple[int, int]:
 
     Answers how many there are, and the last one's `seq`.
     """
-    models, policies = dispatcher.fleet.snapshot().models_of(fleet), dispatcher.fleet.policies()
+    models = dispatcher.fleet.snapshot().models_of(fleet)
     added = 0
     while batch := dispatcher.store.queued(models, seq, _CHUNK):
-        dispatcher.publish(dispatcher.queues.enqueue(fleet, batch, policies))
+        dispatcher.publish(dispatcher.queues.enqueue(fleet, batch))
         seq, added = batch[-1].seq, added + len(batch)
     return added, seq
 
 
 def _running_leases(dispatcher: Dispatcher, catalog: Snapshot, fleet: str) -> list[Restored]:
-    policies, models = dispatcher.fleet.policies(), set(catalog.models_of(fleet))
+    models = set(catalog.models_of(fleet))
     found = []
     for job in dispatcher.store.running():
         if job.model in models and job.lease and job.slot:
-            waiting = Waiting(job.id, job.seq, job.model, job.tier, job.tenant)
             lease, owner = job.lease.split(" ", 1)
-            offset = order.offset(policies[job.model], job.tier)
-            found.append(Restored(Held(fleet, job.id, lease, owner, job.slot), order.lane(waiting), offset, job.seq))
+            found.append(Restored(Held(fleet, job.id, lease, owner, job.slot), job.waiting))
     return found
 
 

@@ -1,10 +1,47 @@
-"""Slots: which of a fleet's slots can be offered."""
+"""Slots: which of a fleet's slots can be offered, and by which rules."""
 
+from dataclasses import dataclass
 from typing import Any
 
-from jobs.catalog import Snapshot
+from jobs.catalog import Model, Snapshot
+from jobs.record import Server
 from routing.config import RoutingSettings
+from routing.policies.order import account, safe
+from routing.policies.placement import attribute_text
 from routing.scripts import Scripts
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The parts by which servers are compared for a model, each 0 or about that at its best; the lowest total wins."""
+
+    load: float
+    failures: float
+    slowness: float
+    swap: float
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStanding:
+    """A server as the offers see it.  Times in ms since the epoch, 0: none.
+
+    `rested_ms`: when the first resting slot is offered again.  `breaker`: closed, open, half_open, probing.
+    `loaded`: the model that it ran last; `passing_since_ms`: since when it has gone on with that although another's
+    job comes first.
+    """
+
+    server: str
+    free: int
+    resting: int
+    taken: int
+    rested_ms: int
+    breaker: str
+    open_until_ms: int
+    loaded: str
+    swaps: int
+    passing_since_ms: int
+    scores: dict[str, Score]
 
 
 class Slots:
@@ -15,12 +52,19 @@ class Slots:
         self._settings = settings
 
     def sync(self, fleet: str, catalog: Snapshot) -> bool:
-        """Bring the fleet's servers and slots to what the catalog says.  False: a newer one is there already."""
-        args: list[Any] = [catalog.version]
-        for server in catalog.servers_of(fleet):
-            models = "".join(f"{model}\n" for model in sorted(server.endpoints))
-            args += [server.name, f"{server.state} {server.slots}\n{models}", server.slots]
-        return self._scripts.run("sync_servers", fleet, args)[0] == b"synced"
+        """Bring the fleet's servers, slots and rules to what the catalog says.  False: a newer one is there already."""
+        servers = catalog.servers_of(fleet)
+        args: list[Any] = [catalog.version, len(servers)]
+        for server in servers:
+            args += [server.name, entry(server), server.slots]
+        for field, text in _rules(fleet, catalog).items():
+            args += [field, text]
+        return self._scripts.run("sync", fleet, args)[0] == b"synced"
+
+    def standings(self, fleet: str) -> dict[str, ServerStanding]:
+        """How each of a fleet's servers stands."""
+        _, rows = self._scripts.run("servers", fleet)
+        return {(found := _standing(row)).server: found for row in rows}
 
     def rest(self, fleet: str, server: str) -> int:
         """A server failed: offer its slots to nobody for a while, longer each time in a row; answers ms."""
@@ -39,3 +83,38 @@ class Slots:
     def occupy(self, fleet: str, server: str, count: int, rest_ms: int) -> int:
         """Others use `count` of a server's slots: offer so many fewer for a while; answers how many rest."""
         return int(self._scripts.run("occupy", fleet, [server, count, rest_ms]))
+
+
+def entry(server: Server) -> str:
+    """A server as the scripts read it, see lua/lib/slots.lua."""
+    models = "".join(f"{model}\n" for model in sorted(server.endpoints))
+    attributes = "".join(f"@{name}={attribute_text(value)}\n" for name, value in sorted(server.attributes.items()))
+    return f"{server.state} {server.slots} {server.weight!r}\n{models}{attributes}"
+
+
+def _rules(fleet: str, catalog: Snapshot) -> dict[str, str]:
+    """What is configured, as lua/lib/order.lua reads it."""
+    rules = {f"tenant {safe(name)}": it.state for name, it in catalog.tenants.items()}
+    for name in catalog.models_of(fleet):
+        rules |= model_rules(catalog.models[name])
+    return rules
+
+
+def model_rules(model: Model) -> dict[str, str]:
+    """A model's rules, and those of tenants that it treats unlike the others."""
+    config = model.config
+    step_ms, affinity_ms = round(config.tier_head_start * 1000), round(config.affinity * 1000)
+    rules = {
+        f"model {model.name}": f"{config.policy} {step_ms} {model.state} {config.tenant_slots or 0} {affinity_ms} "
+        f"{config.breaker_failures}"
+    }
+    for tenant in config.weights.keys() | config.tenant_slot_limits.keys():
+        terms = f"{config.weights.get(tenant, 1)!r} {config.tenant_slot_limits.get(tenant, 0)}"
+        rules[f"account {account(tenant, model.name)}"] = terms
+    return rules
+
+
+def _standing(row: list[Any]) -> ServerStanding:
+    plain: list[Any] = [field.decode() if isinstance(field, bytes) else field for field in row[:-1]]
+    scores: dict[str, Score] = {name.decode(): Score(*map(float, parts)) for name, *parts in row[-1]}
+    return ServerStanding(*[*plain, scores])

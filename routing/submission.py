@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import orjson
 from jobs.catalog import Model
 from jobs.errors import InvalidJob
 from jobs.record import TIER_DEFAULT, TIER_LEAST_URGENT, TIER_MOST_URGENT, NewJob, new_job_id
+from routing.policies.placement import read_needs
 
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}")
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -24,6 +25,7 @@ UrlCheck = Callable[[str], str | None]
 class Submission:
     """What a client asked for, by whichever door.
 
+    `constraints`: what its server must declare, see routing/policies/placement.py.
     `priority`: 1 (most urgent) … 9, True for 1, None or False for the default.  `ttl_s`, `delay_s`: from now.
     `not_before_ms`: instead of `delay_s`, where the client named a moment.
     `id`: chosen by the client (Celery's task id), else one is made.
@@ -35,6 +37,7 @@ class Submission:
     priority: int | bool | None = None
     tenant: str = "default"
     ttl_s: float | None = None
+    constraints: Mapping[str, Any] | None = None
     delay_s: float | None = None
     not_before_ms: int | None = None
     idempotency_key: str | None = None
@@ -76,6 +79,7 @@ def prepare(asked: Submission, model: Model, check_url: UrlCheck, now: int) -> N
         fingerprint=_fingerprint(asked, payload) if asked.idempotency_key else "",
         source=asked.source,
         envelope=asked.envelope,
+        needs=read_needs(asked.constraints),
     )
 
 
@@ -155,4 +159,6 @@ def _idempotency_key(key: str | None) -> str | None:
 def _fingerprint(asked: Submission, payload: str) -> str:
     # The moment, not how far off it is: that differs when the same request is sent again.
     parts = [asked.model, payload, asked.callback_url, asked.priority, asked.ttl_s, asked.delay_s, asked.not_before_ms]
+    if asked.constraints:
+        parts.append(read_needs(asked.constraints))
     return hashlib.sha256(orjson.dumps(parts)).hexdigest()

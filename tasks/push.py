@@ -6,7 +6,7 @@ been told: the same verdict, the same guarded write.  The worker that still poll
 
 import orjson
 
-from jobs.record import Job, Run, Waiting
+from jobs.record import Job, Run
 from jobs.states import FINAL, State
 from routing.dispatcher import Task
 from routing.leases import Held
@@ -65,7 +65,7 @@ def _task(job: Job) -> Task | None:
     lease, owner = job.lease.split(" ", 1)
     fleet = dispatcher().fleet.model(job.model).fleet
     run = Run(
-        job=Waiting(job.id, job.seq, job.model, job.tier, job.tenant),
+        job=job.waiting,
         payload=job.payload or "{}",
         attempt=job.attempt,
         failures=job.failures,

@@ -5,7 +5,7 @@ import threading
 from redis.exceptions import RedisError
 
 from routing.config import RoutingSettings
-from routing.leases import Held, Leases
+from routing.leases import Held, Leases, Outcome
 from routing.queues import Offer
 from routing.scripts import Scripts
 
@@ -22,10 +22,17 @@ class PatientLeases(Leases):
         self._lock = threading.Lock()
 
     def release(
-        self, held: Held, *, back: bool, rest_ms: int = 0, taker: str = "", limit: int = 8
+        self,
+        held: Held,
+        *,
+        back: bool,
+        rest_ms: int = 0,
+        taker: str = "",
+        limit: int = 8,
+        outcome: Outcome = "",
     ) -> tuple[bool, list[Offer]]:
         try:
-            answer = super().release(held, back=back, rest_ms=rest_ms, taker=taker, limit=limit)
+            answer = super().release(held, back=back, rest_ms=rest_ms, taker=taker, limit=limit, outcome=outcome)
         except RedisError:
             with self._lock:
                 self._owed[held] = back, rest_ms

@@ -10,6 +10,7 @@ from routing.admission import Admission
 from routing.config import RoutingSettings
 from routing.dispatcher import Dispatcher
 from routing.fleet import Fleet
+from routing.forecasts import Forecasts
 from routing.keys import Keys
 from routing.queues import Queues
 from routing.scripts import Scripts, connect
@@ -46,6 +47,11 @@ def leases() -> PatientLeases:
 
 
 @once
+def forecasts() -> Forecasts:
+    return Forecasts(scripts())
+
+
+@once
 def dispatcher() -> Dispatcher:
     from tasks.announce import CeleryAnnouncer
 
@@ -59,7 +65,8 @@ def dispatcher() -> Dispatcher:
         queues=queues,
         leases=leases(),
         slots=Slots(scripts(), settings),
-        admission=Admission(scripts(), queues, fleet),
+        admission=Admission(scripts(), queues, fleet, forecasts()),
+        forecasts=forecasts(),
         settings=settings,
         announcer=CeleryAnnouncer(),
         check_url=lambda url: check_url(url, allow),

@@ -11,7 +11,7 @@ from app.auth import tenant
 from app.schemas import AttemptList, CancelAnswer, JobDetail, JobList, JobPath, ListQuery, WaitQuery
 from jobs import events
 from jobs.errors import JobNotFound
-from jobs.record import Job, Waiting
+from jobs.record import Job
 from jobs.states import State
 
 api = blueprint("jobs", "Jobs", "/queue/jobs")
@@ -29,7 +29,7 @@ def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
         context().patience.wait(lambda: dispatcher().store.state_of(job.id), query.wait)
         job = own_job(path.job_id)
     place = _place(job)
-    return views.job_detail(job, place.position, place.estimated_start_s)
+    return views.job_detail(job, place.position, place.estimate)
 
 
 @api.get("", responses={200: JobList, **problems(422)})
@@ -81,4 +81,4 @@ def own_job(job_id: str) -> Job:
 def _place(job: Job) -> Place:
     if job.state is not State.QUEUED:
         return Place()
-    return context().places.of(Waiting(job.id, job.seq, job.model, job.tier, job.tenant))
+    return context().places.of(job.waiting)

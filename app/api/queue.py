@@ -5,6 +5,7 @@ from typing import Any
 
 from flask import request
 
+from app import views
 from app.api import batch
 from app.api.context import context, dispatcher
 from app.api.openapi import blueprint, headers, problems
@@ -43,7 +44,8 @@ def submit(body: SubmitBody) -> Answer:
         "status": accepted.state.value,
         "position": place.position,
         "deduplicated": accepted.deduplicated,
-        "estimated_start_s": place.estimated_start_s,
+        "estimated_start_s": place.estimate and views.seconds(place.estimate.mid_ms),
+        "estimated_start_between_s": views.interval(place.estimate),
         "links": links,
     }
     return answer, 202, {"Location": links["self"]}
@@ -118,7 +120,7 @@ def _of_batch(index: int, item: batch.BatchItem, key: str | None) -> Submission:
 def _place(receipt: Receipt) -> Place:
     if receipt.accepted.state is not State.QUEUED:
         return Place()
-    return context().places.of(receipt.waiting)
+    return context().places.of(receipt.waiting, new=not receipt.accepted.deduplicated)
 
 
 def _links(job_id: str) -> dict[str, str]:

@@ -1,5 +1,5 @@
 --[[ claim: make an open offer one's own.
-  KEYS[1..8]  the fleet's keys, see lib/fleet
+  KEYS[1..12] the fleet's keys, see lib/fleet
   ARGV[1] job   ARGV[2] lease   ARGV[3] owner, not empty   ARGV[4] lease_ms
   Returns {"claimed", slot, server, number} | {"lost"}      Writes only on "claimed"
   Claiming again what one has claimed answers "claimed" again

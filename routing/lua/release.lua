@@ -1,5 +1,5 @@
 --[[ release: give up a lease, and make the next offers in the same step (the hand-off).
-  KEYS[1..8]  the fleet's keys, see lib/fleet
+  KEYS[1..12] the fleet's keys, see lib/fleet
   ARGV[1] job       ARGV[2] lease   ARGV[3] owner: "" for an offer that nobody has claimed
   ARGV[4] back      "1": the job goes back to its place in its lane, "0": it has left the room
   ARGV[5] rest_ms   how long the slot is offered to nobody
@@ -7,23 +7,55 @@
   ARGV[7] limit     offers to make at most
   ARGV[8] offer_ms  how long an open offer stands
   ARGV[9] taker     who takes the first of them at once, for ARGV[10] lease_ms; "": nobody
+  ARGV[11] outcome  "ok", "failed": what the run tells of its server and model; "": nothing
+  ARGV[12] failures in a row that open a server's breaker   ARGV[13] rate of failures that opens one, 0 to 1
+  ARGV[14] open_ms  for how long the first time; doubled each time in a row up to ARGV[15] open_max_ms
   Returns {"released" | "lost", {job, lease, slot, server, model, number, owner}…}
   On "lost" the lease is left alone; offers are made all the same
-  Clock Redis TIME    Cost O(log n)    Upholds LEASE-4, SLOT-2 ]]
+  Clock Redis TIME    Cost O(log n + classes + free slots)    Upholds LEASE-4, SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/slots
+-- @include lib/order
+-- @include lib/lanes
+-- @include lib/breaker
 -- @include lib/lease
+-- @include lib/holding
+-- @include lib/placement
 -- @include lib/offer
+
+-- A moving mean of what runs that end well take of a slot, in ms.
+local function note_duration(stats, field, took_ms)
+  local mean = tonumber(redis.call("HGET", stats, field) or took_ms)
+  redis.call("HSET", stats, field, string.format("%.3f", mean + SMOOTHING * (took_ms - mean)))
+end
+
+local function note_run(job, was, outcome, now)
+  local server, model = stats_key("server", server_of(was.slot)), stats_key("model", was.lane.model)
+  local settings = { failures = tonumber(ARGV[12]), rate = tonumber(ARGV[13]), open_ms = tonumber(ARGV[14]),
+    open_max_ms = tonumber(ARGV[15]) }
+  note_outcome(server, job, outcome, now, settings)
+  local failures = rules_of(was.lane.model).failures
+  if failures > 0 then
+    settings.failures, settings.rate = failures, 2 -- of a model only the streak counts: other servers may be well
+    note_outcome(model, job, outcome, now, settings)
+  end
+  if outcome == "ok" then
+    note_duration(model, "run_ms", was.held_ms)
+    note_duration(server, "run_ms:" .. was.lane.model, was.held_ms)
+  end
+end
 
 local job, now = ARGV[1], now_ms()
 local answer = "lost"
 if is_held(job, ARGV[2], ARGV[3]) then
-  local was = drop_lease(job)
+  local was = drop_lease(job, now)
   if ARGV[4] == "1" then
-    -- The lane's own offset may be newer than the lease: the policy may have changed during the run.
-    put_in_lane(was.lane, redis.call("HGET", OFFSETS, was.lane) or was.offset, was.seq, job)
+    add_to_lane(was.lane, was.seq, job, was.created)
+    reindex(was.lane, was.needs)
   end
   return_slot(was.slot, now, tonumber(ARGV[5]))
+  note_run(job, was, ARGV[11], now)
   answer = "released"
 end
 return { answer, make_offers(tonumber(ARGV[7]), ARGV[6], now, tonumber(ARGV[8]), ARGV[9], tonumber(ARGV[10])) }

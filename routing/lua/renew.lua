@@ -1,5 +1,5 @@
 --[[ renew: give running jobs more time, each if the caller still holds it.
-  KEYS[1..8]  the fleet's keys, see lib/fleet
+  KEYS[1..12] the fleet's keys, see lib/fleet
   ARGV[1] owner   ARGV[2] lease_ms   ARGV[3…] job, lease of each
   Returns {"renewed" | "cancel" | "lost" | "unknown", …} in the order asked
     cancel   renewed, and somebody wants the job canceled
@@ -8,15 +8,29 @@
   Clock Redis TIME    Cost O(jobs log leases)    Upholds LEASE-4 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/order
+-- @include lib/lanes
 -- @include lib/lease
+-- @include lib/holding
 
-local owner, expires, answers = ARGV[1], exact(now_ms() + tonumber(ARGV[2])), {}
+-- A long run is charged while it goes on, lest its tenant look idle until it ends (policy fair).
+local function charge_so_far(job, now)
+  local was = redis.call("HMGET", lease_key(job), "lane", "since", "charged")
+  local it, since, charged = read_lane(was[1]), tonumber(was[2]), tonumber(was[3])
+  if rules_of(it.model).policy == "fair" and now - since > charged then
+    redis.call("HSET", lease_key(job), "charged", exact(charge_use(it, since, charged, now)))
+    reindex_account(it.account)
+  end
+end
+
+local owner, now, answers = ARGV[1], now_ms(), {}
 local rebuilt = redis.call("HEXISTS", META, "epoch") == 1
 for i = 3, #ARGV, 2 do
   local job, lease = ARGV[i], ARGV[i + 1]
   local answer
   if is_held(job, lease, owner) then
-    redis.call("ZADD", LEASES, expires, job)
+    redis.call("ZADD", LEASES, exact(now + tonumber(ARGV[2])), job)
+    charge_so_far(job, now)
     answer = redis.call("HEXISTS", lease_key(job), "cancel") == 1 and "cancel" or "renewed"
   else
     answer = rebuilt and "lost" or "unknown"

@@ -1,11 +1,12 @@
 --[[ rest: offer a server's free slots to nobody for a while, longer each time; or wake them.
-  KEYS[1..8]  the fleet's keys, see lib/fleet
+  KEYS[1..12] the fleet's keys, see lib/fleet
   ARGV[1] server   ARGV[2] first_ms: the first rest, doubled each time in a row; 0: wake, all is well
   ARGV[3] max_ms
   Returns {rest_ms, slots moved}
   Clock Redis TIME    Cost O(slots log slots) ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/slots
 
 local server, first, now = ARGV[1], tonumber(ARGV[2]), now_ms()
 local from, rest_ms, moved = RESTING, 0, 0

@@ -1,16 +1,25 @@
-"""Whether a model's queue takes more jobs."""
+"""How many jobs may wait (R51, R52)."""
 
 from jobs.config import ModelConfig
 
-_RETRY_AFTER_S = 1.0
+
+def bound(config: ModelConfig, slots: int) -> int | None:
+    """Jobs that may wait: of each tenant under `fair`, of the whole model otherwise; None: any number.
+
+    `slots`: of servers that are online.  With none left the bound stays that of one slot: what waits is parked, and
+    an outage does not turn clients away at once (R61).
+    """
+    per_slot = max((it for it in (config.capacity, config.capacity_per_slot) if it is not None), default=None)
+    if per_slot is None:
+        return config.max_waiting
+    wanted = per_slot * max(slots, 1)
+    return wanted if config.max_waiting is None else min(wanted, config.max_waiting)
 
 
-def refusal(model: str, waiting: int, more: int, config: ModelConfig) -> tuple[str, float] | None:
-    """(sentence, seconds after which to try again) if `more` jobs do not fit beside `waiting`; else None."""
-    if config.max_waiting is None or waiting + more <= config.max_waiting:
-        return None
+def refusal(model: str, waiting: int, limit: int, tenant: str | None = None) -> str:
+    """Why no more jobs fit beside `waiting`, and what can be done."""
+    whose = "jobs" if tenant is None else f"jobs of tenant {tenant!r}"
     return (
-        f"{waiting} jobs of model {model!r} wait, and it is configured to hold {config.max_waiting}; "
-        "try again later, or raise max_waiting at /admin/model-configs.",
-        _RETRY_AFTER_S,
+        f"{waiting} {whose} wait for model {model!r}, and it is configured to hold {limit}; "
+        "try again later, or raise capacity or max_waiting at /admin/model-configs."
     )

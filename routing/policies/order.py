@@ -1,43 +1,52 @@
-"""Whose turn it is.
+"""Which lane a job waits in.  The policies themselves, key functions of lanes, stand in lua/lib/order.lua.
 
-A lane holds jobs that are alike for placement, in order of acceptance.  The room serves the lane with the
-smallest order key first; the key is `offset(lane) + seq of the job at its head`, so a policy is nothing but
-a choice of offsets.  Keys are exact integers below 2^53, which a Redis score holds without rounding (R39).
+A lane holds jobs that are alike for placement and order: same model, needs, tenant and tier.
 """
 
-from collections.abc import Callable
+import hashlib
+from functools import lru_cache
+from urllib.parse import quote
 
-from jobs.config import Policy
-from jobs.record import Waiting
+from jobs.config import ModelConfig
+from jobs.record import TIER_LEAST_URGENT, Waiting
 
-# 2^49 jobs may be accepted before a key could leak into the next tier; nine tiers stay below 2^53.
-_TIER_STEP = 1 << 49
+_READABLE = "/:@+ ~"  # of a tenant's name beside letters, digits and `_.-`; a bar would end it too early
 
 
 def lane(job: Waiting) -> str:
-    """The lane of a job: `<tier>|<model>`.  The model stands last, for it may contain anything but a bar."""
-    return f"{job.tier}|{job.model}"
+    """`<tier>|<digest of its needs>|<tenant>|<model>`."""
+    return f"{job.tier}|{_digest(job.needs)}|{account(job.tenant, job.model)}"
 
 
-def tier_of(lane_name: str) -> int:
-    return int(lane_name.split("|", 1)[0])
+def account(tenant: str, model: str) -> str:
+    """`<tenant>|<model>`, as the scripts know a tenant's use of a model."""
+    return f"{safe(tenant)}|{model}"
 
 
-def model_of(lane_name: str) -> str:
-    return lane_name.rsplit("|", 1)[1]
+def safe(tenant: str) -> str:
+    """A tenant's name as part of a key."""
+    return quote(tenant, safe=_READABLE)
 
 
-def _fifo(tier: int) -> int:
-    return 0
+@lru_cache(4096)
+def _digest(needs: str) -> str:
+    return hashlib.sha256(needs.encode()).hexdigest()[:12] if needs else ""
 
 
-def _priority(tier: int) -> int:
-    return tier * _TIER_STEP
+def longest_overtaking_s(tier: int, config: ModelConfig) -> float | None:
+    """For how many seconds after its acceptance others may still be accepted that come before a job of this tier.
+
+    The bound on what order alone can make it wait: the work that was accepted until then.  None: there is none.
+    """
+    match config.policy:
+        case "fifo":
+            return 0.0
+        case "aging":
+            return (tier - 1) * config.tier_head_start
+        case "priority" if tier == 1:
+            return 0.0
+        case _:
+            return None
 
 
-_OFFSETS: dict[Policy, Callable[[int], int]] = {"fifo": _fifo, "priority": _priority}
-
-
-def offset(policy: Policy, tier: int) -> int:
-    """What the policy adds to the acceptance number of a job of this tier."""
-    return _OFFSETS[policy](tier)
+TIERS = range(1, TIER_LEAST_URGENT + 1)

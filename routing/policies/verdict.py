@@ -8,10 +8,13 @@ the request is wrong        final at once
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jobs.config import ModelConfig
 from jobs.states import Why
 from routing.outcome import Kind, Outcome
+
+_FAILURES = frozenset({Why.SERVER_ERROR, Why.RETRIES_EXHAUSTED, Why.SERVER_LOST, Why.CRASHES_EXHAUSTED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,13 @@ class Verdict:
     why: Why
     rest_s: float | None = None
     penalty: bool = False
+
+    @property
+    def outcome(self) -> Literal["ok", "failed", ""]:
+        """What the run tells of its server and model to their breakers; "": nothing."""
+        if self.why in (Why.FINISHED, Why.INVALID_REQUEST):
+            return "ok"
+        return "failed" if self.why in _FAILURES else ""
 
 
 def judge(

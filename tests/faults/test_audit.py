@@ -9,7 +9,6 @@ import pytest
 from sqlalchemy import text
 
 from jobs import ledger
-from jobs.record import Waiting
 from jobs.states import State
 from jobs.store import Store
 from routing import audit, reconcile
@@ -61,7 +60,7 @@ def test_a_system_that_is_well_has_no_finding_at_any_step_of_a_job(busy):
 
 def test_queue_1_a_waiting_job_that_is_nowhere_in_redis_is_found_until_it_is_brought_back(busy):
     job = busy.job("j2")
-    busy.dispatcher.queues.withdraw("zimg", Waiting(job.id, job.seq, job.model, job.tier, job.tenant))
+    busy.dispatcher.queues.withdraw("zimg", job.waiting)
     assert look(busy) == {Finding(Check.ROOM, "zimg")}
     reconcile.reconcile(busy.dispatcher)
     assert look(busy) == set()
@@ -119,7 +118,7 @@ def test_the_audit_raises_a_gauge_and_an_event_for_each_difference_and_lowers_it
     assert not any(ledger.findings(watched.database).values())
 
     lost = watched.job("j3")
-    watched.dispatcher.queues.withdraw("zimg", Waiting(lost.id, lost.seq, lost.model, lost.tier, lost.tenant))
+    watched.dispatcher.queues.withdraw("zimg", lost.waiting)
     maintenance.check_invariants()
     assert ledger.findings(watched.database)[Check.ROOM] == 1
     assert [event.data for event in watched.store.events_of("zimg")] == [{"check": "queued_not_in_room"}]

@@ -7,21 +7,25 @@ Every method is one run of one script; answers come as texts and numbers.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import pytest
 from redis import Redis
 
-from jobs.config import Policy
+from jobs.catalog import Model
+from jobs.config import ModelConfig
+from jobs.record import Server as CatalogServer
 from jobs.record import Waiting
 from routing.keys import Keys
 from routing.policies import order
 from routing.scripts import Scripts
+from routing.slots import entry, model_rules
 from tests.support.valkey import NoValkey, Valkey
 
 START_MS = 1_800_000_000_000
 OFFER_MS, LEASE_MS = 10_000, 8_000
+BREAKER = (3, 0.8, 5_000, 40_000)  # failures in a row, rate, open_ms, open_max_ms
 
 # Stands in for lib/now_ms.  The key lies in the same hash slot as the keys of the script.
 CLOCK = """
@@ -78,19 +82,17 @@ class Job:
     seq: int
     tier: int = 5
     model: str = "zimg"
-    policy: Policy = "priority"
+    tenant: str = "default"
+    created: int = START_MS
+    needs: str = ""
 
     @property
     def lane(self) -> str:
-        return order.lane(Waiting(self.id, self.seq, self.model, self.tier, "default"))
-
-    @property
-    def offset(self) -> int:
-        return order.offset(self.policy, self.tier)
+        return order.lane(Waiting(self.id, self.seq, self.model, self.tier, self.tenant, self.created, self.needs))
 
     @property
     def args(self) -> list[Any]:
-        return [self.lane, self.offset, self.seq, self.id]
+        return [self.lane, self.needs, self.seq, self.id, self.created]
 
 
 a = Job
@@ -104,10 +106,14 @@ class Server:
     slots: int = 1
     state: str = "online"
     models: tuple[str, ...] = ("zimg",)
+    attributes: dict[str, str | float] = field(default_factory=dict)
+    weight: float = 1.0
 
     @property
     def args(self) -> list[Any]:
-        return [self.name, f"{self.state} {self.slots}\n" + "".join(f"{model}\n" for model in self.models), self.slots]
+        urls = dict.fromkeys(self.models, "http://gpu")
+        it = CatalogServer(self.name, "zimg", self.slots, self.state, urls, 0, self.attributes, self.weight)
+        return [self.name, entry(it), self.slots]
 
 
 class Room:
@@ -118,6 +124,8 @@ class Room:
         self.keys = Keys(prefix)
         self.scripts = Scripts(client, self.keys, FRAGMENTS)
         self.version = 0
+        self.rules: dict[str, str] = {}
+        self.servers: tuple[Server, ...] = ()
         self.now = START_MS
         self._prefixes = 0
         self.set_clock(START_MS)
@@ -145,10 +153,10 @@ class Room:
                 return self.client.get(key)
 
     def key(self, name: str) -> str:
-        return f"{self.keys.fleet(self.fleet)[0].removesuffix(':lanes')}:{name}"
+        return f"{self.keys.fleet(self.fleet)[0].removesuffix(':classes')}:{name}"
 
     def members(self, name: str) -> list[str]:
-        """Of `free`, `resting`, `leases` or `lanes`, in order."""
+        """Of `free`, `resting`, `leases`, or a class's lanes `classes:<class>`, in order."""
         return [member.decode() for member in self.client.zrange(self.key(name), 0, -1)]
 
     def taken(self) -> dict[str, str]:
@@ -157,10 +165,24 @@ class Room:
 
     def lane_of(self, lane: str) -> list[str]:
         """The jobs of a lane, in order."""
-        return [job.decode() for job in self.client.zrange(self.key(f"lanes:{lane}"), 0, -1)]
+        found = self.client.zrange(self.key(f"lanes:{lane}"), 0, -1)
+        return [member.decode().rsplit("@", 1)[0] for member in found]
+
+    def lanes(self) -> list[str]:
+        """All lanes, in the order of each class."""
+        classes = sorted(name.decode() for name in self.client.hkeys(self.key("classes")))
+        return [lane for name in classes for lane in self.members(f"classes:{name}")]
 
     def waiting(self) -> list[str]:
-        return [job for lane in self.members("lanes") for job in self.lane_of(lane)]
+        return [job for lane in self.lanes() for job in self.lane_of(lane)]
+
+    def seq_of(self, job: Job) -> int:
+        return int(self.client.zscore(self.key(f"lanes:{job.lane}"), f"{job.id}@{job.created}"))
+
+    def key_of(self, lane: str) -> float:
+        """The lane's order key among those of its class."""
+        _, digest, _, model = lane.split("|")
+        return float(self.client.zscore(self.key(f"classes:{digest}|{model}"), lane))
 
     def lease_of(self, job: str) -> dict[str, str]:
         return {name.decode(): text.decode() for name, text in self.client.hgetall(self.key(f"leases:{job}")).items()}
@@ -185,8 +207,16 @@ class Room:
 
     def sync(self, *servers: Server, version: int | None = None) -> str:
         self.version = self.version + 1 if version is None else version
+        self.servers = servers
         args = [arg for server in servers for arg in server.args]
-        return self.run("sync_servers", self.version, *args)[0]
+        rules = [text for rule in self.rules.items() for text in rule]
+        return self.run("sync", self.version, len(servers), *args, *rules)[0]
+
+    def configure(self, model: str = "zimg", state: str = "online", **config: Any) -> Self:
+        """What is configured for a model, as the catalog's snapshot would bring it."""
+        self.rules |= model_rules(Model(model, "zimg", {}, ModelConfig(**config), state))
+        self.sync(*self.servers)
+        return self
 
     def open(self, epoch: str = "epoch1") -> str:
         return self.run("open", epoch)[0]
@@ -216,9 +246,10 @@ class Room:
         rest_ms: int = 0,
         limit: int = 8,
         taker: str = "",
+        outcome: str = "",
     ) -> tuple[str, list[Offered]]:
         args = [offer.job, offer.lease, owner, int(back), rest_ms, self._prefix(), limit, OFFER_MS, taker, LEASE_MS]
-        answer, rows = self.run("release", *args)
+        answer, rows = self.run("release", *args, outcome, *BREAKER)
         return answer, [Offered(*row) for row in rows]
 
     def expired(self, limit: int = 256) -> list[list[str]]:
@@ -232,14 +263,15 @@ class Room:
 
     def restore(self, *leases: tuple[Job, str, str, str]) -> int:
         """Each: job, lease, owner, slot."""
-        args = [arg for job, *held in leases for arg in (job.id, *held, job.lane, job.offset, job.seq)]
+        args = [arg for job, *held in leases for arg in (job.id, *held, job.lane, job.needs, job.seq, job.created)]
         return self.run("restore", LEASE_MS, *args)
 
     def withdraw(self, job: Job) -> str:
-        return self.run("withdraw", job.id, job.lane)[0]
+        return self.run("withdraw", job.id, job.lane, job.created)[0]
 
     def position(self, job: Job) -> list[Any]:
-        return self.run("position", job.id, job.lane)
+        """Place and jobs ahead."""
+        return self.run("position", job.id, job.lane, job.created, 0)[:2]
 
     def rest(self, server: str, first_ms: int, max_ms: int = 30_000) -> list[int]:
         return self.run("rest", server, first_ms, max_ms)

@@ -21,6 +21,7 @@ from routing.admission import Admission
 from routing.config import RoutingSettings
 from routing.dispatcher import Dispatcher, Settled, Task
 from routing.fleet import Fleet
+from routing.forecasts import Forecasts
 from routing.keys import Keys
 from routing.leases import Leases, Renewal
 from routing.outcome import Kind, Outcome
@@ -91,7 +92,8 @@ class Stage:
             queues=queues,
             leases=Leases(scripts, SETTINGS),
             slots=Slots(scripts, SETTINGS),
-            admission=Admission(scripts, queues, fleet),
+            admission=Admission(scripts, queues, fleet, Forecasts(scripts)),
+            forecasts=Forecasts(scripts),
             settings=SETTINGS,
             announcer=self.told,
             check_url=lambda url: None if url.startswith("https://") else "callback_url must be https",

@@ -10,7 +10,7 @@ from redis.exceptions import ResponseError
 
 from routing.keys import FLEET_KEYS, Keys
 from routing.scripts import Scripts, assemble, names
-from tests.lua.room import Job, Room, Server, a
+from tests.lua.room import START_MS, Job, Room, Server, a
 from tests.support.valkey import NoValkey, Valkey
 
 FLEET = "org/model-7b:latest"
@@ -51,20 +51,23 @@ class _Strict(Scripts):
 
 
 def _b(job_id: str, seq: int, tier: int = 5) -> Job:
-    return a(job_id, seq, tier, FLEET)
+    return a(job_id, seq, tier, FLEET, needs="gpu=A100")
 
 
 def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     cluster.flushall()
     room = Room(cluster, FLEET)
     room.scripts = strict = _Strict(cluster, room.keys)
-    server = Server("gpu-slot3", 2, models=(FLEET, "flux"))
+    server = Server("gpu-slot3", 2, models=(FLEET, "flux"), attributes={"gpu": "A100"})
+    room.configure(FLEET, policy="fair", tenant_slots=5)
     assert room.sync(server) == "synced"
     assert room.open() == "opened"
     one, two = room.enqueue(_b("j1", 1), _b("j2", 2), _b("j3", 3), _b("urgent", 4, 1))
     assert room.claim(one) == "claimed" and room.renew("w1", one) == ["renewed"]
     assert room.position(_b("j3", 3)) == ["waiting", 1]
-    assert room.run("reorder", f"5|{FLEET}", _b("j2", 2).offset) == 1
+    assert room.run("backlog", f"default|{FLEET}") == [2, 2, 0, 0]
+    assert room.run("wait_facts", "j3", _b("j3", 3).lane, START_MS)[1:3] == ["waiting", 1]
+    assert len(room.run("servers")[1]) == 1
     assert room.run("depths")[:4] == [1, 0, 0, 2]
     assert room.withdraw(_b("j3", 3)) == "withdrawn" and room.withdraw(_b("j1", 1)) == "asked"
     assert room.seize(two, "", only_expired=False) == "seized"
@@ -78,6 +81,7 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.offer() == []
     assert room.restore((_b("back", 9), "p9-1", "w2", "elsewhere-slot0")) == 1
     assert strict.admit("acme", 1, 100, 5) == 0
+    assert strict.learn(room.keys.forecast(FLEET, FLEET), ["j1", 0, 1, 1, 1, 1]) == (0, 0)
     assert strict.ran == set(names())
 
     _check_keys(cluster)

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from routing.policies import order
 from tests.lua.room import Job, Room, Server, a
 
-LARGEST_SEQ = (1 << 49) - 1
+TIER_STEP = 1 << 49
+LARGEST_SEQ = TIER_STEP - 1
 
 
 def ids(jobs: list[Job]) -> list[str]:
@@ -28,7 +28,8 @@ def test_jobs_of_a_lane_are_offered_in_the_order_of_acceptance(room):
 @pytest.mark.parametrize("policy", ["fifo", "priority"])
 def test_the_policy_decides_whether_the_tier_or_the_acceptance_counts(room, policy):
     draw = random.Random(11)
-    jobs = [a(f"j{seq}", seq, tier=draw.randint(1, 9), policy=policy) for seq in range(1, 60)]
+    jobs = [a(f"j{seq}", seq, tier=draw.randint(1, 9)) for seq in range(1, 60)]
+    room.configure(policy=policy)
     room.enqueue(*draw.sample(jobs, len(jobs)))
     room.with_slots(1)
     by_tier = sorted(jobs, key=lambda job: (job.tier, job.seq))
@@ -46,18 +47,19 @@ def test_r39_three_priority_jobs_accepted_30_microseconds_apart_stay_in_order(ro
 @pytest.mark.parametrize("tier", [1, 5, 9])
 def test_r39_acceptance_numbers_are_exact_up_to_two_to_the_49_in_every_tier(room, tier, policy):
     numbers = [1, 2, (1 << 48) + 1, LARGEST_SEQ - 1, LARGEST_SEQ]
-    jobs = [a(f"j{n}", n, tier, policy=policy) for n in numbers]
+    jobs = [a(f"j{n}", n, tier) for n in numbers]
+    room.configure(policy=policy)
     room.enqueue(*reversed(jobs))
     for job in jobs:
-        assert int(room.client.zscore(room.key(f"lanes:{job.lane}"), job.id)) == job.seq
-    assert int(room.client.zscore(room.key("lanes"), jobs[0].lane)) == jobs[0].offset + 1
+        assert room.seq_of(job) == job.seq
+    assert room.key_of(jobs[0].lane) == (0 if policy == "fifo" else tier * TIER_STEP) + 1
     room.with_slots(1)
     seen = []
     offers = room.offer(1)
     while offers:  # the number goes through the lease and back into the lane unchanged
         assert int(room.lease_of(offers[0].job)["seq"]) == numbers[len(seen)]
         room.release(offers[0], "", back=True, limit=0)
-        assert int(room.client.zscore(room.key(f"lanes:{jobs[0].lane}"), offers[0].job)) == numbers[len(seen)]
+        assert room.seq_of(jobs[len(seen)]) == numbers[len(seen)]
         room.withdraw(jobs[len(seen)])
         seen.append(offers[0].job)
         offers = room.offer(1)
@@ -82,10 +84,10 @@ def test_a_job_that_comes_back_stands_where_it_stood(room):
 def test_a_job_that_comes_back_into_an_empty_lane_makes_the_lane_again(room):
     room.with_slots(1)
     (offer,) = room.enqueue(a("alone", 7, tier=3))
-    assert room.members("lanes") == [] and room.client.hlen(room.key("offsets")) == 0
+    assert room.lanes() == [] and room.client.hlen(room.key("lanes")) == 0
     room.release(offer, "", back=True, limit=0)
-    assert room.lane_of("3|zimg") == ["alone"]
-    assert int(room.client.zscore(room.key("lanes"), "3|zimg")) == order.offset("priority", 3) + 7
+    assert room.lane_of("3||default|zimg") == ["alone"]
+    assert room.key_of("3||default|zimg") == 3 * TIER_STEP + 7
 
 
 def test_r98_a_delayed_job_returns_with_its_priority_and_its_number(room):
@@ -156,7 +158,8 @@ def test_a_waiting_job_can_be_withdrawn_and_leaves_nothing(room):
 
 
 def test_withdrawing_the_head_lets_the_next_job_decide_the_lanes_place(room):
-    room.enqueue(a("h", 1, policy="fifo"), a("x", 5, policy="fifo"), a("other", 3, tier=2, policy="fifo"))
+    room.configure(policy="fifo")
+    room.enqueue(a("h", 1), a("x", 5), a("other", 3, tier=2))
     room.withdraw(a("h", 1))
     room.with_slots(1)
     assert room.drain() == ["other", "x"]
@@ -194,8 +197,9 @@ def test_withdrawing_an_absent_job_leaves_no_trace(room):
 @pytest.mark.parametrize("policy", ["fifo", "priority"])
 def test_position_counts_the_jobs_of_the_model_that_come_first(room, policy):
     draw = random.Random(5)
-    jobs = [a(f"j{seq}", seq, draw.randint(1, 9), policy=policy) for seq in range(1, 40)]
-    room.enqueue(*jobs, a("foreign", 0, 1, "flux", policy))
+    jobs = [a(f"j{seq}", seq, draw.randint(1, 9)) for seq in range(1, 40)]
+    room.configure(policy=policy)
+    room.enqueue(*jobs, a("foreign", 0, 1, "flux"))
     key = {"fifo": lambda job: job.seq, "priority": lambda job: (job.tier, job.seq)}[policy]
     before = room.dump()
     for ahead, job in enumerate(sorted(jobs, key=key)):
@@ -210,35 +214,30 @@ def test_position_of_an_offered_and_of_an_absent_job(room):
     assert room.position(a("nobody", 2)) == ["absent"]
 
 
-# -- reorder ---------------------------------------------------------------------------------------------------
+# -- a change of policy ----------------------------------------------------------------------------------------
 
 
 def test_a_change_of_policy_reorders_a_hundred_lanes_and_loses_no_job(room):
     draw = random.Random(2)
     models = [f"m{n}" for n in range(12)]
-    jobs = [a(f"j{seq}", seq, draw.randint(1, 9), draw.choice(models), "fifo") for seq in range(1, 700)]
+    jobs = [a(f"j{seq}", seq, draw.randint(1, 9), draw.choice(models)) for seq in range(1, 700)]
+    for model in models:
+        room.configure(model, policy="fifo", affinity=0)
     room.enqueue(*jobs)
-    lanes = room.members("lanes")
+    lanes = room.lanes()
     assert len(lanes) >= 100
     inside = {lane: room.lane_of(lane) for lane in lanes}
-    args = [arg for lane in lanes for arg in (lane, order.offset("priority", order.tier_of(lane)))]
-    assert room.run("reorder", *args) == len(lanes)
-    assert {lane: room.lane_of(lane) for lane in lanes} == inside
+    for model in models:
+        room.configure(model, policy="priority", affinity=0)
+    assert {lane: room.lane_of(lane) for lane in room.lanes()} == inside
     room.with_servers(Server("gpu", 1, models=tuple(models)))
     assert room.drain() == ids(sorted(jobs, key=lambda job: (job.tier, job.seq)))
-
-
-def test_reorder_leaves_out_lanes_that_are_gone(room):
-    room.enqueue(a("j", 1))
-    before = room.dump()
-    assert room.run("reorder", "3|zimg", 0, "5|gone", 0) == 0
-    assert room.dump() == before
 
 
 def test_a_job_that_returns_after_a_change_of_policy_does_not_bring_the_old_policy_back(room):
     room.with_slots(1)
     (running,) = room.enqueue(a("running", 1, 5), a("five", 2, 5), a("six", 3, 6), a("five again", 4, 5))
-    room.run("reorder", "5|zimg", 0, "6|zimg", 0)  # fifo
+    room.configure(policy="fifo")
     room.release(running, "", back=True, limit=0)
     assert room.drain() == ["running", "five", "six", "five again"]
 
@@ -246,13 +245,13 @@ def test_a_job_that_returns_after_a_change_of_policy_does_not_bring_the_old_poli
 # -- depths ----------------------------------------------------------------------------------------------------
 
 
-def test_depths_counts_jobs_by_lane_and_slots_by_what_they_do(room):
+def test_depths_counts_jobs_by_model_and_slots_by_what_they_do(room):
     assert room.run("depths") == [0, 0, 0, 0, []]
     room.with_servers(Server("gpu", 3), Server("sick", 2))
     room.rest("sick", 1000)
     room.enqueue(a("j1", 1), limit=1)
     room.enqueue(a("j2", 2), a("j3", 3), a("u", 4, 1), limit=0)
-    assert room.run("depths") == [1, 2, 2, 1, [["1|zimg", 1], ["5|zimg", 2]]]
+    assert room.run("depths") == [1, 2, 2, 1, [["zimg", 3]]]
 
 
 def test_depths_writes_nothing(room: Room):

@@ -37,5 +37,5 @@ def test_a_redis_that_forgot_the_scripts_is_told_them_again(client: Redis):
 @pytest.mark.parametrize("fleet", ["zimg", "stable-diffusion", "org/model.v2", "a-slot3"])
 def test_keys_of_a_fleet_are_its_prefix_its_tag_and_a_name(fleet):
     keys = Keys("mine").fleet(fleet)
-    assert keys[0] == f"mine:{{{fleet}}}:lanes" and len(keys) == len(set(keys)) == 8
+    assert keys[0] == f"mine:{{{fleet}}}:classes" and len(keys) == len(set(keys)) == 12
     assert Keys("mine").fleet(fleet) == keys

@@ -7,7 +7,7 @@ from tests.lua.room import OFFER_MS, START_MS, Server, a
 ODD_NAMES = ["zimg-api4", "org/model-7b", "gpu.rack-2/a:8000", "a-slot3", "a-slot3-slot0", "x@y+z", "%d%w.-"]
 
 
-# -- sync_servers ----------------------------------------------------------------------------------------------
+# -- sync ----------------------------------------------------------------------------------------------
 
 
 def test_every_slot_of_an_online_server_is_free(room):

@@ -5,6 +5,8 @@ what the model answers, and stands as the model stands.  SLOTKEEPER_TEST_EXAMPLE
 """
 
 import os
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, settings
@@ -21,6 +23,9 @@ from hypothesis.stateful import (
 )
 from redis import Redis
 
+from jobs.catalog import Model as CatalogModel
+from jobs.config import ModelConfig
+from routing.slots import model_rules
 from tests.lua.room import LEASE_MS, OFFER_MS, START_MS, Job, Offered, Room, Server
 
 ASKED_FOR = os.environ.get("SLOTKEEPER_TEST_EXAMPLES")
@@ -59,6 +64,7 @@ class Model:
     gone: set[str] = field(default_factory=set)
     free: dict[str, int] = field(default_factory=dict)
     resting: dict[str, int] = field(default_factory=dict)
+    loaded: dict[str, str] = field(default_factory=dict)  # server -> the model that it ran last
 
     def server(self, slot: str) -> str:
         return slot.rsplit("-slot", 1)[0]
@@ -89,25 +95,35 @@ class Model:
             place[lease.slot] = when
 
     def expected_offers(self, limit: int, taker: str = "") -> list[tuple[Job, str, str]]:
-        """(job, slot, owner) of each offer that is due: the first job that the longest free slot can run, and so on."""
+        """(job, slot, owner) of each offer that is due: the first job that a free slot can run, there, and so on."""
         if not self.is_open:
             return []
         for slot in [slot for slot, until in self.resting.items() if until <= self.now]:
             del self.resting[slot]
             self.free[slot] = self.now
         due: list[tuple[Job, str, str]] = []
-        left = dict(self.waiting)
-        for slot in sorted(self.free, key=lambda slot: (self.free[slot], slot)):
-            able = [job for job in left.values() if job.model in MODELS[self.server(slot)]]
+        free = sorted(self.free, key=lambda slot: (self.free[slot], slot))
+        taken = Counter(self.server(lease.slot) for lease in self.leases.values())
+        loaded = dict(self.loaded)
+        for job in sorted(self.waiting.values(), key=lambda job: (job.tier, job.seq)):
+            able = [slot for slot in free if job.model in MODELS[self.server(slot)]]
             if len(due) < limit and able:
-                job = min(able, key=lambda job: (job.tier, job.seq))
-                del left[job.id]
+                slot = min(able, key=lambda slot: self._score(self.server(slot), job.model, taken, loaded))
+                free.remove(slot)
+                taken[self.server(slot)] += 1
+                loaded[self.server(slot)] = job.model
                 due.append((job, slot, "" if due else taker))
         return due
+
+    @staticmethod
+    def _score(server: str, model: str, taken: Mapping[str, int], loaded: Mapping[str, str]) -> float:
+        """The less of it is taken, the better, and best with the model loaded."""
+        return taken[server] / SLOTS[server] + (loaded.get(server, model) != model)
 
     def take(self, offer: Offered) -> None:
         job = self.waiting.pop(offer.job)
         del self.free[offer.slot]
+        self.loaded[offer.server] = job.model
         ttl = LEASE_MS if offer.owner else OFFER_MS
         self.leases[job.id] = Lease(job, offer.lease, offer.owner, offer.slot, self.now + ttl)
 
@@ -121,6 +137,8 @@ class RoomMachine(RuleBasedStateMachine):
         super().__init__()
         client.flushall()
         self.room, self.model = Room(client), Model()
+        for name in ("zimg", "flux"):  # Affinity would let jobs be overtaken; tests/lua/test_policies.py looks at that.
+            self.room.rules |= model_rules(CatalogModel(name, "zimg", {}, ModelConfig(affinity=0)))
         self.jobs: list[Job] = []
         self.names: set[str] = set()
 
@@ -254,7 +272,7 @@ class RoomMachine(RuleBasedStateMachine):
         before, self.model.leases = self.model.leases, {}
         running = [lease for lease in before.values() if lease.owner]
         self.model.waiting |= {lease.job.id: lease.job for lease in before.values() if not lease.owner}
-        self.model.free, self.model.resting, self.model.is_open = {}, {}, False
+        self.model.free, self.model.resting, self.model.loaded, self.model.is_open = {}, {}, {}, False
         if late:  # a submit in between
             self._enqueue_new_job()
         assert self.room.restore(*[(it.job, it.name, it.owner, it.slot) for it in running]) == len(running)
@@ -348,11 +366,11 @@ class _Standing:
 
     def __init__(self, room: Room) -> None:
         pipe = room.client.pipeline(transaction=False)
-        for name in ("lanes", "free", "resting", "leases"):
+        for name in ("classes:|zimg", "classes:|flux", "free", "resting", "leases"):
             pipe.zrange(room.key(name), 0, -1, withscores=True)
         pipe.hgetall(room.key("slots"))
-        lanes, free, resting, leases, slots = pipe.execute()
-        self.order = [lane.decode() for lane, _ in lanes]
+        zimg, flux, free, resting, leases, slots = pipe.execute()
+        self.order = [lane.decode() for lane, _ in sorted([*zimg, *flux], key=lambda row: row[1])]
         self.free, self.resting, self.expiries = (
             {member.decode(): int(score) for member, score in rows} for rows in (free, resting, leases)
         )
@@ -360,7 +378,7 @@ class _Standing:
         for lane in self.order:
             pipe.zrange(room.key(f"lanes:{lane}"), 0, -1)
         self.lanes = {
-            lane: [job.decode() for job in jobs] for lane, jobs in zip(self.order, pipe.execute(), strict=True)
+            lane: [job.decode().split("@")[0] for job in jobs] for lane, jobs in zip(self.order, pipe.execute(), strict=True)
         }
 
 

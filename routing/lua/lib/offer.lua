@@ -1,31 +1,127 @@
 -- offer: the job whose turn it is and a slot that may run it, taken together or not at all (SLOT-2, LEASE-1).
 
-local PAGE = 256 -- lanes or slots read at once; nearly always the first of them will do
-
--- The first lane in order whose model this server serves; its head is the job whose turn it is.
-local function next_lane(entry)
-  for start = 0, redis.call("ZCARD", LANES) - 1, PAGE do
-    for _, lane in ipairs(redis.call("ZRANGE", LANES, start, start + PAGE - 1)) do
-      if serves(entry, model_of(lane)) then return lane end
+-- The servers with free slots, that which has been free longest first; each {name, entry, slots in that order}.
+local function free_servers()
+  local servers, by_name = {}, {}
+  for _, slot in ipairs(redis.call("ZRANGE", FREE, 0, -1)) do
+    local name = server_of(slot)
+    if by_name[name] == nil then
+      local entry = online_server(name)
+      by_name[name] = entry and { name = name, entry = entry, slots = {}, next = 1 } or false
+      if entry then servers[#servers + 1] = by_name[name] end
     end
+    if by_name[name] then table.insert(by_name[name].slots, slot) end
   end
+  return servers
 end
 
--- Take the head of `lane` and the free `slot`, and write the lease.  `owner` "" leaves it open for whoever
--- claims it before it expires.
-local function take(lane, slot, prefix, owner, now, lease_ms)
-  local head = redis.call("ZRANGE", lane_key(lane), 0, 0, "WITHSCORES")
-  local job, seq, offset = head[1], head[2], redis.call("HGET", OFFSETS, lane) or "0"
-  local number = redis.call("HINCRBY", META, "offers", 1)
-  local lease = prefix .. "-" .. number
-  redis.call("ZREM", lane_key(lane), job)
-  reindex(lane)
-  redis.call("ZREM", FREE, slot)
-  redis.call("HSET", SLOTS, slot, job)
-  redis.call("ZADD", LEASES, exact(now + lease_ms), job)
-  redis.call("HSET", lease_key(job), "lease", lease, "owner", owner, "slot", slot, "lane", lane, "offset", offset,
-    "seq", seq, "offer", number)
-  return { job, lease, slot, server_of(slot), model_of(lane), number, owner }
+-- Where the job at the head of a model's first lane stands among those of other models: by tier, then acceptance.
+local function turn_of(lane, rules)
+  local it = read_lane(lane)
+  local seq = tonumber(redis.call("ZRANGE", lane_key(lane), 0, 0, "WITHSCORES")[2])
+  return (rules.policy == "fifo" and 5 or it.tier) * TIER_STEP + seq
+end
+
+-- The models whose jobs may be offered now, in the order of their turn, each with the next lane of its classes.
+local function next_of_models(now)
+  local models, by_name = {}, {}
+  local classes = redis.call("HGETALL", CLASSES)
+  for i = 1, #classes, 2 do
+    local model = string.match(classes[i], "|([^|]*)$")
+    local rules = rules_of(model)
+    local first = redis.call("ZRANGE", class_key(classes[i]), 0, 0, "WITHSCORES")
+    if by_name[model] == nil then
+      local runs = rules.state ~= "paused" and rules.state ~= "frozen" and lets_through(stats_key("model", model), now)
+      by_name[model] = runs and { name = model, rules = rules, lanes = {} } or false
+    end
+    if by_name[model] and first[1] and first[2] ~= "inf" then
+      if #by_name[model].lanes == 0 then models[#models + 1] = by_name[model] end
+      table.insert(by_name[model].lanes, { name = first[1], key = tonumber(first[2]), needs = classes[i + 1] })
+    end
+  end
+  for _, model in ipairs(models) do
+    table.sort(model.lanes, function(a, b) return a.key < b.key or (a.key == b.key and a.name < b.name) end)
+    model.turn = #models > 1 and turn_of(model.lanes[1].name, model.rules) or 0
+  end
+  table.sort(models, function(a, b) return a.turn < b.turn end)
+  return models, by_name
+end
+
+-- Whether the server goes on with the model that it has loaded, although a job of another comes first.  That job is
+-- passed over by it for `affinity` ms at most, counted from the first time.
+local function stays_with_loaded(server, model, by_name, now)
+  if model.rules.affinity == 0 then return false end
+  local stats = stats_key("server", server.name)
+  local found = redis.call("HMGET", stats, "loaded", "passing_since")
+  local loaded = found[1] and found[1] ~= model.name and by_name[found[1]]
+  if not loaded or not serves(server.entry, loaded.name) then return false end
+  local has_work = false
+  for _, lane in ipairs(loaded.lanes) do has_work = has_work or matches(lane.needs, server.entry, loaded.name) end
+  if not has_work then return false end
+  server.passes = true
+  if not found[2] then redis.call("HSET", stats, "passing_since", exact(now)) end
+  return now - tonumber(found[2] or now) < model.rules.affinity
+end
+
+local function best_server(servers, model, lane, by_name, now)
+  local best, lowest, seen = nil, math.huge, 0
+  for _, server in ipairs(servers) do
+    if seen >= CHOICES then break end
+    local entry = server.entry
+    local fits = server.slots[server.next] and serves(entry, model.name) and matches(lane.needs, entry, model.name)
+    local well = fits and lets_through(stats_key("server", server.name), now)
+    if well and not stays_with_loaded(server, model, by_name, now) then
+      local score = score_of(server.name, entry, model.name, now).total
+      if score < lowest then best, lowest = server, score end
+      seen = seen + 1
+    end
+  end
+  return best
+end
+
+local function note_loaded(server, model)
+  local stats = stats_key("server", server.name)
+  local loaded = redis.call("HGET", stats, "loaded")
+  if loaded ~= model then
+    redis.call("HSET", stats, "loaded", model)
+    if loaded then redis.call("HINCRBY", stats, "swaps", 1) end
+  end
+  if loaded ~= model or not server.passes then redis.call("HDEL", stats, "passing_since") end
+end
+
+-- Take the head of the lane and the server's first free slot, and write the lease.  `owner` "" leaves it open for
+-- whoever claims it before it expires.
+local function take(lane, server, prefix, owner, now, lease_ms)
+  local it = read_lane(lane.name)
+  local head = redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")
+  local job, created = read_member(head[1])
+  local slot, number, charged = server.slots[server.next], redis.call("HINCRBY", META, "offers", 1), 0
+  local lease, stats = prefix .. "-" .. number, stats_key("model", it.model)
+  server.next = server.next + 1
+  if rules_of(it.model).policy == "fair" then
+    local start = start_tag(it.tenant, it.model)
+    charged = tonumber(redis.call("HGET", stats, "run_ms") or "0")
+    redis.call("HSET", stats, "virtual", string.format("%.17g", start))
+    if number % 16 == 0 then forget_tags(it.model) end
+    charge(it.tenant, it.model, charged, start)
+  end
+  take_from_lane(it, head[1])
+  write_lease(job, lease, owner, slot, it, lane.needs, head[2], exact(created), number, charged, now, now + lease_ms)
+  note_loaded(server, it.model)
+  note_probe(stats, job)
+  note_probe(stats_key("server", server.name), job)
+  return { job, lease, slot, server.name, it.model, number, owner }
+end
+
+-- The next offer; nil: no waiting job fits a free slot.
+local function take_next(servers, prefix, owner, now, lease_ms)
+  local models, by_name = next_of_models(now)
+  for _, model in ipairs(models) do
+    for _, lane in ipairs(model.lanes) do
+      local server = best_server(servers, model, lane, by_name, now)
+      if server then return take(lane, server, prefix, owner, now, lease_ms) end
+    end
+  end
 end
 
 -- Up to `limit` offers.  The first goes straight to `owner`, if there is one, for `lease_ms`; the others are
@@ -34,25 +130,13 @@ local function make_offers(limit, prefix, now, offer_ms, owner, lease_ms)
   local offers = {}
   if redis.call("HEXISTS", META, "epoch") == 0 then return offers end
   wake_rested(now)
-  if limit < 1 or redis.call("EXISTS", LANES) == 0 then return offers end
-  local idle = {} -- servers that no waiting job needs; lanes only go during a call, so one look will do
-  local passed = 0 -- free slots that were looked at and left
-  repeat
-    local page = redis.call("ZRANGE", FREE, passed, passed + PAGE - 1)
-    for _, slot in ipairs(page) do
-      local server = server_of(slot)
-      local entry = not idle[server] and online_entry(slot)
-      local lane = entry and next_lane(entry)
-      if lane then
-        local taker, ttl = "", offer_ms
-        if #offers == 0 and owner ~= "" then taker, ttl = owner, lease_ms end
-        offers[#offers + 1] = take(lane, slot, prefix, taker, now, ttl)
-        if #offers >= limit or redis.call("EXISTS", LANES) == 0 then return offers end
-      else
-        if entry then idle[server] = true end
-        passed = passed + 1
-      end
-    end
-  until #page < PAGE
+  if limit < 1 or redis.call("EXISTS", CLASSES) == 0 then return offers end
+  local servers = free_servers()
+  while #offers < limit and #servers > 0 do
+    local first = #offers == 0 and owner ~= ""
+    local made = take_next(servers, prefix, first and owner or "", now, first and lease_ms or offer_ms)
+    if not made then break end
+    offers[#offers + 1] = made
+  end
   return offers
 end

@@ -130,8 +130,3 @@ def test_a_process_that_never_read_the_catalog_cannot_do_without_the_database(fl
 def test_many_threads_at_once_read_the_catalog_once(fleet, catalog):
     found = at_once(*[fleet.snapshot] * 8)
     assert len({id(it) for it in found}) <= 8 and catalog.reads == 1
-
-
-def test_policies_are_those_of_the_models(catalog, clock):
-    catalog.register(a_model("flux", policy="fifo"))
-    assert Fleet(catalog, 1.0, clock).policies() == {"zimg": "priority", "flux": "fifo"}  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """The rules: whose turn it is, when to try again, what an outcome means, whether a queue is full."""
 
 import itertools
-import random
 
 import pytest
 
@@ -17,40 +16,22 @@ LARGEST_SEQ = (1 << 49) - 1
 EXACT = 1 << 53  # integers below it are exact in a Redis score
 
 
-# -- order -----------------------------------------------------------------------------------------------------
+# -- order: the lanes; the policies are tested where they stand, in tests/lua -------------------------------------
 
 
-@pytest.mark.parametrize("model", ["zimg", "stable-diffusion-xl", "org/model.v2:latest", "a-slot3", "5", "x@y+z"])
-def test_a_lanes_name_gives_back_tier_and_model(model):
-    lane = order.lane(Waiting("id", 1, model, 7, "acme"))
-    assert (order.tier_of(lane), order.model_of(lane)) == (7, model)
+def test_jobs_that_are_alike_for_placement_and_order_share_a_lane_and_others_do_not():
+    cases = itertools.product((1, 2), "ab", (1, 2), "tu", ("", "gpu=A100"))
+    lanes = {order.lane(Waiting("x", seq, model, tier, tenant, 0, needs)) for seq, model, tier, tenant, needs in cases}
+    assert len(lanes) == 16
 
 
-def test_jobs_that_are_alike_for_placement_share_a_lane_and_others_do_not():
-    lanes = {order.lane(Waiting("x", seq, model, tier, "t")) for seq in (1, 2) for model in "ab" for tier in (1, 2)}
-    assert len(lanes) == 4
-
-
-def test_r39_every_order_key_is_an_exact_integer():
-    for policy, tier in itertools.product(("fifo", "priority"), range(1, 10)):
-        key = order.offset(policy, tier) + LARGEST_SEQ
-        assert key < EXACT and int(float(key)) == key and int(float(key - 1)) == key - 1
-
-
-def test_under_priority_a_more_urgent_tier_comes_first_whenever_it_was_accepted():
-    for tier in range(1, 9):
-        assert order.offset("priority", tier) + LARGEST_SEQ < order.offset("priority", tier + 1) + 1
-
-
-def test_under_fifo_the_tier_does_not_matter():
-    assert {order.offset("fifo", tier) for tier in range(1, 10)} == {0}
-
-
-def test_r40_keys_sort_like_tier_and_number_for_any_jobs():
-    draw = random.Random(1)
-    jobs = [(draw.randint(1, 9), draw.randint(1, LARGEST_SEQ)) for _ in range(500)]
-    by_key = sorted(jobs, key=lambda job: float(order.offset("priority", job[0]) + job[1]))
-    assert by_key == sorted(jobs)
+@pytest.mark.parametrize("tenant", ["acme", "a|b", "50%", "größe", "two words", "x\ny", ""])
+@pytest.mark.parametrize("model", ["zimg", "org/model.v2:latest", "a-slot3", "x@y+z"])
+def test_a_lane_has_four_parts_whatever_its_tenant_is_called(tenant, model):
+    lane = order.lane(Waiting("id", 1, model, 7, tenant))
+    tier, digest, name, last = lane.split("|")
+    assert (tier, digest, last) == ("7", "", model)
+    assert "\n" not in lane and (name == tenant) is (tenant in ("acme", "two words", ""))
 
 
 # -- retry (R95) -----------------------------------------------------------------------------------------------
@@ -179,20 +160,23 @@ _ENDS = set(Kind) - {Kind.PENDING, Kind.UNKNOWN}
 
 
 @pytest.mark.parametrize(
-    ("waiting", "more", "refused"),
-    [(0, 5, False), (4, 1, False), (5, 0, False), (5, 1, True), (0, 6, True), (9, 1, True)],
+    ("config", "slots", "bound"),
+    [
+        ({}, 4, None),
+        ({"max_waiting": 7}, 4, 7),
+        ({"capacity": 3}, 4, 12),
+        ({"capacity_per_slot": 2}, 4, 8),
+        ({"capacity": 3, "capacity_per_slot": 5}, 4, 20),
+        ({"capacity": 3, "capacity_per_slot": 5, "max_waiting": 15}, 4, 15),
+        ({"capacity": 0}, 4, 0),
+        ({"capacity": 3}, 0, 3),
+    ],
 )
-def test_a_queue_takes_as_many_jobs_as_it_may_hold(waiting, more, refused):
-    answer = admission.refusal("zimg", waiting, more, ModelConfig(max_waiting=5))
-    assert (answer is not None) is refused
-    if answer is not None:
-        sentence, after_s = answer
-        assert "zimg" in sentence and "5" in sentence and after_s > 0
+def test_r51_capacity_is_the_larger_of_both_for_each_slot_and_clamped(config, slots, bound):
+    assert admission.bound(ModelConfig(**config), slots) == bound
 
 
-def test_a_queue_without_a_bound_takes_everything():
-    assert admission.refusal("zimg", 10**9, 10**6, ModelConfig()) is None
-
-
-def test_a_queue_that_may_hold_nothing_takes_nothing():
-    assert admission.refusal("zimg", 0, 1, ModelConfig(max_waiting=0)) is not None
+def test_r52_a_refusal_says_whose_jobs_wait_and_what_can_be_done():
+    assert "7 jobs of tenant 'acme' wait" in admission.refusal("zimg", 7, 5, "acme")
+    for text in ("7 jobs wait", "'zimg'", "hold 5", "later", "/admin/model-configs"):
+        assert text in admission.refusal("zimg", 7, 5)

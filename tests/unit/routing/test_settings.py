@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from routing.config import RoutingSettings
 from routing.leases import Held, Renewal
-from routing.queues import Depths, new_prefix
+from routing.queues import new_prefix
 
 
 def test_the_defaults_stand_in_the_right_relation():
@@ -77,11 +77,6 @@ def test_a_leases_tag_names_lease_and_owner_so_that_it_can_be_read_back():
 @pytest.mark.parametrize("server", ["gpu", "a-slot3", "org/gpu.1-slot0"])
 def test_r112_a_slots_server_is_what_stands_before_its_number(server):
     assert Held("f", "j", "l", "o", f"{server}-slot12").server == server
-
-
-def test_what_a_model_waits_for_is_counted_over_its_lanes():
-    depths = Depths(True, 0, 0, 0, {"1|zimg": 2, "5|zimg": 3, "5|zimg2": 7, "5|x-zimg": 1})
-    assert [depths.waiting(model) for model in ("zimg", "zimg2", "flux")] == [5, 7, 0]
 
 
 def test_names_of_leases_are_unique_across_an_emptied_redis():

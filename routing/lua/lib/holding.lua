@@ -1,0 +1,32 @@
+-- holding: a slot comes to be held by a job, and ceases to be.
+
+-- Charge what a run has used of its slot beyond what has been charged; answers what has been charged then.
+local function charge_use(it, since, charged, now)
+  if rules_of(it.model).policy == "fair" then charge(it.tenant, it.model, now - since - charged) end
+  return now - since
+end
+
+-- Write a lease: `job` holds `slot` from now on.
+local function write_lease(job, lease, owner, slot, it, needs, seq, created, number, charged, now, expires)
+  redis.call("HSET", lease_key(job), "lease", lease, "owner", owner, "slot", slot, "lane", it.name, "needs", needs,
+    "seq", seq, "created", created, "offer", number, "since", exact(now), "charged", exact(charged))
+  redis.call("ZADD", LEASES, exact(expires), job)
+  redis.call("HSET", SLOTS, slot, job)
+  redis.call("ZREM", FREE, slot)
+  redis.call("ZREM", RESTING, slot)
+  redis.call("HINCRBY", stats_key("server", server_of(slot)), "taken", 1)
+  count_held(it, 1)
+end
+
+-- Remove the lease; answers where the job stood, which slot it had, and for how long.
+local function drop_lease(job, now)
+  local was = redis.call("HMGET", lease_key(job), "slot", "lane", "needs", "seq", "created", "since", "charged")
+  local it, since = read_lane(was[2]), tonumber(was[6])
+  redis.call("DEL", lease_key(job))
+  redis.call("ZREM", LEASES, job)
+  if redis.call("HGET", SLOTS, was[1]) == job then redis.call("HDEL", SLOTS, was[1]) end
+  redis.call("HINCRBY", stats_key("server", server_of(was[1])), "taken", -1)
+  charge_use(it, since, tonumber(was[7]), now)
+  count_held(it, -1)
+  return { slot = was[1], lane = it, needs = was[3], seq = was[4], created = was[5], held_ms = now - since }
+end

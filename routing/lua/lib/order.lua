@@ -1,0 +1,75 @@
+-- order: whose turn it is.  A policy is a pure function from what stands at a lane's head to the lane's key; the
+-- smallest key of a model's lanes is next.  Inside a lane order is always that of acceptance (ORDER-1).
+
+-- 2^49 jobs may be accepted before a key could leak into the next tier; nine tiers stay below 2^53.
+local TIER_STEP = 2 ^ 49
+
+-- head: tier, seq, created (ms), start (virtual ms: when the tenant's next job would start under a fair share)
+local KEY_OF = {
+  fifo = function(head) return head.seq end,
+  priority = function(head) return head.tier * TIER_STEP + head.seq end,
+  -- A tier's head start is worth `step` ms, so a job is overtaken only by what comes within that time.
+  aging = function(head, rules) return head.created + head.tier * rules.step end,
+  -- Start-time fair queueing.  A tenant's lanes have equal keys, and Redis puts equals in the order of their names,
+  -- which begin with the tier: so tiers count inside a tenant.
+  fair = function(head) return head.start end,
+}
+
+local NO_RULES = "priority 0 online 0 0 0"
+local rules_read = {}
+
+-- What is configured for a model: "<policy> <step> <state> <tenant_slots> <affinity> <breaker_failures>", times in ms.
+local function rules_of(model)
+  if not rules_read[model] then
+    local text = redis.call("HGET", RULES, "model " .. model) or NO_RULES
+    local policy, step, state, slots, affinity, failures = string.match(text, "^(%a+) (%d+) (%a+) (%d+) (%d+) (%d+)")
+    rules_read[model] = { policy = policy, step = tonumber(step), state = state, tenant_slots = tonumber(slots),
+      affinity = tonumber(affinity), failures = tonumber(failures) }
+  end
+  return rules_read[model]
+end
+
+-- A tenant's share of a model, and how many slots it may hold at once (0: any number).
+local function terms_of(account, rules)
+  local text = redis.call("HGET", RULES, "account " .. account)
+  if not text then return 1, rules.tenant_slots end
+  local weight, slots = string.match(text, "^(%S+) (%d+)")
+  return tonumber(weight), tonumber(slots) > 0 and tonumber(slots) or rules.tenant_slots
+end
+
+-- Why no job of this account is offered now; nil: nothing is in its way.
+local function obstacle(tenant, account, rules)
+  local state = redis.call("HGET", RULES, "tenant " .. tenant)
+  if state == "paused" or state == "frozen" then return "tenant_" .. state end
+  local _, limit = terms_of(account, rules)
+  if limit > 0 and tonumber(redis.call("HGET", HELD, account) or "0") >= limit then return "tenant_slots" end
+end
+
+-- Virtual time of a model under `fair`: the start tag of the job that was offered last.
+local function virtual_time(model) return tonumber(redis.call("HGET", stats_key("model", model), "virtual") or "0") end
+
+local function start_tag(tenant, model)
+  return math.max(virtual_time(model), tonumber(redis.call("ZSCORE", tags_key(model), tenant) or "0"))
+end
+
+-- Add to what a tenant has used of a model, in ms of slot time.
+local function charge(tenant, model, used_ms, from)
+  local weight = terms_of(tenant .. "|" .. model, rules_of(model))
+  local tag = from or tonumber(redis.call("ZSCORE", tags_key(model), tenant) or virtual_time(model))
+  redis.call("ZADD", tags_key(model), string.format("%.17g", tag + used_ms / weight), tenant)
+end
+
+-- With nobody waiting there is nothing to share: who comes next begins anew, as after any idle time.
+local function forget_shares(model)
+  redis.call("DEL", tags_key(model))
+  redis.call("HDEL", stats_key("model", model), "virtual")
+end
+
+-- A tenant that holds nothing and is not ahead of the virtual time needs no tag.
+local function forget_tags(model)
+  local behind = redis.call("ZRANGEBYSCORE", tags_key(model), "-inf", string.format("(%.17g", virtual_time(model)),
+    "LIMIT", 0, 256)
+  for _, tenant in ipairs(behind) do
+    if redis.call("HEXISTS", HELD, tenant .. "|" .. model) == 0 then redis.call("ZREM", tags_key(model), tenant) end
+  end
+end

@@ -1,0 +1,35 @@
+-- slots: which slots there are, and which of them can be offered.
+
+-- A server's entry reads "<state> <slots> <weight>\n<model>\n…\n@<attribute>=<value>\n…", so that no script has
+-- to parse JSON.  Answers nil unless the server is online.
+local function online_server(server)
+  local entry = redis.call("HGET", SERVERS, server)
+  return entry and string.find(entry, "online ", 1, true) == 1 and entry or nil
+end
+
+local function slots_in(entry) return tonumber(string.match(entry, "^%a+ (%d+)")) end
+local function serves(entry, model) return string.find(entry, "\n" .. model .. "\n", 1, true) ~= nil end
+
+local function is_online_slot(slot)
+  local entry = online_server(server_of(slot))
+  return entry and tonumber(string.match(slot, "(%d+)$")) < slots_in(entry)
+end
+
+-- Let a slot that holds nothing be offered: now, or after it has rested.  A slot of a server that is not
+-- online is offered to nobody; sync brings it back.
+local function return_slot(slot, now, rest_ms)
+  if not is_online_slot(slot) then return end
+  if rest_ms > 0 then
+    redis.call("ZADD", RESTING, exact(now + rest_ms), slot)
+  else
+    redis.call("ZADD", FREE, exact(now), slot)
+  end
+end
+
+local function wake_rested(now)
+  local rested = redis.call("ZRANGEBYSCORE", RESTING, "-inf", exact(now), "LIMIT", 0, 100)
+  for _, slot in ipairs(rested) do
+    redis.call("ZREM", RESTING, slot)
+    return_slot(slot, now, 0)
+  end
+end

@@ -1,0 +1,52 @@
+--[[ servers: how each server stands: its slots, its breaker, and the parts of its score for each model it serves.
+  KEYS[1..12] the fleet's keys, see lib/fleet
+  Returns {now_ms, {server, free, resting, taken, rested_ms, breaker, open_until_ms, loaded, swaps, passing_since_ms,
+                    {model, load, failures, slowness, swap, total}…}…}
+    rested_ms  when the first of its resting slots is offered again; 0: none rests
+    breaker    closed, open, half_open or probing; the parts are texts, the lowest total is best
+  Writes nothing
+  Clock Redis TIME    Cost O(slots + servers models) ]]
+-- @include lib/now_ms
+-- @include lib/fleet
+-- @include lib/slots
+-- @include lib/breaker
+-- @include lib/placement
+
+local now, found = now_ms(), {}
+
+local function count(index)
+  local slots, first = {}, {}
+  local all = redis.call("ZRANGE", index, 0, -1, "WITHSCORES")
+  for i = 1, #all, 2 do
+    local server = server_of(all[i])
+    slots[server] = (slots[server] or 0) + 1
+    first[server] = first[server] or all[i + 1]
+  end
+  return slots, first
+end
+
+local function scores(server, entry)
+  local rows = {}
+  for model in string.gmatch(entry, "\n([^@\n][^\n]*)") do
+    local parts = score_of(server, entry, model, now)
+    local row = { model }
+    for _, part in ipairs({ "load", "failures", "slowness", "swap", "total" }) do
+      row[#row + 1] = string.format("%.3f", parts[part])
+    end
+    rows[#rows + 1] = row
+  end
+  return rows
+end
+
+local free, _ = count(FREE)
+local resting, rested = count(RESTING)
+local servers = redis.call("HGETALL", SERVERS)
+for i = 1, #servers, 2 do
+  local server, stats = servers[i], stats_key("server", servers[i])
+  local breaker = breaker_of(stats)
+  local said = redis.call("HMGET", stats, "taken", "loaded", "swaps", "passing_since")
+  found[#found + 1] = { server, free[server] or 0, resting[server] or 0, tonumber(said[1] or "0"),
+    tonumber(rested[server] or "0"), breaker_state(breaker, now), breaker.until_ms, said[2] or "",
+    tonumber(said[3] or "0"), tonumber(said[4] or "0"), scores(server, servers[i + 1]) }
+end
+return { now, found }

@@ -1,0 +1,63 @@
+--[[ sync: make the fleet's copy of the registry and of the rules equal to the record's, and slots and lanes with it.
+  KEYS[1..12] the fleet's keys, see lib/fleet
+  ARGV[1] version  of the catalog; an older one than the copy's changes nothing
+  ARGV[2] count    of servers
+  ARGV[3…]         server, entry, slots of each server; after them field, text of each rule, see lib/order
+  Returns {"synced"} | {"stale"}      A slot that holds a lease keeps it until it is released
+  Clock Redis TIME    Cost O(slots log slots); O(lanes log lanes) of what a changed rule concerns
+  Upholds LEASE-1, SLOT-2 ]]
+-- @include lib/now_ms
+-- @include lib/fleet
+-- @include lib/slots
+-- @include lib/order
+-- @include lib/lanes
+
+local now, version = now_ms(), tonumber(ARGV[1])
+if tonumber(redis.call("HGET", META, "catalog") or "-1") > version then return { "stale" } end
+
+local first_rule = 3 + 3 * tonumber(ARGV[2])
+redis.call("HSET", META, "catalog", version)
+redis.call("DEL", SERVERS)
+local wanted, rules, changed = {}, {}, {}
+for i = 3, #ARGV, 1 do
+  if i < first_rule and (i - 3) % 3 == 0 then
+    redis.call("HSET", SERVERS, ARGV[i], ARGV[i + 1])
+    for n = 0, tonumber(ARGV[i + 2]) - 1 do
+      local slot = ARGV[i] .. "-slot" .. n
+      if is_online_slot(slot) then wanted[slot] = true end
+    end
+  elseif i >= first_rule and (i - first_rule) % 2 == 0 then
+    rules[ARGV[i]] = ARGV[i + 1]
+  end
+end
+for _, index in ipairs({ FREE, RESTING }) do
+  for _, slot in ipairs(redis.call("ZRANGE", index, 0, -1)) do
+    if wanted[slot] then wanted[slot] = nil else redis.call("ZREM", index, slot) end
+  end
+end
+for slot in pairs(wanted) do
+  if redis.call("HEXISTS", SLOTS, slot) == 0 then return_slot(slot, now, 0) end
+end
+
+local before = redis.call("HGETALL", RULES)
+for i = 1, #before, 2 do
+  if rules[before[i]] == nil then
+    redis.call("HDEL", RULES, before[i])
+    changed[before[i]] = true
+  elseif rules[before[i]] == before[i + 1] then
+    rules[before[i]] = nil
+  end
+end
+for field, text in pairs(rules) do
+  redis.call("HSET", RULES, field, text)
+  changed[field] = true
+end
+if next(changed) then
+  for _, account in ipairs(redis.call("HKEYS", LANES)) do
+    local tenant, model = string.match(account, "^([^|]*)|(.*)$")
+    if changed["model " .. model] or changed["account " .. account] or changed["tenant " .. tenant] then
+      reindex_account(account)
+    end
+  end
+end
+return { "synced" }

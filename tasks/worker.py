@@ -47,7 +47,7 @@ class Worker:
         self.dispatcher = dispatcher
         self.owner = new_owner("worker")
         self._leases = leases
-        self.heartbeat = Heartbeat(leases, self.owner, dispatcher.settings.renew_every_ms, self._free_owed)
+        self.heartbeat = Heartbeat(leases, self.owner, dispatcher.settings.renew_every_ms, self._after_beat)
         self.heartbeat.start()
         self.consumer: Any = None  # Celery's consumer; None while there is none, or while draining
         self._started: dict[str, Task] = {}
@@ -99,6 +99,11 @@ class Worker:
             # Made again for a run that its server may be at: nowhere else.  The reaper will make it once more.
             return
         self.dispatcher.free(self._held(offer), back=True, rest_ms=_START_AGAIN_MS)
+
+    def _after_beat(self) -> None:
+        """Redis answers: do what can wait for that."""
+        self._free_owed()
+        self.dispatcher.learn_starts()
 
     def _free_owed(self) -> None:
         """Redis is back: free what could not be freed.  Whoever has such a lease by now is not disturbed (LEASE-4)."""

@@ -170,13 +170,15 @@ def _ticks(highest: float) -> list[float]:
         size *= 10
 
 
+# Grey that can be read on white and on black, for a viewer that does not say which it is.
 _STYLE = """
-  text { font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #57606a }
-  .title { font-size: 15px; font-weight: 600; fill: #1f2328 }
+  text { font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #7d8590 }
+  .title { font-size: 15px; font-weight: 600 }
   .grid { stroke: #8c959f; stroke-opacity: .28 }
   .axis { stroke: #8c959f }
-  .line { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round }
-  .faint { stroke-width: 1.3; stroke-dasharray: 2 4 }
+  .line { fill: none; stroke-linejoin: round; stroke-linecap: round }
+  .faint { stroke-dasharray: 2 4 }
+  @media (prefers-color-scheme: light) { text { fill: #57606a } .title { fill: #1f2328 } }
   @media (prefers-color-scheme: dark) { text { fill: #9aa4af } .title { fill: #e6edf3 } }
 """
 
@@ -209,17 +211,21 @@ def _drawing(title: str, subtitle: str, x: Axis, y: Axis, lines: Sequence[Line])
     parts.append(f'<text x="{right}" y="{_HEIGHT - 8}" text-anchor="end">{escape(x.title)}</text>')
     parts.append(f'<text x="8" y="{_TOP - 12}">{escape(y.title)}</text>')
     parts += _legend(lines, right)
-    parts += [_path(line, across, up) for line in lines]
+    last = max((line.colour for line in lines), default=0)
+    parts += [_path(line, across, up, last) for line in lines]
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _path(line: Line, across: Scale, up: Scale) -> str:
+def _path(line: Line, across: Scale, up: Scale, last: int) -> str:
+    """A line; those below others are broader, so that they are seen where all run alike."""
+    width = 1.3 if line.faint else 2 + 1.2 * min(last - line.colour, 4)
     steps, pen_down = [], False
     for x, y in zip(line.xs, line.ys, strict=True):
         if y is not None:
             steps.append(f"{'L' if pen_down else 'M'}{across(x):.1f} {up(y):.1f}")
         pen_down = y is not None
-    return f'<path class="{_kind(line)}" stroke="{_colour(line)}" d="{"".join(steps)}"/>'
+    style = f'class="{_kind(line)}" stroke="{_colour(line)}" stroke-width="{width:.1f}"'
+    return f'<path {style} d="{"".join(steps)}"/>'
 
 
 def _legend(lines: Sequence[Line], right: float) -> list[str]:
@@ -230,7 +236,8 @@ def _legend(lines: Sequence[Line], right: float) -> list[str]:
         place -= 6.6 * len(line.label) + 38
         if place < _LEFT:
             place, height = right - 6.6 * len(line.label) - 38, height - 18
-        parts.append(f'<path class="{_kind(line)}" stroke="{_colour(line)}" d="M{place:.0f} {height:.0f}h20"/>')
+        style = f'class="{_kind(line)}" stroke="{_colour(line)}" stroke-width="2.5"'
+        parts.append(f'<path {style} d="M{place:.0f} {height:.0f}h20"/>')
         parts.append(f'<text x="{place + 26:.0f}" y="{height + 4:.0f}">{escape(line.label)}</text>')
     return parts
 

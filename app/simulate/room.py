@@ -134,15 +134,14 @@ class Room:
         return {
             "enqueue": self._enqueue(job),
             "claim": _asked(lambda: self._leases.claim(offer, _TAKER)),
-            "release": _asked(lambda: self._leases.release(held, back=False, taker=_TAKER)),
+            "release": _asked(lambda: self._leases.release(held, back=False, taker=_TAKER, outcome="ok")),
             "back": _asked(lambda: self._leases.release(held, back=True)),
             "offer": _asked(lambda: self._queues.offer(self.fleet)),
             "sync": self._sync(self._catalog),
         }
 
     def _enqueue(self, job: Waiting) -> _Asked:
-        policies = {name: model.config.policy for name, model in self._catalog.models.items()}
-        return _asked(lambda: self._queues.enqueue(self.fleet, [job], policies))
+        return _asked(lambda: self._queues.enqueue(self.fleet, [job]))
 
     def _sync(self, catalog: Snapshot) -> _Asked:
         return _asked(lambda: self._slots.sync(self.fleet, catalog))

@@ -1,6 +1,7 @@
 """The figures for people at a terminal: tables, bars and lines of blocks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from app.simulate.figures import Figures, Waits, distribution
@@ -9,6 +10,8 @@ from app.simulate.scenario import Outcome
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+Fold = Callable[[Sequence[float]], float]
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _LINE = 48  # characters of a line over time
@@ -41,11 +44,12 @@ def span(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 20 or seconds == 0 else f"{seconds:.2g} s"
 
 
-def line(values: Sequence[float | None], highest: float, width: int = _LINE) -> str:
-    """Values as a row of blocks, several of them in one; a space where there is none."""
+def line(values: Sequence[float | None], highest: float, width: int = _LINE, fold: Fold = max) -> str:
+    """Values as a row of blocks, several of them in one by `fold`; a space where there is none."""
     step = len(values) / width
     parts = [values[int(n * step) : max(int((n + 1) * step), int(n * step) + 1)] for n in range(width)]
-    return "".join(_block(max((it for it in part if it is not None), default=None), highest) for part in parts)
+    known = [[it for it in part if it is not None] for part in parts]
+    return "".join(_block(fold(part) if part else None, highest) for part in known)
 
 
 def _block(value: float | None, highest: float) -> str:
@@ -92,7 +96,7 @@ def _over_time(found: Sequence[Figures]) -> "Table":
     for figures, it in zip(found, every, strict=True):
         table.add_row("waiting", figures.name, line(it.waiting, longest), f"{max(it.waiting, default=0):,}")
     for figures, it in zip(found, every, strict=True):
-        table.add_row("slot use", figures.name, line(it.use, 1.0), f"{max(it.use, default=0):.0%}")
+        table.add_row("slot use", figures.name, line(it.use, 1.0, fold=fmean), f"{max(it.use, default=0):.0%}")
     return table
 
 

@@ -64,7 +64,10 @@ def _connected(process: "subprocess.Popen[bytes]", folder: Path) -> Redis:
     while process.poll() is None and time.monotonic() < until:
         try:
             redis = Redis(
-                unix_socket_path=str(folder / "socket"), single_connection_client=True, retry=Retry(NoBackoff(), 0)
+                unix_socket_path=str(folder / "socket"),
+                socket_timeout=None,  # Nobody else is served, and a slow machine is no error.
+                single_connection_client=True,
+                retry=Retry(NoBackoff(), 0),
             )
             redis.ping()
             return redis

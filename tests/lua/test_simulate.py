@@ -58,7 +58,7 @@ class Plain:
             now, _, ended = heapq.heappop(self.ends)
             self.clock(now)
             held = Held(FLEET, ended.job_id, ended.lease, ended.owner, ended.slot)
-            released, offers = self.leases.release(held, back=False, taker="w1")
+            released, offers = self.leases.release(held, back=False, taker="w1", outcome="ok")
             assert released
             for offer in offers:
                 assert offer.owner == "w1"
@@ -72,8 +72,7 @@ class Plain:
         heapq.heappush(self.ends, (end, offer.job_id, offer))
 
     def enqueue(self, job: Waiting) -> list[Offer]:
-        policies = {name: model.config.policy for name, model in self.scenario.catalog.models.items()}
-        return self.queues.enqueue(FLEET, [job], policies)
+        return self.queues.enqueue(FLEET, [job])
 
     def clock(self, now: int) -> None:
         self.redis.set(f"clock:{{{FLEET}}}", now)

@@ -11,7 +11,7 @@ from jobs.record import Server
 
 T0 = 1_800_000_000_000
 SECOND = 1000
-POLICIES = ("fifo", "priority")
+POLICIES = ("fifo", "priority", "aging", "fair")
 
 
 def a_catalog(slots: int = 1, servers: int = 1, models: Sequence[str] = ("zimg",), **config: Any) -> Snapshot:

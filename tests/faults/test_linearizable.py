@@ -172,7 +172,7 @@ class Game:
         self.leases, queues = Leases(self.scripts, SETTINGS), Queues(self.scripts, SETTINGS)
         self.scripts.run("sync", FLEET, [1, 1, "gpu", f"online 1 1.0\n{FLEET}\n", 1])
         queues.open(FLEET)
-        (offer,) = queues.enqueue(FLEET, [Waiting(JOB, 1, FLEET, 5, "default")], {FLEET: "fifo"})
+        (offer,) = queues.enqueue(FLEET, [Waiting(JOB, 1, FLEET, 5, "default")])
 
         self.start = Lease(offer.lease, "")
         self.heard = self.start

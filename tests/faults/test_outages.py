@@ -144,7 +144,7 @@ def test_a_submit_whose_enqueue_was_not_answered_is_in_the_room_once_and_runs_on
 ) -> None:
     stage.register()
     impatient = stage.a_dispatcher(connect(valkey.url, 0.2))
-    impatient.queues.enqueue("zimg", [], impatient.fleet.policies())
+    impatient.queues.enqueue("zimg", [])
 
     with frozen(valkey):
         (receipt,) = impatient.submit([stage.a()])

@@ -358,6 +358,6 @@ def _left_behind(case: Aftermath, database: Database) -> Iterator[str]:
     if not ledger.read(database).balanced:
         yield f"the ledger does not balance: {ledger.read(database)}"
     report = case.report()
-    expected = {"open": True, "slots": SLOTS, "taken": 0, "lanes": {}, "leases": 0, "audit": []}
+    expected = {"open": True, "slots": SLOTS, "taken": 0, "waiting": {}, "leases": 0, "audit": []}
     if {name: report[name] for name in expected} != expected:
         yield f"left behind: {report}"

@@ -33,6 +33,14 @@ class Hold:
         self._wake.wait(seconds)
         self._wake.clear()
 
+    def ask_to_cancel(self) -> None:
+        """Somebody wants the job canceled: its run learns of it, and its server."""
+        if self.cancel:
+            return
+        self.raise_flag("cancel")
+        if self.on_cancel is not None:
+            threading.Thread(target=self.on_cancel, name="cancel", daemon=True).start()
+
     def raise_flag(self, name: str) -> None:
         if not getattr(self, name):
             setattr(self, name, True)
@@ -40,13 +48,20 @@ class Hold:
 
 
 class Heartbeat:
-    """Renews the leases of one owner.  `then`: what else is to be done at each beat to which Redis answers."""
+    """Renews the leases of one owner.
 
-    def __init__(self, leases: Leases, owner: str, every_ms: int, then: Callable[[], None] = lambda: None) -> None:
+    `then`: what else is to be done at each beat to which Redis answers; it is told whether Redis was away since the
+    last time that this was done.
+    """
+
+    def __init__(
+        self, leases: Leases, owner: str, every_ms: int, then: Callable[[bool], None] = lambda was_away: None
+    ) -> None:
         self._leases = leases
         self._owner = owner
         self._every_s = every_ms / 1000
         self._then = then
+        self._was_away = False
         self._holds: dict[str, Hold] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -84,26 +99,28 @@ class Heartbeat:
 
     def stop_all(self) -> None:
         """Tell all runs that this worker is going down."""
-        for hold in self._all():
+        for hold in self.holds():
             hold.raise_flag("stop")
 
     def beat(self) -> None:
         """Renew everything once."""
         by_fleet: dict[str, list[Hold]] = defaultdict(list)
-        for hold in self._all():
+        for hold in self.holds():
             by_fleet[hold.held.fleet].append(hold)
-        answered = True
+        answered, emptied = True, False
         for fleet, holds in by_fleet.items():
             try:
                 answers = self._leases.renew(fleet, self._owner, [hold.held for hold in holds])
             except RedisError as error:
                 log.warning("renewal_failed", fleet=fleet, leases=len(holds), error=str(error))
-                answered = False
+                answered, self._was_away = False, True
                 continue
+            emptied |= Renewal.UNKNOWN in answers
             for hold, answer in zip(holds, answers, strict=True):
                 _tell(hold, answer)
         if answered:
-            self._then()
+            self._then(self._was_away or emptied)
+            self._was_away = emptied
 
     def _beat(self) -> None:
         while not self._ended.wait(self._every_s):
@@ -112,7 +129,8 @@ class Heartbeat:
             except Exception:
                 log.exception("heartbeat_failed")
 
-    def _all(self) -> list[Hold]:
+    def holds(self) -> list[Hold]:
+        """The leases that are kept alive now."""
         with self._lock:
             return list(self._holds.values())
 
@@ -120,7 +138,5 @@ class Heartbeat:
 def _tell(hold: Hold, answer: Renewal) -> None:
     if answer is Renewal.LOST:
         hold.raise_flag("lost")
-    elif answer is Renewal.CANCEL and not hold.cancel:
-        hold.raise_flag("cancel")
-        if hold.on_cancel is not None:
-            threading.Thread(target=hold.on_cancel, name="cancel", daemon=True).start()
+    elif answer is Renewal.CANCEL:
+        hold.ask_to_cancel()

@@ -10,6 +10,7 @@ from redis.exceptions import RedisError
 
 from jobs.errors import SlotkeeperError
 from jobs.once import once
+from jobs.states import State
 from routing.dispatcher import Dispatcher, Task, new_owner
 from routing.leases import Held
 from routing.queues import Offer
@@ -100,10 +101,19 @@ class Worker:
             return
         self.dispatcher.free(self._held(offer), back=True, rest_ms=_START_AGAIN_MS)
 
-    def _after_beat(self) -> None:
+    def _after_beat(self, was_away: bool) -> None:
         """Redis answers: do what can wait for that."""
         self._free_owed()
+        if was_away:
+            self._hear_what_was_missed()
         self.dispatcher.learn_starts()
+
+    def _hear_what_was_missed(self) -> None:
+        """A cancel or a passed deadline of which Redis could not tell us stands in the record."""
+        for hold in self.heartbeat.holds():
+            job = self.dispatcher.store.get(hold.held.job_id)
+            if job is not None and (job.cancel_requested_ms is not None or job.state is not State.RUNNING):
+                hold.ask_to_cancel()
 
     def _free_owed(self) -> None:
         """Redis is back: free what could not be freed.  Whoever has such a lease by now is not disturbed (LEASE-4)."""

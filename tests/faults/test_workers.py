@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -115,12 +116,12 @@ def test_only_a_wake_up_is_acknowledged_before_it_is_done(headers: dict[str, Any
 
 
 @pytest.fixture
-def worker(stage: Stage) -> Iterator[Worker]:
+def worker(stage: Stage) -> Worker:
     leases = PatientLeases(Scripts(stage.redis, Keys("test"), FRAGMENTS), SETTINGS)
     stage.dispatcher.leases = leases
     found = Worker(stage.dispatcher, leases)
-    yield found
-    found.heartbeat.end()
+    found.heartbeat.end()  # The tests beat.
+    return found
 
 
 @pytest.mark.parametrize("begin", ["start", "hand_on"])
@@ -260,6 +261,63 @@ def test_while_redis_stays_away_one_release_is_tried_at_a_beat(
         tried.clear()
         worker.heartbeat.beat()
         assert len(tried) == 1
+
+
+# -- a wish that Redis could not pass on -----------------------------------------------------------------------
+
+
+def _renewals_fail(*_: Any) -> Any:
+    raise RedisError("away")
+
+
+def _canceled(stage: Stage, job_id: str) -> None:
+    with pytest.MonkeyPatch.context() as away:
+        away.setattr(stage.dispatcher.queues, "withdraw", _renewals_fail)
+        assert stage.dispatcher.cancel(job_id) is State.RUNNING
+
+
+def _expired(stage: Stage, job_id: str) -> None:
+    with pytest.MonkeyPatch.context() as away:
+        away.setattr(stage.dispatcher.queues, "withdraw", _renewals_fail)
+        stage.later(5 * SECOND)
+        assert reconcile.expire_overdue(stage.dispatcher) == 1
+
+
+@pytest.mark.parametrize("missed", [_canceled, _expired])
+@sqlite
+def test_what_a_worker_could_not_be_told_while_redis_was_away_it_reads_in_the_record(
+    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch, missed: Callable[[Stage, str], None]
+) -> None:
+    stage.register(2)
+    stage.submit(ttl_s=5)
+    stage.submit()
+    tasks = [worker.start(offer) for offer in stage.told.offers]
+    holds = [worker.heartbeat.add(task.held) for task in tasks if task is not None]
+    told: Queue[str] = Queue()
+    holds[0].on_cancel = lambda: told.put("server")
+    with monkeypatch.context() as away:
+        away.setattr(worker._leases, "renew", _renewals_fail)
+        worker.heartbeat.beat()
+        missed(stage, holds[0].held.job_id)
+
+    worker.heartbeat.beat()
+
+    assert told.get(timeout=30) == "server"
+    assert [hold.cancel for hold in holds] == [True, False]
+
+
+@sqlite
+def test_while_redis_answers_the_record_is_not_asked(
+    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.register()
+    stage.submit()
+    task = worker.start(stage.told.offers.pop())
+    assert task is not None
+    hold = worker.heartbeat.add(task.held)
+    monkeypatch.setattr(stage.store, "get", _is_away)
+    worker.heartbeat.beat()
+    assert not (hold.cancel or hold.lost)
 
 
 # -- no time left ----------------------------------------------------------------------------------------------

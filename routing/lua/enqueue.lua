@@ -21,8 +21,7 @@ local added, longer = 0, {}
 for i = 4, #ARGV, 5 do
   local lane, needs, seq, job, created = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]
   local it = longer[lane] and longer[lane].it or read_lane(lane)
-  local waits = redis.call("ZSCORE", lane_key(lane), member_of(job, created))
-  if not waits and redis.call("EXISTS", lease_key(job)) == 0 and add_to_lane(it, seq, job, created) then
+  if redis.call("EXISTS", lease_key(job)) == 0 and add_to_lane(it, seq, job, created) then
     longer[lane] = { it = it, needs = needs }
     added = added + 1
   end

@@ -19,41 +19,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tests.faults.mutant import (
+    CALLBACK,
+    GUARDS,
+    HOOKS,
+    IDENTITY,
+    LEASES,
+    MAINTENANCE,
+    OUTAGES,
+    POLICIES,
+    RECORD,
+    SERVERS,
+    SUBMIT,
+    USES,
+    WORKERS,
+    Mutant,
+)
+from tests.faults.mutants_room import ROOM
+
 REPO = Path(__file__).resolve().parents[2]
 _COPIED = ("jobs", "routing", "tasks", "app", "reference_server", "migrations", "tests", "celeryconfig.py", "setup.cfg")
 _LONGEST_S = 180
 
-_RECORD = "tests/contracts/test_record.py::"
-_SUBMIT = "tests/contracts/test_record_submit.py::"
-_HOOKS = "tests/contracts/test_record_webhooks.py::"
-_CALLBACK = "tests/contracts/test_api_callback.py::"
-_USES = "tests/contracts/test_routing_dispatcher.py::"
-_MAINTENANCE = "tests/contracts/test_routing_reconcile.py::"
-_SERVERS = "tests/contracts/test_routing_servers.py::"
-_LEASES = "tests/lua/test_leases.py::"
-_ORDER = "tests/lua/test_order.py::"
-_SLOTS = "tests/lua/test_servers.py::"
-_POLICIES = "tests/unit/routing/test_policies.py::"
-_IDENTITY = "tests/unit/routing/test_identity.py::"
-_GUARDS = "tests/faults/test_guards.py::"
-_WORKERS = "tests/faults/test_workers.py::"
-_OUTAGES = "tests/faults/test_outages.py::"
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One guard taken out.  `breaks`: the invariant, or the row, that then no longer holds."""
-
-    name: str
-    breaks: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    still: str = f"{_USES}test_the_whole_way_of_a_job"
-
-
 MUTANTS = [
+    *ROOM,
     # -- the record ------------------------------------------------------------------------------------------
     Mutant(
         "a transition asks for no state",
@@ -61,7 +50,7 @@ MUTANTS = [
         "jobs/store.py",
         'statement = update(jobs).where(jobs.c.id == bindparam("p_id"), jobs.c.state == state.value)',
         'statement = update(jobs).where(jobs.c.id == bindparam("p_id"))',
-        (f"{_RECORD}test_job_1_a_final_state_is_never_left", f"{_RECORD}test_a_job_is_revived_once_however_many_ask"),
+        (f"{RECORD}test_job_1_a_final_state_is_never_left", f"{RECORD}test_a_job_is_revived_once_however_many_ask"),
     ),
     Mutant(
         "a settle asks for no token",
@@ -70,8 +59,8 @@ MUTANTS = [
         'statement = statement.where(jobs.c.attempt == bindparam("p_attempt"))',
         "pass",
         (
-            f"{_RECORD}test_lease_3_a_settle_under_an_old_token_changes_nothing",
-            f"{_MAINTENANCE}test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle",
+            f"{RECORD}test_lease_3_a_settle_under_an_old_token_changes_nothing",
+            f"{MAINTENANCE}test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle",
         ),
     ),
     Mutant(
@@ -80,7 +69,7 @@ MUTANTS = [
         "jobs/store.py",
         '"attempt": jobs.c.attempt + 1,',
         '"attempt": 1,',
-        (f"{_RECORD}test_lease_2_the_token_grows_with_every_start",),
+        (f"{RECORD}test_lease_2_the_token_grows_with_every_start",),
     ),
     Mutant(
         "a server's id is stored under any token",
@@ -92,7 +81,7 @@ MUTANTS = [
         """        jobs.c.state == State.RUNNING.value,
         bindparam("p_attempt") > 0,
 """,
-        (f"{_RECORD}test_lease_3_a_remote_id_is_stored_only_under_the_current_token",),
+        (f"{RECORD}test_lease_3_a_remote_id_is_stored_only_under_the_current_token",),
     ),
     Mutant(
         "events are written after the commit",
@@ -106,8 +95,8 @@ MUTANTS = [
                 transaction.flush()
 """,
         (
-            f"{_RECORD}test_job_2_a_transition_whose_event_cannot_be_written_did_not_happen",
-            f"{_RECORD}test_job_2_an_end_whose_webhook_cannot_be_written_did_not_happen",
+            f"{RECORD}test_job_2_a_transition_whose_event_cannot_be_written_did_not_happen",
+            f"{RECORD}test_job_2_an_end_whose_webhook_cannot_be_written_did_not_happen",
         ),
     ),
     Mutant(
@@ -118,7 +107,7 @@ MUTANTS = [
     idempotency_keys.c.tenant == bindparam("p_tenant"), idempotency_keys.c.key == bindparam("p_key")
 )""",
         'idempotency_keys.c.expires_ms).where(idempotency_keys.c.key == bindparam("p_key"))',
-        (f"{_SUBMIT}test_r21_a_key_belongs_to_its_tenant",),
+        (f"{SUBMIT}test_r21_a_key_belongs_to_its_tenant",),
     ),
     Mutant(
         "a key stands for any request",
@@ -126,7 +115,7 @@ MUTANTS = [
         "jobs/store.py",
         "if known.fingerprint != job.fingerprint:",
         "if known.fingerprint is None:",
-        (f"{_SUBMIT}test_r21_the_same_key_with_another_request_is_a_conflict_that_names_the_job",),
+        (f"{SUBMIT}test_r21_the_same_key_with_another_request_is_a_conflict_that_names_the_job",),
     ),
     Mutant(
         "a key is kept for ever",
@@ -134,7 +123,7 @@ MUTANTS = [
         "jobs/store.py",
         "if known is not None and known.expires_ms > now:",
         "if known is not None:",
-        (f"{_SUBMIT}test_r22_within_the_window_the_key_names_the_job_and_after_it_is_fresh_work",),
+        (f"{SUBMIT}test_r22_within_the_window_the_key_names_the_job_and_after_it_is_fresh_work",),
     ),
     Mutant(
         "what waits for long is removed",
@@ -142,7 +131,7 @@ MUTANTS = [
         "jobs/store.py",
         ".where(jobs.c.finished_ms < ended_before_ms, jobs.c.state.in_([s.value for s in sorted(FINAL)]), ~owed)",
         ".where(jobs.c.created_ms < ended_before_ms, ~owed)",
-        (f"{_GUARDS}test_r125_a_job_that_waits_for_a_year_is_not_removed",),
+        (f"{GUARDS}test_r125_a_job_that_waits_for_a_year_is_not_removed",),
     ),
     Mutant(
         "a job is removed whose message is owed",
@@ -150,7 +139,7 @@ MUTANTS = [
         "jobs/store.py",
         "sorted(FINAL)]), ~owed)",
         "sorted(FINAL)]))",
-        (f"{_RECORD}test_hook_1_a_job_whose_message_is_still_owed_is_not_purged",),
+        (f"{RECORD}test_hook_1_a_job_whose_message_is_still_owed_is_not_purged",),
     ),
     Mutant(
         "only recent deadlines are looked for",
@@ -158,7 +147,7 @@ MUTANTS = [
         "jobs/store.py",
         "_LISTED.where(jobs.c.deadline_ms <= now,",
         "_LISTED.where(jobs.c.deadline_ms <= now, jobs.c.deadline_ms > now - 10_000,",
-        (f"{_MAINTENANCE}test_r122_a_deadline_ends_a_job_in_every_state_however_late_somebody_looks",),
+        (f"{MAINTENANCE}test_r122_a_deadline_ends_a_job_in_every_state_however_late_somebody_looks",),
     ),
     Mutant(
         "a message is tried before its time",
@@ -166,7 +155,7 @@ MUTANTS = [
         "jobs/webhooks.py",
         'webhooks.c.next_ms <= bindparam("p_now"),',
         'bindparam("p_now") > 0,',
-        (f"{_HOOKS}test_only_one_at_a_time_may_try", f"{_HOOKS}test_a_message_is_not_tried_before_its_time"),
+        (f"{HOOKS}test_only_one_at_a_time_may_try", f"{HOOKS}test_a_message_is_not_tried_before_its_time"),
     ),
     Mutant(
         "an old try speaks for the next",
@@ -174,7 +163,7 @@ MUTANTS = [
         "jobs/webhooks.py",
         'webhooks.c.tries == bindparam("p_tries"),',
         'bindparam("p_tries") > 0,',
-        (f"{_HOOKS}test_who_took_too_long_cannot_speak_for_the_try_that_came_after",),
+        (f"{HOOKS}test_who_took_too_long_cannot_speak_for_the_try_that_came_after",),
     ),
     Mutant(
         "a server's id is taken to another server",
@@ -182,7 +171,7 @@ MUTANTS = [
         "jobs/store.py",
         'return case((jobs.c.server == bindparam("p_server"), column), else_=None)',
         "return column",
-        (f"{_MAINTENANCE}test_on_another_server_a_job_is_run_anew",),
+        (f"{MAINTENANCE}test_on_another_server_a_job_is_run_anew",),
     ),
     Mutant(
         "a doubled submit is booked twice",
@@ -190,7 +179,7 @@ MUTANTS = [
         "jobs/store.py",
         'count(tx, "doubled")',
         "pass",
-        (f"{_GUARDS}test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed",),
+        (f"{GUARDS}test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed",),
     ),
     Mutant(
         "what is removed is not booked",
@@ -198,7 +187,7 @@ MUTANTS = [
         "jobs/store.py",
         'count(tx, f"purged.{state}")',
         "pass",
-        (f"{_GUARDS}test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed",),
+        (f"{GUARDS}test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed",),
     ),
     # -- leases ----------------------------------------------------------------------------------------------
     Mutant(
@@ -207,7 +196,7 @@ MUTANTS = [
         "routing/lua/lib/lease.lua",
         "return held[1] == lease and held[2] == owner",
         "return held[2] == owner",
-        (f"{_LEASES}test_r74_nobody_else_renews", f"{_LEASES}test_r75_nobody_else_releases"),
+        (f"{LEASES}test_r74_nobody_else_renews", f"{LEASES}test_r75_nobody_else_releases"),
     ),
     Mutant(
         "a lease is known by its name alone",
@@ -215,7 +204,7 @@ MUTANTS = [
         "routing/lua/lib/lease.lua",
         "return held[1] == lease and held[2] == owner",
         "return held[1] == lease",
-        (f"{_LEASES}test_another_worker_cannot_claim_what_is_claimed", f"{_LEASES}test_r75_nobody_else_releases"),
+        (f"{LEASES}test_another_worker_cannot_claim_what_is_claimed", f"{LEASES}test_r75_nobody_else_releases"),
     ),
     Mutant(
         "a claim does not ask whether the offer is open",
@@ -223,7 +212,7 @@ MUTANTS = [
         "routing/lua/claim.lua",
         'if not (is_held(job, lease, "") or is_held(job, lease, owner)) then return { "lost" } end',
         'if redis.call("HGET", lease_key(job), "lease") ~= lease then return { "lost" } end',
-        (f"{_LEASES}test_another_worker_cannot_claim_what_is_claimed",),
+        (f"{LEASES}test_another_worker_cannot_claim_what_is_claimed",),
     ),
     Mutant(
         "anybody renews",
@@ -231,7 +220,7 @@ MUTANTS = [
         "routing/lua/renew.lua",
         "if is_held(job, lease, owner) then",
         'if redis.call("EXISTS", lease_key(job)) == 1 then',
-        (f"{_LEASES}test_r74_nobody_else_renews",),
+        (f"{LEASES}test_r74_nobody_else_renews",),
     ),
     Mutant(
         "a lost lease is made anew by its renewal",
@@ -239,7 +228,7 @@ MUTANTS = [
         "routing/lua/renew.lua",
         'answer = rebuilt and "lost" or "unknown"',
         'redis.call("ZADD", LEASES, expires, job)\n    answer = rebuilt and "lost" or "unknown"',
-        (f"{_LEASES}test_r74_nobody_else_renews",),
+        (f"{LEASES}test_r74_nobody_else_renews",),
     ),
     Mutant(
         "anybody releases",
@@ -248,8 +237,8 @@ MUTANTS = [
         "if is_held(job, ARGV[2], ARGV[3]) then",
         'if redis.call("EXISTS", lease_key(job)) == 1 then',
         (
-            f"{_LEASES}test_r75_nobody_else_releases",
-            f"{_MAINTENANCE}test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle",
+            f"{LEASES}test_r75_nobody_else_releases",
+            f"{MAINTENANCE}test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle",
         ),
     ),
     Mutant(
@@ -258,7 +247,7 @@ MUTANTS = [
         "routing/lua/seize.lua",
         'if not is_held(job, ARGV[2], ARGV[3]) then return { "lost" } end',
         "",
-        (f"{_LEASES}test_only_the_lease_that_was_seen_can_be_seized",),
+        (f"{LEASES}test_only_the_lease_that_was_seen_can_be_seized",),
     ),
     Mutant(
         "a lease that was renewed is seized as expired",
@@ -267,8 +256,8 @@ MUTANTS = [
         'if ARGV[7] == "1" and tonumber(redis.call("ZSCORE", LEASES, job) or "0") > now then return { "lost" } end',
         "",
         (
-            f"{_LEASES}test_a_lease_that_was_renewed_meanwhile_is_not_seized_as_expired",
-            f"{_MAINTENANCE}test_a_worker_that_renews_between_the_reapers_look_and_its_grip_is_not_reaped",
+            f"{LEASES}test_a_lease_that_was_renewed_meanwhile_is_not_seized_as_expired",
+            f"{MAINTENANCE}test_a_worker_that_renews_between_the_reapers_look_and_its_grip_is_not_reaped",
         ),
     ),
     Mutant(
@@ -277,7 +266,7 @@ MUTANTS = [
         "routing/reconcile.py",
         "if job is not None and job.state is State.RUNNING and (job.lease == held.tag or held.owner == _REAPER):",
         "if job is not None and job.state is State.RUNNING:",
-        (f"{_GUARDS}test_a_lease_that_outlived_its_run_does_not_end_the_next_one",),
+        (f"{GUARDS}test_a_lease_that_outlived_its_run_does_not_end_the_next_one",),
     ),
     Mutant(
         "a lease is restored beside the one on its slot",
@@ -285,7 +274,7 @@ MUTANTS = [
         "routing/lua/restore.lua",
         ' and redis.call("HEXISTS", SLOTS, slot) == 0 then',
         " then",
-        (f"{_LEASES}test_restore_leaves_alone_what_stands_there",),
+        (f"{LEASES}test_restore_leaves_alone_what_stands_there",),
     ),
     Mutant(
         "a lease is restored for a job that waits",
@@ -293,7 +282,7 @@ MUTANTS = [
         "routing/lua/restore.lua",
         "if not waits and ",
         "if ",
-        (f"{_GUARDS}test_a_job_that_waits_again_is_given_no_lease_by_a_late_restore",),
+        (f"{GUARDS}test_a_job_that_waits_again_is_given_no_lease_by_a_late_restore",),
     ),
     Mutant(
         "what a dead reaper held is held for ever",
@@ -301,7 +290,7 @@ MUTANTS = [
         "routing/reconcile.py",
         "(job.lease == held.tag or held.owner == _REAPER):",
         "job.lease == held.tag:",
-        (f"{_MAINTENANCE}test_a_reaper_that_dies_after_its_grip_is_followed_by_the_next",),
+        (f"{MAINTENANCE}test_a_reaper_that_dies_after_its_grip_is_followed_by_the_next",),
     ),
     Mutant(
         "a canceled job runs again when its worker dies",
@@ -311,7 +300,7 @@ MUTANTS = [
         return Why.CANCEL_REQUESTED
 """,
         "",
-        (f"{_MAINTENANCE}test_a_canceled_job_whose_worker_dies_is_canceled_and_not_run_again",),
+        (f"{MAINTENANCE}test_a_canceled_job_whose_worker_dies_is_canceled_and_not_run_again",),
     ),
     Mutant(
         "a waiting job that the room lost stays lost",
@@ -319,7 +308,7 @@ MUTANTS = [
         "routing/reconcile.py",
         "found += _requeue_lost_runs(dispatcher, fleet) + _fill(dispatcher, fleet)",
         "found += _requeue_lost_runs(dispatcher, fleet)",
-        (f"{_MAINTENANCE}test_queue_1_a_queued_job_that_the_room_has_lost_is_brought_back_to_its_place",),
+        (f"{MAINTENANCE}test_queue_1_a_queued_job_that_the_room_has_lost_is_brought_back_to_its_place",),
     ),
     Mutant(
         "a lease that Redis lost stays lost",
@@ -327,152 +316,7 @@ MUTANTS = [
         "routing/reconcile.py",
         "found += _requeue_lost_runs(dispatcher, fleet) + _fill(dispatcher, fleet)",
         "found += _fill(dispatcher, fleet)",
-        (f"{_MAINTENANCE}test_a_running_job_whose_lease_is_lost_gets_it_back",),
-    ),
-    # -- offers ----------------------------------------------------------------------------------------------
-    Mutant(
-        "a job is taken without a lease",
-        "R71",
-        "routing/lua/lib/offer.lua",
-        'redis.call("HSET", lease_key(job), "lease", lease, "owner"',
-        'redis.call("HSET", LEASES .. "-lost:" .. job, "lease", lease, "owner"',
-        (f"{_LEASES}test_r71_an_offer_takes_the_job_and_the_slot_together",),
-        still=f"{_LEASES}test_r72_a_slot_without_a_job_stays_free",
-    ),
-    Mutant(
-        "an offer never expires",
-        "R72",
-        "routing/lua/lib/offer.lua",
-        'redis.call("ZADD", LEASES, exact(now + lease_ms), job)',
-        "",
-        (
-            f"{_LEASES}test_r71_an_offer_takes_the_job_and_the_slot_together",
-            f"{_MAINTENANCE}test_an_offer_that_nobody_took_goes_back_to_its_own_place",
-        ),
-    ),
-    Mutant(
-        "a job that was offered stays in its lane",
-        "R72",
-        "routing/lua/lib/offer.lua",
-        '  redis.call("ZREM", lane_key(lane), job)\n',
-        "",
-        (f"{_LEASES}test_r72_a_job_is_never_offered_twice",),
-        still=f"{_LEASES}test_r72_a_slot_without_a_job_stays_free",
-    ),
-    Mutant(
-        "a room that is not rebuilt makes offers",
-        "ORDER-1",
-        "routing/lua/lib/offer.lua",
-        'if redis.call("HEXISTS", META, "epoch") == 0 then return offers end',
-        "",
-        (f"{_ORDER}test_nothing_is_offered_before_the_room_is_open",),
-    ),
-    Mutant(
-        "a job under lease is put in its lane",
-        "R30",
-        "routing/lua/enqueue.lua",
-        'if redis.call("EXISTS", lease_key(job)) == 0 and not',
-        "if not",
-        (
-            f"{_ORDER}test_r30_a_job_that_waits_or_is_offered_is_left_as_it_is",
-            f"{_MAINTENANCE}test_r30_reconcile_leaves_waiting_jobs_where_they_are",
-        ),
-    ),
-    Mutant(
-        "a job that waits is put in its lane again",
-        "R30",
-        "routing/lua/enqueue.lua",
-        ' and not redis.call("ZSCORE", lane_key(lane), job) then',
-        " then",
-        (f"{_GUARDS}test_r30_a_job_that_the_room_knows_is_not_added_however_often_it_is_brought",),
-    ),
-    Mutant(
-        "a job that comes back goes to the end",
-        "ORDER-1",
-        "routing/lua/release.lua",
-        "was.seq, job)",
-        "was.seq + 1000000, job)",
-        (
-            f"{_ORDER}test_a_job_that_comes_back_stands_where_it_stood",
-            f"{_USES}test_a_job_that_met_a_busy_server_keeps_its_place",
-        ),
-    ),
-    Mutant(
-        "a job that comes back brings an old policy",
-        "ORDER-1",
-        "routing/lua/release.lua",
-        'redis.call("HGET", OFFSETS, was.lane) or was.offset',
-        "was.offset",
-        (f"{_ORDER}test_a_job_that_returns_after_a_change_of_policy_does_not_bring_the_old_policy_back",),
-    ),
-    Mutant(
-        "order keys are rounded",
-        "R39",
-        "routing/lua/lib/fleet.lua",
-        'local function exact(number) return string.format("%.0f", number) end',
-        "local function exact(number) return tostring(number) end",
-        (f"{_ORDER}test_r39_acceptance_numbers_are_exact_up_to_two_to_the_49_in_every_tier",),
-        still=f"{_LEASES}test_r72_a_slot_without_a_job_stays_free",
-    ),
-    Mutant(
-        "tiers are further apart than a number can tell",
-        "R39",
-        "routing/policies/order.py",
-        "_TIER_STEP = 1 << 49",
-        "_TIER_STEP = 1 << 53",
-        (f"{_POLICIES}test_r39_every_order_key_is_an_exact_integer",),
-    ),
-    # -- slots and servers -----------------------------------------------------------------------------------
-    Mutant(
-        "an old catalog is taken for the newest",
-        "SLOT-1",
-        "routing/lua/sync_servers.lua",
-        'if tonumber(redis.call("HGET", META, "catalog") or "-1") > version then return { "stale" } end',
-        "",
-        (f"{_SLOTS}test_an_older_catalog_changes_nothing",),
-    ),
-    Mutant(
-        "a slot under lease becomes free when it comes back",
-        "LEASE-1",
-        "routing/lua/sync_servers.lua",
-        'if redis.call("HEXISTS", SLOTS, slot) == 0 then return_slot(slot, now, 0) end',
-        "return_slot(slot, now, 0)",
-        (f"{_SLOTS}test_a_slot_that_came_back_while_it_was_leased_is_not_free_twice",),
-    ),
-    Mutant(
-        "a slot of a server that is not online is freed",
-        "SLOT-1",
-        "routing/lua/lib/fleet.lua",
-        "if not online_entry(slot) then return end",
-        "",
-        (
-            f"{_SLOTS}test_a_rest_that_ends_on_a_server_that_is_not_online_frees_nothing",
-            f"{_SLOTS}test_a_removed_server_keeps_only_its_leases",
-        ),
-    ),
-    Mutant(
-        "slots are not counted",
-        "SLOT-1",
-        "routing/lua/lib/fleet.lua",
-        'if slots and tonumber(string.match(slot, "(%d+)$")) < slots then return entry end',
-        "if slots then return entry end",
-        (f"{_SLOTS}test_a_slot_that_is_taken_away_under_a_lease_is_kept_until_its_release_and_not_offered_then",),
-    ),
-    Mutant(
-        "a server's name ends at its first hyphen",
-        "R112",
-        "routing/lua/lib/fleet.lua",
-        'return string.match(slot, "^(.*)%-slot%d+$")',
-        'return string.match(slot, "^([^-]*)%-.*slot%d+$") or string.match(slot, "^([^-]*)%-slot%d+$")',
-        (f"{_SLOTS}test_r112_a_servers_name_may_look_like_anything",),
-    ),
-    Mutant(
-        "slots that others use are offered",
-        "SLOT-1",
-        "routing/lua/occupy.lua",
-        'redis.call("ZREM", FREE, slot)',
-        "",
-        (f"{_SLOTS}test_slot_1_so_many_slots_of_a_server_as_others_use_are_withheld_for_a_while",),
+        (f"{MAINTENANCE}test_a_running_job_whose_lease_is_lost_gets_it_back",),
     ),
     # -- what servers report ---------------------------------------------------------------------------------
     Mutant(
@@ -482,8 +326,8 @@ MUTANTS = [
         "if not lease.names & running and lease.age_ms >= YOUNG_MS",
         "if not lease.names & running",
         (
-            f"{_IDENTITY}test_r115_a_lease_younger_than_five_seconds_is_no_ghost",
-            f"{_SERVERS}test_r115_a_run_younger_than_five_seconds_is_never_suspected",
+            f"{IDENTITY}test_r115_a_lease_younger_than_five_seconds_is_no_ghost",
+            f"{SERVERS}test_r115_a_run_younger_than_five_seconds_is_never_suspected",
         ),
     ),
     Mutant(
@@ -492,7 +336,7 @@ MUTANTS = [
         "routing/policies/identity.py",
         "if active == 0 and lease.age_ms >= YOUNG_MS",
         "if active == 0",
-        (f"{_IDENTITY}test_r115_a_lease_younger_than_five_seconds_is_no_ghost",),
+        (f"{IDENTITY}test_r115_a_lease_younger_than_five_seconds_is_no_ghost",),
     ),
     Mutant(
         "a count above zero makes ghosts",
@@ -500,7 +344,7 @@ MUTANTS = [
         "routing/policies/identity.py",
         "if active == 0 and lease.age_ms",
         "if active < len(leases) and lease.age_ms",
-        (f"{_SERVERS}test_r114_only_a_report_that_says_so_makes_a_suspect",),
+        (f"{SERVERS}test_r114_only_a_report_that_says_so_makes_a_suspect",),
     ),
     Mutant(
         "the count beats the ids",
@@ -508,7 +352,7 @@ MUTANTS = [
         "routing/policies/identity.py",
         "if report.job_ids is not None:",
         "if report.job_ids is not None and report.active_jobs is None:",
-        (f"{_SERVERS}test_r114_only_a_report_that_says_so_makes_a_suspect",),
+        (f"{SERVERS}test_r114_only_a_report_that_says_so_makes_a_suspect",),
     ),
     Mutant(
         "a server that is down is taken at its word",
@@ -516,7 +360,7 @@ MUTANTS = [
         "routing/policies/identity.py",
         "if not report.up:",
         "if report.up is None:",
-        (f"{_SERVERS}test_r114_only_a_report_that_says_so_makes_a_suspect",),
+        (f"{SERVERS}test_r114_only_a_report_that_says_so_makes_a_suspect",),
     ),
     Mutant(
         "ghosts are freed at the first look",
@@ -524,7 +368,7 @@ MUTANTS = [
         "routing/reconcile.py",
         "for job in suspects(dispatcher, reports) if (job.id, job.attempt) in known)",
         "for job in suspects(dispatcher, reports))",
-        (f"{_SERVERS}test_a_later_run_of_a_suspect_is_no_suspect",),
+        (f"{SERVERS}test_a_later_run_of_a_suspect_is_no_suspect",),
     ),
     Mutant(
         "the second look is not asked",
@@ -532,7 +376,7 @@ MUTANTS = [
         "routing/reconcile.py",
         "for job in suspects(dispatcher, reports) if (job.id, job.attempt) in known)",
         "for job in before)",
-        (f"{_SERVERS}test_a_suspicion_that_the_second_look_does_not_confirm_frees_nothing",),
+        (f"{SERVERS}test_a_suspicion_that_the_second_look_does_not_confirm_frees_nothing",),
     ),
     Mutant(
         "a living worker's run is freed at once",
@@ -540,7 +384,7 @@ MUTANTS = [
         "routing/reconcile.py",
         "if job.id in found.ghosts and silent.get(job.id, 0) > silent_ms:",
         "if job.id in found.ghosts:",
-        (f"{_SERVERS}test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too",),
+        (f"{SERVERS}test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too",),
     ),
     # -- budgets ---------------------------------------------------------------------------------------------
     Mutant(
@@ -550,8 +394,8 @@ MUTANTS = [
         "return Why.CRASHES_EXHAUSTED if crashes + 1 >= config.max_crashes else lost",
         "return lost",
         (
-            f"{_POLICIES}test_the_last_of_max_crashes_makes_a_job_dead",
-            f"{_MAINTENANCE}test_a_job_under_which_workers_keep_dying_is_set_aside_as_poison",
+            f"{POLICIES}test_the_last_of_max_crashes_makes_a_job_dead",
+            f"{MAINTENANCE}test_a_job_under_which_workers_keep_dying_is_set_aside_as_poison",
         ),
     ),
     Mutant(
@@ -561,8 +405,8 @@ MUTANTS = [
         "Why.RETRIES_EXHAUSTED if failures >= config.max_retries else Why.SERVER_ERROR",
         "Why.SERVER_ERROR",
         (
-            f"{_POLICIES}test_r96_a_job_is_run_once_and_then_retried_as_often_as_allowed",
-            f"{_USES}test_after_max_retries_a_job_is_dead_and_revived_it_has_all_of_them_again",
+            f"{POLICIES}test_r96_a_job_is_run_once_and_then_retried_as_often_as_allowed",
+            f"{USES}test_after_max_retries_a_job_is_dead_and_revived_it_has_all_of_them_again",
         ),
     ),
     Mutant(
@@ -572,8 +416,8 @@ MUTANTS = [
         "(State.RUNNING, Why.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.WAITS)",
         "(State.RUNNING, Why.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.FAILURES)",
         (
-            f"{_POLICIES}test_r67_r101_waiting_for_capacity_never_spends_an_attempt",
-            f"{_USES}test_a_busy_server_costs_nothing_the_slot_rests_and_another_is_tried_at_once",
+            f"{POLICIES}test_r67_r101_waiting_for_capacity_never_spends_an_attempt",
+            f"{USES}test_a_busy_server_costs_nothing_the_slot_rests_and_another_is_tried_at_once",
         ),
     ),
     Mutant(
@@ -582,7 +426,7 @@ MUTANTS = [
         "jobs/states.py",
         "(State.RUNNING, Why.SERVER_UNREACHABLE): Edge(State.QUEUED, _SETTLE, Budget.WAITS)",
         "(State.RUNNING, Why.SERVER_UNREACHABLE): Edge(State.QUEUED, _SETTLE, Budget.CRASHES)",
-        (f"{_USES}test_r96_a_day_without_its_server_costs_a_job_nothing",),
+        (f"{USES}test_r96_a_day_without_its_server_costs_a_job_nothing",),
     ),
     # -- the outside -----------------------------------------------------------------------------------------
     Mutant(
@@ -591,7 +435,7 @@ MUTANTS = [
         "tasks/callbacks.py",
         "return hmac.compare_digest(shown.encode(), token(job_id, attempt).encode())",
         "return bool(shown)",
-        (f"{_CALLBACK}test_a_forged_push_changes_nothing",),
+        (f"{CALLBACK}test_a_forged_push_changes_nothing",),
     ),
     Mutant(
         "a token is good for all attempts",
@@ -599,7 +443,7 @@ MUTANTS = [
         "tasks/callbacks.py",
         'f"callback {job_id} {attempt}"',
         'f"callback {job_id}"',
-        (f"{_CALLBACK}test_a_superseded_attempt_cannot_end_the_next",),
+        (f"{CALLBACK}test_a_superseded_attempt_cannot_end_the_next",),
     ),
     Mutant(
         "a script that was slow is sent again",
@@ -607,7 +451,7 @@ MUTANTS = [
         "routing/scripts.py",
         "retry=Retry(NoBackoff(), 0),",
         "retry=Retry(NoBackoff(), 3),",
-        (f"{_GUARDS}test_lease_1_a_script_whose_answer_was_lost_has_run_once",),
+        (f"{GUARDS}test_lease_1_a_script_whose_answer_was_lost_has_run_once",),
     ),
     Mutant(
         "a run may take ten minutes whatever its model allows",
@@ -615,7 +459,7 @@ MUTANTS = [
         "tasks/runner.py",
         "ends = began + config.max_poll_time * 1000",
         "ends = began + 600 * 1000",
-        (f"{_GUARDS}test_r113_a_run_may_take_as_long_as_its_own_model_allows",),
+        (f"{GUARDS}test_r113_a_run_may_take_as_long_as_its_own_model_allows",),
     ),
     # -- workers, when something is away -----------------------------------------------------------------------
     Mutant(
@@ -624,7 +468,7 @@ MUTANTS = [
         "tasks/inference.py",
         'raise Reject("the database is away", requeue=True)',
         'raise Reject("the database is away", requeue=False)',
-        (f"{_WORKERS}test_a_bare_message_goes_back_to_the_broker_when_the_database_stays_away",),
+        (f"{WORKERS}test_a_bare_message_goes_back_to_the_broker_when_the_database_stays_away",),
     ),
     Mutant(
         "a bare message does not wait for the database",
@@ -636,7 +480,7 @@ MUTANTS = [
         """        except RecordUnavailable:
             break
     raise Reject""",
-        (f"{_WORKERS}test_a_bare_message_waits_for_the_database_and_is_recorded_once",),
+        (f"{WORKERS}test_a_bare_message_waits_for_the_database_and_is_recorded_once",),
     ),
     Mutant(
         "a bare message is acknowledged before it is recorded",
@@ -644,7 +488,7 @@ MUTANTS = [
         "tasks/inference.py",
         "if messages.HEADER in self.request_dict:",
         "if self.request_dict:",
-        (f"{_WORKERS}test_only_a_wake_up_is_acknowledged_before_it_is_done",),
+        (f"{WORKERS}test_only_a_wake_up_is_acknowledged_before_it_is_done",),
     ),
     Mutant(
         "a job that could not be started keeps its slot",
@@ -652,7 +496,7 @@ MUTANTS = [
         "tasks/worker.py",
         "self.dispatcher.free(self._held(offer), back=True, rest_ms=_START_AGAIN_MS)",
         "pass",
-        (f"{_WORKERS}test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_at_once",),
+        (f"{WORKERS}test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_at_once",),
     ),
     Mutant(
         "a run that could not be resumed is put back for all servers",
@@ -660,7 +504,7 @@ MUTANTS = [
         "tasks/worker.py",
         "if offer.number == 0:",
         "if offer.number is None:",
-        (f"{_WORKERS}test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers",),
+        (f"{WORKERS}test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers",),
     ),
     Mutant(
         "a job that could not be started is tried at once again",
@@ -668,7 +512,7 @@ MUTANTS = [
         "tasks/worker.py",
         "back=True, rest_ms=_START_AGAIN_MS)",
         "back=True)",
-        (f"{_WORKERS}test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_at_once",),
+        (f"{WORKERS}test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_at_once",),
     ),
     Mutant(
         "a slot that could not be freed waits until its lease expires",
@@ -676,7 +520,7 @@ MUTANTS = [
         "tasks/worker.py",
         "            self.dispatcher.free(held, back=back, rest_ms=rest_ms)\n",
         "            pass\n",
-        (f"{_WORKERS}test_slot_2_a_slot_that_could_not_be_freed_is_freed_by_the_first_beat_that_can",),
+        (f"{WORKERS}test_slot_2_a_slot_that_could_not_be_freed_is_freed_by_the_first_beat_that_can",),
     ),
     Mutant(
         "a run is tried again after its deadline",
@@ -684,7 +528,7 @@ MUTANTS = [
         "routing/policies/verdict.py",
         "case _ if overdue:",
         "case _ if overdue is None:",
-        (f"{_WORKERS}test_a_run_that_went_wrong_after_its_deadline_is_not_tried_again",),
+        (f"{WORKERS}test_a_run_that_went_wrong_after_its_deadline_is_not_tried_again",),
     ),
     Mutant(
         "leases are reaped as soon as Redis is back",
@@ -693,8 +537,8 @@ MUTANTS = [
         "if self._until is None and away:",
         "if self._until is None and away is None:",
         (
-            f"{_OUTAGES}test_after_redis_was_away_living_workers_renew_before_anything_is_reaped",
-            f"{_OUTAGES}test_after_a_look_that_failed_living_workers_renew_before_anything_is_reaped",
+            f"{OUTAGES}test_after_redis_was_away_living_workers_renew_before_anything_is_reaped",
+            f"{OUTAGES}test_after_a_look_that_failed_living_workers_renew_before_anything_is_reaped",
         ),
     ),
 ]

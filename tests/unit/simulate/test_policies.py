@@ -67,14 +67,14 @@ def test_other_policies_do_not_keep_the_bound_of_aging(play, policy):
 # -- fair ------------------------------------------------------------------------------------------------------
 
 
-def unequal(seed: int, tenants: int, least: int, mean_s: float = 10) -> list[Arrival]:
+def unequal(seed: int, tenants: int, least: int) -> list[Arrival]:
     """Tenants of very unequal demand, all there in the first minute; the n-th asks for least * tenants / n jobs."""
     chance = random.Random(seed)
     who = [f"t{n}" for n in range(1, tenants + 1) for _ in range(least * tenants // n)]
     times = sorted(chance.uniform(0, 60) for _ in who)
     chance.shuffle(who)
     return [
-        at(time, chance.lognormvariate(0, 1) * mean_s * 0.6065 + 0.001, tenant=tenant, tier=chance.randint(1, 9))
+        at(time, chance.lognormvariate(2.3, 0.6) + 0.001, tenant=tenant, tier=chance.randint(1, 9))
         for time, tenant in zip(times, who, strict=True)
     ]
 
@@ -85,9 +85,9 @@ def shares(jobs: Sequence[Job], until_ms: int, weight: Callable[[str], float]) -
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_fair_shares_are_equal_however_unequal_the_demand(play, weighted):
-    tenants = 60
+    tenants = 50
     weights = {f"t{n}": float(1 + n % 4) for n in range(1, tenants + 1)} if weighted else {}
-    arrivals = unequal(3, tenants, least=110 if weighted else 45)
+    arrivals = unequal(3, tenants, least=90 if weighted else 40)
     catalog = a_catalog(10, servers=2, policy="fair", weights=weights)
     jobs = play(a_scenario(arrivals, catalog)).jobs
     # Until the first tenant has nothing waiting any more.

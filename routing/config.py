@@ -24,9 +24,9 @@ class RoutingSettings(BaseSettings):
     offer_ms: int = Field(5_000, ge=200)
     """How long an offer waits for a worker before the job goes back to its place."""
     busy_rest_ms: int = Field(500, ge=0)
-    """How long a slot rests after its server answered "busy" without a Retry-After."""
+    """How long a slot rests after its server answered "busy" without a Retry-After; doubled each time in a row."""
     busy_rest_max_ms: int = Field(30_000, ge=0)
-    """Longest Retry-After that is honoured."""
+    """Longest such rest, and longest Retry-After that is honoured."""
     unreachable_rest_ms: int = Field(1_000, ge=1)
     """How long a server's slots rest when it cannot be reached; doubled each time in a row …"""
     unreachable_rest_max_ms: int = Field(30_000, ge=1)

@@ -14,7 +14,7 @@ from routing.policies import order
 from routing.queues import Offer, new_prefix, offers
 from routing.scripts import Scripts
 
-Outcome = Literal["ok", "failed", ""]
+Outcome = Literal["ok", "failed", "busy", ""]
 
 
 class Renewal(StrEnum):
@@ -95,6 +95,7 @@ class Leases:
         args = [held.job_id, held.lease, held.owner, int(back), rest_ms, new_prefix(), limit]
         args += [settings.offer_ms, taker, settings.lease_ms, outcome, settings.breaker_failures]
         args += [settings.breaker_rate, settings.breaker_open_ms, settings.breaker_open_max_ms]
+        args += [settings.busy_rest_max_ms]
         answer, rows = self._scripts.run("release", held.fleet, args)
         return answer == b"released", offers(held.fleet, rows)
 

@@ -3,6 +3,8 @@
 Every function may run twice at once, late, or not at all for a while: each act in it is guarded by itself.
 """
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import structlog
@@ -26,6 +28,7 @@ _CHUNK = 1000
 # a job may still stand in a server's report.
 _OCCUPIED_MS = 12_000
 _JUST_ENDED_MS = 2_000
+_ATTEMPT = re.compile(r"[-.]\d+$")  # that some servers know a job of ours by
 
 
 # -- the sweep: offers -------------------------------------------------------------------------------------
@@ -252,10 +255,11 @@ def note_health(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> 
 
 
 def urgent_servers(dispatcher: Dispatcher) -> set[str]:
-    """Servers that should be asked now: those that were down, and those of leases gone silent."""
+    """Servers that should be asked now: those that were down or busy, and those of leases gone silent."""
     catalog, found = dispatcher.fleet.snapshot(), set()
     silent_ms = 2 * dispatcher.settings.renew_every_ms
     for fleet in catalog.fleets():
+        found |= {name for name, it in dispatcher.slots.standings(fleet).items() if it.resting}
         found |= {server.name for server in catalog.servers_of(fleet) if dispatcher.slots.failing(fleet, server.name)}
         for held, silent in dispatcher.leases.all(fleet):
             if held.owner and silent > silent_ms:
@@ -271,9 +275,10 @@ def heed_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) ->
     """
     freed = 0
     silent_ms = 2 * dispatcher.settings.renew_every_ms
+    running = _by_server(dispatcher)
     for server, report in _known(dispatcher, reports):
         silent = {h.job_id: ms for h, ms in dispatcher.leases.all(server.fleet) if h.server == server.name and h.owner}
-        jobs = _jobs_on(dispatcher, server)
+        jobs = running[server.name]
         found = identity.compare(_views(jobs), report)
         for job in jobs:
             if job.id in found.ghosts and silent.get(job.id, 0) > silent_ms:
@@ -281,14 +286,24 @@ def heed_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) ->
         strange = _strangers(dispatcher, found)
         if strange:
             dispatcher.slots.occupy(server.fleet, server.name, strange, _OCCUPIED_MS)
+        elif report.tells_what_runs:
+            _wake_rested(dispatcher, server)
     return freed
+
+
+def _wake_rested(dispatcher: Dispatcher, server: Server) -> None:
+    """Nobody else uses the server: slots that rest because it was busy can be tried again (R64)."""
+    if dispatcher.slots.standings(server.fleet)[server.name].resting:
+        dispatcher.slots.wake(server.fleet, server.name)
+        dispatcher.publish(dispatcher.queues.offer(server.fleet))
 
 
 def suspects(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> list[Job]:
     """Running jobs that their server does not know.  No proof: the answer may be on its way to the worker."""
     found: list[Job] = []
+    running = _by_server(dispatcher)
     for server, report in _known(dispatcher, reports):
-        jobs = _jobs_on(dispatcher, server)
+        jobs = running[server.name]
         ghosts = set(identity.compare(_views(jobs), report).ghosts)
         found += [job for job in jobs if job.id in ghosts]
     return found
@@ -305,8 +320,12 @@ def _known(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> list[
     return [(servers[name], report) for name, report in reports.items() if name in servers]
 
 
-def _jobs_on(dispatcher: Dispatcher, server: Server) -> list[Job]:
-    return [job for job in dispatcher.store.running() if job.server == server.name]
+def _by_server(dispatcher: Dispatcher) -> defaultdict[str, list[Job]]:
+    """All running jobs, by the server that runs them."""
+    found = defaultdict[str, list[Job]](list)
+    for job in dispatcher.store.running():
+        found[job.server or ""].append(job)
+    return found
 
 
 def _views(jobs: Sequence[Job]) -> list[LeaseView]:
@@ -326,7 +345,7 @@ def _strangers(dispatcher: Dispatcher, found: identity.Comparison) -> int:
     settled_before = now_ms() - _JUST_ENDED_MS
     strange = found.uncounted - len(found.strangers)
     for job_id in found.strangers:
-        job = dispatcher.store.get(job_id)
+        job = dispatcher.store.get(job_id) or dispatcher.store.get(_ATTEMPT.sub("", job_id))
         if job is None or (job.state is not State.RUNNING and (job.finished_ms or 0) < settled_before):
             strange += 1
     return strange

@@ -7,9 +7,10 @@
   ARGV[7] limit     offers to make at most
   ARGV[8] offer_ms  how long an open offer stands
   ARGV[9] taker     who takes the first of them at once, for ARGV[10] lease_ms; "": nobody
-  ARGV[11] outcome  "ok", "failed": what the run tells of its server and model; "": nothing
+  ARGV[11] outcome  "ok", "failed", "busy": what the run tells of its server and model; "": nothing
   ARGV[12] failures in a row that open a server's breaker   ARGV[13] rate of failures that opens one, 0 to 1
   ARGV[14] open_ms  for how long the first time; doubled each time in a row up to ARGV[15] open_max_ms
+  ARGV[16] rest_max_ms: how far the rest of a slot that was busy is doubled, each time in a row
   Returns {"released" | "lost", {job, lease, slot, server, model, number, owner}…}
   On "lost" the lease is left alone; offers are made all the same
   Clock Redis TIME    Cost O(log n + classes + free slots)    Upholds LEASE-4, SLOT-2 ]]
@@ -46,6 +47,17 @@ local function note_run(job, was, outcome, now)
   end
 end
 
+-- A slot whose server said "busy", again and again, is tried less and less often; health may wake it before.
+local function rest_of(slot, outcome)
+  local stats, field, rest_ms = stats_key("server", server_of(slot)), "busy:" .. slot, tonumber(ARGV[5])
+  if outcome ~= "busy" then
+    redis.call("HDEL", stats, field)
+    return rest_ms
+  end
+  local times = redis.call("HINCRBY", stats, field, 1)
+  return math.min(rest_ms * 2 ^ math.min(times - 1, 30), math.max(rest_ms, tonumber(ARGV[16])))
+end
+
 local job, now = ARGV[1], now_ms()
 local answer = "lost"
 if is_held(job, ARGV[2], ARGV[3]) then
@@ -54,8 +66,8 @@ if is_held(job, ARGV[2], ARGV[3]) then
     add_to_lane(was.lane, was.seq, job, was.created)
     reindex(was.lane, was.needs)
   end
-  return_slot(was.slot, now, tonumber(ARGV[5]))
-  note_run(job, was, ARGV[11], now)
+  return_slot(was.slot, now, rest_of(was.slot, ARGV[11]))
+  note_run(job, was, ARGV[11] == "busy" and "" or ARGV[11], now)
   answer = "released"
 end
 return { answer, make_offers(tonumber(ARGV[7]), ARGV[6], now, tonumber(ARGV[8]), ARGV[9], tonumber(ARGV[10])) }

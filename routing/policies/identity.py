@@ -22,6 +22,10 @@ class ServerReport:
     active_jobs: int | None = None  # running ones
     job_ids: frozenset[str] | None = None
 
+    @property
+    def tells_what_runs(self) -> bool:
+        return self.up and (self.active_jobs is not None or self.job_ids is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:

@@ -26,10 +26,12 @@ class Verdict:
     penalty: bool = False
 
     @property
-    def outcome(self) -> Literal["ok", "failed", ""]:
-        """What the run tells of its server and model to their breakers; "": nothing."""
+    def outcome(self) -> Literal["ok", "failed", "busy", ""]:
+        """What the run tells of its server and model; "": nothing, or when to come back has been said already."""
         if self.why in (Why.FINISHED, Why.INVALID_REQUEST):
             return "ok"
+        if self.why is Why.SERVER_BUSY and self.rest_s is None:
+            return "busy"
         return "failed" if self.why in _FAILURES else ""
 
 

@@ -236,3 +236,28 @@ def test_r116_a_run_that_was_given_up_here_and_goes_on_there_keeps_its_slot_take
     reconcile.heed_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({"one"}))})
     stage.submit()
     assert stage.offered() == []
+
+
+# -- direct traffic (R64, R67) ---------------------------------------------------------------------------------
+
+
+def test_r67_a_server_that_was_busy_is_asked_soon_and_used_as_soon_as_it_has_room(stage):
+    stage.register(2)
+    job_id = stage.submit()
+    for _ in range(2):  # the other slot is tried at once
+        stage.settle(stage.start(), Kind.BUSY)
+    assert stage.offered() == [] and stage.job(job_id).failures == 0
+    assert reconcile.urgent_servers(stage.dispatcher) == {"gpu"}
+    reconcile.heed_reports(stage.dispatcher, {"gpu": ServerReport(True, 2, frozenset({"x", "y"}))})
+    assert stage.offered() == [], "others still use it"
+    reconcile.heed_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    assert stage.offered() != []
+    assert reconcile.urgent_servers(stage.dispatcher) == set()
+
+
+def test_a_run_of_ours_that_its_server_knows_by_its_attempt_is_no_direct_traffic_when_it_has_just_ended(stage):
+    stage.register(2)
+    job_id = stage.submit()
+    stage.settle(stage.start())
+    reconcile.heed_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({f"{job_id}-1"}))})
+    assert stage.free() == 2

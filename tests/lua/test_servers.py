@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.lua.room import OFFER_MS, START_MS, Server, a
+from tests.lua.room import OFFER_MS, START_MS, Offered, Server, a
 
 ODD_NAMES = ["zimg-api4", "org/model-7b", "gpu.rack-2/a:8000", "a-slot3", "a-slot3-slot0", "x@y+z", "%d%w.-"]
 
@@ -291,3 +291,25 @@ def test_an_offer_is_open_for_the_time_it_was_given(room):
     room.with_slots(1)
     room.enqueue(a("j", 1))
     assert room.expiry_of("j") == START_MS + OFFER_MS
+
+
+# -- busy servers ------------------------------------------------------------------------------------------------
+
+
+def test_r64_a_slot_whose_server_is_busy_is_tried_less_and_less_often(room):
+    room.with_slots(2)
+    room.enqueue(a("j1", 1), limit=1)
+    (held,) = room.run("held")[1]
+    offer = Offered(held[0], held[1], held[3], "gpu", "zimg", 0, "")
+    for rest_ms in (500, 1000, 2000, 4000, 8000, 16_000, 30_000, 30_000):
+        room.release(offer, "", back=True, rest_ms=500, outcome="busy", limit=0)
+        room.client.zrem(room.key("free"), "gpu-slot1" if offer.slot == "gpu-slot0" else "gpu-slot0")
+        room.later(rest_ms - 1)
+        assert room.offer() == []
+        room.later(1)
+        (offer,) = room.offer()
+    room.release(offer, "", back=True, outcome="ok", limit=0)
+    (offer,) = room.offer()
+    room.release(offer, "", back=True, rest_ms=500, outcome="busy", limit=0)
+    room.later(500)
+    assert len(room.offer()) == 1, "after a run that went well it begins anew"

@@ -105,17 +105,23 @@ class Catalog:
         now: int,
         attributes: Mapping[str, str | float] | None = None,
         weight: float | None = None,
+        of_model: Mapping[str, str | float] | None = None,
     ) -> Server:
         """Add or change a server that serves `model` at `url`; the model is created if it is new.
 
-        `attributes`, `weight`: what it declares, and how gladly it is chosen; None keeps what was.
+        `attributes`, `weight`: what it declares, and how gladly it is chosen; None keeps what was.  `of_model`: what
+        it declares for this model alone, kept as `<model>:<name>`; what is not named stays.
         Raises Conflict if server and model belong to different fleets and cannot be brought together; ValueError
         for an attribute that is neither text nor a finite number, or a weight that is not above 0 and to 1000.
         """
         declared = _declared(slots, attributes, weight)
+        special = {f"{model}:{name}": value for name, value in (of_model or {}).items()}
 
         def unit(tx: Transaction) -> Server:
+            count(tx, _VERSION)  # First: on PostgreSQL its lock lets one change in at a time.
             fleet = _meeting_fleet(tx, model, server)
+            if special or attributes is not None:
+                declared["attributes"] = _together(tx, server, attributes, special)
             known = tx.connection.execute(select(models.c.fleet).where(models.c.name == model)).scalar()
             if known is None:
                 tx.connection.execute(insert(models), {"name": model, "fleet": fleet, "created_ms": now})
@@ -129,7 +135,6 @@ class Catalog:
             serves = (endpoints.c.server == server) & (endpoints.c.model == model)
             if tx.connection.execute(update(endpoints).where(serves).values(url=url)).rowcount == 0:
                 tx.connection.execute(insert(endpoints), {"server": server, "model": model, "url": url})
-            count(tx, _VERSION)
             served = tx.connection.execute(select(endpoints).where(endpoints.c.server == server)).all()
             return _server(row, {e.model: e.url for e in served})
 
@@ -245,18 +250,32 @@ def _declared(slots: int, attributes: Mapping[str, str | float] | None, weight: 
     """Columns that a registration sets; what it leaves out is not among them."""
     values: dict[str, Any] = {"slots": slots}
     if attributes is not None:
-        for name, value in attributes.items():
-            if not isinstance(value, str) and not _is_number(value):
-                raise ValueError(f"attribute {name!r} is {value!r}; give a text or a finite number")
-        try:
-            values["attributes"] = orjson.dumps(dict(attributes), option=orjson.OPT_SORT_KEYS).decode()
-        except orjson.JSONEncodeError as error:
-            raise ValueError(f"the attributes cannot be stored ({error}); give a plain name and value each") from error
+        values["attributes"] = _attributes_text(attributes)
     if weight is not None:
         if not (_is_number(weight) and 0 < weight <= _MAX_WEIGHT):
             raise ValueError(f"weight is {weight!r}; give a number above 0 and up to {_MAX_WEIGHT}")
         values["weight"] = weight
     return values
+
+
+def _attributes_text(attributes: Mapping[str, str | float]) -> str:
+    for name, value in attributes.items():
+        if not isinstance(value, str) and not _is_number(value):
+            raise ValueError(f"attribute {name!r} is {value!r}; give a text or a finite number")
+    try:
+        return orjson.dumps(dict(attributes), option=orjson.OPT_SORT_KEYS).decode()
+    except orjson.JSONEncodeError as error:
+        raise ValueError(f"the attributes cannot be stored ({error}); give a plain name and value each") from error
+
+
+def _together(
+    tx: Transaction, server: str, own: Mapping[str, str | float] | None, of_model: Mapping[str, str | float]
+) -> str:
+    """A server's attributes: `own`, or those it has, and those of its models, of which `of_model` are new."""
+    text = tx.connection.execute(select(servers.c.attributes).where(servers.c.name == server)).scalar()
+    before: dict[str, str | float] = orjson.loads(text or "{}")
+    kept = {name: value for name, value in before.items() if own is None or ":" in name}
+    return _attributes_text({**kept, **(own or {}), **of_model})
 
 
 def _is_number(value: object) -> bool:

@@ -151,6 +151,33 @@ def test_what_a_server_declares_is_kept_until_it_declares_something_else(catalog
     assert catalog.snapshot().servers == {"gpu1": answer}
 
 
+def test_what_is_declared_for_one_model_stands_beside_what_is_declared_for_the_server(catalog):
+    catalog.register("zimg", "gpu1", URL, 4, T0, {"gpu": "A100"}, of_model={"model_version": "2.1", "runtime": "trt"})
+    catalog.register("flux", "gpu1", URL, 4, T0, of_model={"model_version": "dev"})
+    answer = catalog.register("zimg", "gpu1", URL, 4, T0, {"gpu": "H100"}, of_model={"model_version": "2.2"})
+    assert answer.attributes == {
+        "gpu": "H100",
+        "zimg:model_version": "2.2",
+        "zimg:runtime": "trt",
+        "flux:model_version": "dev",
+    }
+    assert catalog.register("zimg", "gpu1", URL, 4, T0, of_model={}).attributes == answer.attributes
+    assert catalog.snapshot().servers["gpu1"].attributes == answer.attributes
+
+
+def test_models_that_are_declared_from_many_sides_at_once_are_all_in(database, catalog):
+    catalog.register("m0", "gpu1", URL, 4, T0)
+    sides = [Catalog(Database(database.url)) for _ in range(3)]
+    act = [
+        lambda s=s, n=n: s.register(f"m{n}", "gpu1", URL, 4, T0, of_model={"model_version": str(n)})
+        for n, s in enumerate(sides)
+    ]
+    at_once(*act)
+    assert catalog.snapshot().servers["gpu1"].attributes == {f"m{n}:model_version": str(n) for n in range(3)}
+    for side in sides:
+        side.database.close()
+
+
 def test_a_server_that_declares_nothing_is_as_any_other(catalog):
     answer = catalog.register("zimg", "gpu1", URL, 4, T0)
     assert (answer.attributes, answer.weight, answer.reason, answer.changed_by, answer.changed_ms) == (

@@ -30,7 +30,8 @@ class RecordSettings(BaseSettings):
 Policy = Literal["fifo", "priority", "aging", "fair"]
 _Tenant = Annotated[str, Field(min_length=1, max_length=200)]
 _Share = Annotated[float, Field(strict=True, ge=0.001, le=1000, allow_inf_nan=False)]
-_Slots = Annotated[int, Field(strict=True, ge=1)]
+_Slots = Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
+_MOST_WAITING = 1_000_000_000
 _MOST_TENANTS = 10_000
 
 
@@ -62,12 +63,12 @@ class ModelConfig(BaseModel):
     """Seconds that no single wait exceeds, before jitter of ±10 %."""
     max_payload_bytes: int = Field(1 << 20, gt=0, le=64 << 20)
     """Largest payload, as compact JSON."""
-    max_waiting: int | None = Field(None, ge=0)
+    max_waiting: int | None = Field(None, ge=0, le=_MOST_WAITING)
     """Queued jobs beyond which a submit is answered 429; null: no bound."""
-    capacity: int | None = Field(None, strict=True, ge=0)
+    capacity: int | None = Field(None, strict=True, ge=0, le=_MOST_WAITING)
     """Waiting jobs allowed for each slot.  The bound is the larger set one of `capacity` and `capacity_per_slot`,
     times the model's slots, and never above `max_waiting` (R51); under `fair` it holds for each tenant (R52)."""
-    capacity_per_slot: int | None = Field(None, strict=True, ge=0)
+    capacity_per_slot: int | None = Field(None, strict=True, ge=0, le=_MOST_WAITING)
     """Waiting jobs allowed for each slot; see `capacity`."""
     default_ttl: float | None = Field(None, gt=0, le=366 * 86_400)
     """Seconds after which a job without its own `ttl` expires; null: never."""
@@ -78,7 +79,7 @@ class ModelConfig(BaseModel):
     """Seconds that one tier is worth under `aging`."""
     weights: dict[_Tenant, _Share] = Field({}, max_length=_MOST_TENANTS)
     """Tenant -> its share under `fair`; the share of all others is 1.  Kept, without effect, under other policies."""
-    tenant_slots: int | None = Field(None, strict=True, ge=1)
+    tenant_slots: _Slots | None = None
     """Slots that one tenant may hold at once; null: no bound."""
     tenant_slot_limits: dict[_Tenant, _Slots] = Field({}, max_length=_MOST_TENANTS)
     """Tenant -> the slots that it may hold at once, instead of `tenant_slots`."""

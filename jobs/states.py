@@ -42,6 +42,12 @@ class Standing(StrEnum):
     FROZEN = "frozen"
 
 
+STOPPED = frozenset({Standing.PAUSED, Standing.FROZEN})
+"""Of a model or tenant: nothing of it is started."""
+CLOSED = frozenset({Standing.DRAINING, Standing.FROZEN})
+"""Of a model or tenant: no new jobs are accepted."""
+
+
 class Why(StrEnum):
     """The reason of a transition; stored with the job and with its event."""
 

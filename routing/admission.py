@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 from jobs.catalog import Model
 from jobs.errors import Conflict, InvalidJob, TooMany
 from jobs.record import NewJob, Waiting
+from jobs.states import CLOSED
 from jobs.tenants import Tenant
 from routing.fleet import Fleet
 from routing.forecasts import Forecasts
@@ -21,8 +22,6 @@ from routing.queues import Queues
 from routing.scripts import Scripts
 
 log = structlog.get_logger(__name__)
-
-_CLOSED = ("draining", "frozen")
 
 
 class Admission:
@@ -61,17 +60,14 @@ class Admission:
         if not job.needs or placement.eligible(snapshot.servers.values(), job.model, job.needs):
             return True
         if self._fleet.model(job.model).config.unmatched == "refuse":
-            wanted = job.needs.replace("\n", ", ")
-            raise InvalidJob(
-                "constraints",
-                f"no server of model {job.model!r} meets {wanted}; GET /admin/servers tells what they declare",
-            )
+            why = placement.unmatched(job.model, job.needs)
+            raise InvalidJob("constraints", f"constraints: {why}; change them, or register such a server first")
         return False
 
     def _check_open(self, job: NewJob) -> None:
         model, tenant = self._fleet.model(job.model), self._fleet.snapshot().tenants.get(job.tenant)
         for kind, name, it in (("Model", job.model, model), ("Tenant", job.tenant, tenant)):
-            if it is not None and it.state in _CLOSED:
+            if it is not None and it.state in CLOSED:
                 because = f" ({it.reason})" if it.reason else ""
                 raise Conflict(
                     f"{kind} {name!r} is {it.state}{because}: no new jobs are accepted until somebody resumes it.",

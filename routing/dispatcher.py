@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from jobs.crash import crash_at
 from jobs.errors import Conflict, InvalidJob, JobNotFound
 from jobs.record import Accepted, NewJob, Run, Waiting, now_ms
-from jobs.states import FINAL, State, Why
+from jobs.states import FINAL, STOPPED, Standing, State, Why
 from jobs.store import Error, Moved, Store
 from jobs.tenants import Tenant
 from routing.admission import Admission
@@ -25,8 +25,8 @@ from routing.config import RoutingSettings
 from routing.fleet import Fleet
 from routing.forecasts import Forecasts
 from routing.leases import Held, Leases
-from routing.policies import retry
-from routing.policies.forecast import Estimate
+from routing.policies import placement, retry
+from routing.policies.forecast import SOON, Estimate
 from routing.policies.verdict import Verdict
 from routing.queues import Offer, Position, Queues
 from routing.slots import Slots
@@ -49,10 +49,11 @@ class Announcer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Answer to a submit.  `waiting`: the job as the waiting room knows it."""
+    """Answer to a submit.  `waiting`: the job as the waiting room knows it; `notice`: what its client should know."""
 
     accepted: Accepted
     waiting: Waiting
+    notice: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +111,12 @@ class Dispatcher:
         RecordUnavailable.
         """
         now = now_ms()
-        new = [self._prepare(index, one, now) for index, one in enumerate(asked)]
+        prepared = [self._prepare(index, one, now) for index, one in enumerate(asked)]
+        new = [job for job, _ in prepared]
         self.admission.check(new, tenant, now)
         accepted = self.store.submit(new, now)
         crash_at("submit_committed")
-        receipts = [self._receipt(job, it, now) for job, it in zip(new, accepted, strict=True)]
+        receipts = [self._receipt(job, it, notice, now) for (job, notice), it in zip(prepared, accepted, strict=True)]
         self.enqueue(
             [
                 receipt.waiting
@@ -124,20 +126,23 @@ class Dispatcher:
         )
         return receipts
 
-    def _prepare(self, index: int, asked: Submission, now: int) -> NewJob:
+    def _prepare(self, index: int, asked: Submission, now: int) -> tuple[NewJob, str | None]:
+        """The job, and what its client should know."""
         try:
             job = prepare(asked, self.fleet.model(asked.model), self._check_url, now)
-            self.admission.check_placement(job)
+            if self.admission.check_placement(job):
+                return job, None
         except InvalidJob as error:
             error.facts["index"] = index
             raise
-        return job
+        return job, f"At present {placement.unmatched(job.model, job.needs)}; the job waits until one does."
 
-    def _receipt(self, job: NewJob, accepted: Accepted, now: int) -> Receipt:
+    def _receipt(self, job: NewJob, accepted: Accepted, notice: str | None, now: int) -> Receipt:
         known = self.store.get(accepted.id) if accepted.deduplicated else None
         if known is not None:
-            return Receipt(accepted, known.waiting)
-        return Receipt(accepted, Waiting(job.id, accepted.seq, job.model, job.tier, job.tenant, now, job.needs))
+            return Receipt(accepted, known.waiting, notice)
+        waiting = Waiting(job.id, accepted.seq, job.model, job.tier, job.tenant, now, job.needs)
+        return Receipt(accepted, waiting, notice)
 
     def enqueue(self, waiting: Sequence[Waiting]) -> None:
         """Put queued jobs into the room, and publish what that offers.  Failures are left to the reconciler."""
@@ -180,14 +185,27 @@ class Dispatcher:
             log.warning("announcement_failed", job_id=moved.job.id, error=str(error))
 
     def estimate(self, job: Waiting, position: Position, *, new: bool = False) -> Estimate | None:
-        """When a waiting job should start; None: nothing is known of its model's runs.  Raises redis errors.
+        """When a waiting job should start; None: it cannot as things stand, or nothing is known of its model's runs.
 
-        `new`: it has come just now, so what becomes of the estimate is learned from.
+        `new`: it has come just now, so what becomes of the estimate is learned from.  Raises redis errors.
         """
-        fleet, slots, now = self.fleet.model(job.model).fleet, self.fleet.snapshot().slots_of(job.model), now_ms()
+        if position.offered:
+            return SOON
+        fleet, slots, now = self.fleet.model(job.model).fleet, self._slots_for(job), now_ms()
         if new:
             return self.forecasts.promise(fleet, job.model, job.id, position.ahead, slots, position.run_ms, now)
         return self.forecasts.estimate(fleet, job.model, position.ahead, slots, position.run_ms, now)
+
+    def _slots_for(self, job: Waiting) -> int:
+        """Slots that an estimate of its start can count on; 0: it is stopped, or no server that is online suits it."""
+        catalog = self.fleet.snapshot()
+        for it in (catalog.models.get(job.model), catalog.tenants.get(job.tenant)):
+            if it is not None and it.state in STOPPED:
+                return 0
+        suited = placement.eligible(catalog.servers.values(), job.model, job.needs) if job.needs else ()
+        if job.needs and all(it.state != Standing.ONLINE for it in suited):
+            return 0
+        return catalog.slots_of(job.model)
 
     def learn_starts(self) -> None:
         """Hold the estimates of jobs that have started since against the truth.  Raises redis errors.

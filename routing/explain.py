@@ -3,21 +3,24 @@
 It looks at the record first, then at the room: the record says whether the job waits at all, the room for what.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from redis.exceptions import RedisError
 
 from jobs.catalog import Snapshot
 from jobs.record import Job
-from jobs.states import State
+from jobs.states import STOPPED, State
 from routing.dispatcher import Dispatcher
 from routing.policies import order, placement
-from routing.queues import WaitFacts
+from routing.policies.forecast import SOON, Estimate
+from routing.queues import Position, WaitFacts
 from routing.slots import ServerStanding
 
-_STOPPED = ("paused", "frozen")
+# What passes by itself, so that a start can be foretold.
+_IN_LINE = {"turn", "slots_busy"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,27 +46,41 @@ class Explanation:
     policy: str | None = None
     longest_overtaking_s: float | None = None
     servers: Mapping[str, str] = field(default_factory=dict)
-    run_ms: int | None = None
+    estimate: Estimate | None = None
 
 
 def explain(dispatcher: Dispatcher, job: Job) -> Explanation:
     """Where the job stands and what it waits for.  Redis away: the record's part, which says so."""
+    if job.state is State.DELAYED:
+        return _delayed(job)
     if job.state is not State.QUEUED:
         return Explanation(_outside(job))
-    model = dispatcher.fleet.model(job.model)
     try:
-        facts = dispatcher.queues.wait_facts(model.fleet, job.waiting)
-        standings = dispatcher.slots.standings(model.fleet)
+        if not dispatcher.queues.away:
+            return _in_room(dispatcher, job)
     except RedisError:
-        away = Blocker("redis_away", "the waiting room cannot be reached; the job is safe in the record")
-        return Explanation(_sum_up([away]), (away,))
+        dispatcher.queues.note_away()
+    return _waiting_for(Blocker("redis_away", "the waiting room cannot be reached; the job is safe in the record"))
+
+
+def _in_room(dispatcher: Dispatcher, job: Job) -> Explanation:
+    """Of a queued job.  Raises redis errors."""
+    model = dispatcher.fleet.model(job.model)
+    facts = dispatcher.queues.wait_facts(model.fleet, job.waiting)
+    if facts.place == "offered":
+        sentence = "It has a slot and is being started; if no worker takes it up, it comes back to its place."
+        return Explanation(sentence, estimate=SOON)
     if facts.place != "waiting":
-        return Explanation(_not_in_line(facts, job))
+        sentence = f"it is on its way into the waiting room of model {job.model!r}; the next sweep brings it in"
+        return _waiting_for(Blocker("not_in_room", sentence))
+    standings = dispatcher.slots.standings(model.fleet)
     catalog = dispatcher.fleet.snapshot()
     hindrances = {it.name: _hindrance(job, it.name, standings.get(it.name), catalog) for it in _servers(catalog, job)}
     found = [*_general(job, facts, catalog), *_placement(job, catalog, hindrances, standings, facts)]
     if not found:
         found = [_turn(facts)]
+    position = Position(facts.ahead, facts.run_ms or None)
+    foretold = dispatcher.estimate(job.waiting, position) if {it.code for it in found} <= _IN_LINE else None
     return Explanation(
         _sum_up(found),
         tuple(found),
@@ -71,27 +88,27 @@ def explain(dispatcher: Dispatcher, job: Job) -> Explanation:
         model.config.policy,
         order.longest_overtaking_s(job.tier, model.config),
         hindrances,
-        facts.run_ms or None,
+        foretold,
     )
 
 
+def _waiting_for(*blockers: Blocker) -> Explanation:
+    return Explanation(_sum_up(blockers), blockers)
+
+
+def _delayed(job: Job) -> Explanation:
+    if job.failures:
+        failed = f"attempt {job.attempts} failed ({job.error_code}), and it comes back to its place for the next"
+        return _waiting_for(Blocker("retry", failed, until_ms=job.due_ms))
+    return _waiting_for(Blocker("not_before", "it was submitted for later", until_ms=job.due_ms))
+
+
 def _outside(job: Job) -> str:
-    """Of a job that does not wait in line."""
-    match job.state:
-        case State.DELAYED:
-            tried = f"its last attempt failed ({job.error_code})" if job.failures else "it was submitted for later"
-            return f"It is delayed: {tried}; it comes back to its place when its time has come."
-        case State.RUNNING:
-            canceling = ", and it shall be canceled" if job.cancel_requested_ms is not None else ""
-            return f"It runs on {job.slot}, attempt {job.attempts}{canceling}."
-        case _:
-            return f"It has ended: {job.state}, because of {job.why}."
-
-
-def _not_in_line(facts: WaitFacts, job: Job) -> str:
-    if facts.place == "offered":
-        return "It has a slot and is being started; if no worker takes it up, it comes back to its place."
-    return f"It is on its way into the waiting room of model {job.model!r}; the next sweep brings it in."
+    """Of a job that waits for nothing."""
+    if job.state is State.RUNNING:
+        canceling = ", and it shall be canceled" if job.cancel_requested_ms is not None else ""
+        return f"It runs on {job.slot}, attempt {job.attempts}{canceling}."
+    return f"It has ended: {job.state}, because of {job.why}."
 
 
 def _servers(catalog: Snapshot, job: Job) -> list[Any]:
@@ -103,16 +120,16 @@ def _general(job: Job, facts: WaitFacts, catalog: Snapshot) -> list[Blocker]:
     found = []
     if facts.obstacle == "tenant_slots":
         found.append(
-            Blocker("tenant_slots", f"its tenant holds {facts.held} slots and may hold {facts.limit}", job.tenant)
+            Blocker("tenant_slots", f"its tenant holds {_count(facts.held, 'slot')} and may hold no more", job.tenant)
         )
     elif facts.obstacle:
         found.append(
             Blocker("tenant_paused", _stopped("tenant", job.tenant, catalog.tenants.get(job.tenant)), job.tenant)
         )
-    if facts.state in _STOPPED:
+    if facts.state in STOPPED:
         found.append(Blocker("model_paused", _stopped("model", job.model, catalog.models.get(job.model)), job.model))
     if facts.breaker == "open":
-        sentence = f"runs of model {job.model!r} failed one after another, so it rests before one job tries again"
+        sentence = f"runs of model {job.model!r} failed one after another, so it rests"
         found.append(Blocker("model_breaker_open", sentence, job.model, facts.open_until_ms))
     elif facts.breaker == "probing":
         found.append(Blocker("model_probing", f"one job is trying whether model {job.model!r} works again", job.model))
@@ -137,7 +154,7 @@ def _hindrance(job: Job, server: str, standing: ServerStanding | None, catalog: 
     if standing is None:
         return "not known to the waiting room yet"
     if standing.breaker in ("open", "probing"):
-        return "breaker open" if standing.breaker == "open" else "one job is trying it"
+        return "breaker open" if standing.breaker == "open" else "being tried by one job"
     if standing.free:
         return ""
     return "resting" if standing.resting and not standing.taken else "busy"
@@ -157,32 +174,46 @@ def _placement(
         return []
     eligible = {name for name in hindrances if placement.meets(job.needs, catalog.servers[name], job.model)}
     if not eligible:
-        wanted = job.needs.replace("\n", ", ")
-        return [Blocker("constraints_unmet", f"no server of model {job.model!r} meets {wanted}", job.model)]
-    busy = [name for name in eligible if hindrances[name] == "busy"]
-    if busy:
-        taken = sum(standings[name].taken for name in busy)
-        behind = f", and {facts.ahead} jobs come before it" if facts.ahead else "; it is next"
-        return [Blocker("slots_busy", f"all {taken} slots that could run it are taken{behind}")]
-    return [_server_blocker(name, hindrances[name], standings.get(name)) for name in sorted(eligible)]
+        return [Blocker("constraints_unmet", placement.unmatched(job.model, job.needs), job.model)]
+    others = [name for name in sorted(eligible) if hindrances[name] != "busy"]
+    found = [_server_blocker(name, hindrances[name], standings.get(name)) for name in others]
+    taken = sum(standings[name].taken for name in eligible.difference(others))
+    return [_busy(taken, facts.ahead), *found] if taken else found
+
+
+def _busy(taken: int, ahead: int) -> Blocker:
+    slots = f"all {taken} slots that could run it are" if taken > 1 else "the slot that could run it is"
+    behind = f", and {_before(ahead)}" if ahead else ", and it is next"
+    return Blocker("slots_busy", f"{slots} taken{behind}")
 
 
 def _server_blocker(name: str, hindrance: str, standing: ServerStanding | None) -> Blocker:
     if hindrance == "breaker open" and standing is not None:
-        return Blocker(
-            "server_breaker_open", f"server {name!r} failed run after run and rests", name, standing.open_until_ms
-        )
+        sentence = f"server {name!r} failed run after run and rests"
+        return Blocker("server_breaker_open", sentence, name, standing.open_until_ms)
     if hindrance == "resting" and standing is not None:
-        sentence = f"the slots of server {name!r} rest, because it was busy or could not be reached"
+        sentence = f"server {name!r} was busy or could not be reached, so its slots rest"
         return Blocker("server_resting", sentence, name, standing.rested_ms)
-    return Blocker("server_unavailable", f"server {name!r}: {hindrance}", name)
+    return Blocker("server_unavailable", f"server {name!r} is {hindrance}", name)
 
 
 def _turn(facts: WaitFacts) -> Blocker:
-    if facts.ahead:
-        return Blocker("turn", f"{facts.ahead} jobs of its model come before it")
-    return Blocker("turn", "it is next, and a slot is being given to it")
+    return Blocker("turn", _before(facts.ahead) if facts.ahead else "it is next, and a slot is being given to it")
 
 
-def _sum_up(blockers: list[Blocker]) -> str:
-    return f"It waits: {'; '.join(it.sentence for it in blockers)}."
+def _before(ahead: int) -> str:
+    return f"{_count(ahead, 'job')} of its model {'come' if ahead > 1 else 'comes'} before it"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _sum_up(blockers: Sequence[Blocker]) -> str:
+    said = [it.sentence if it.until_ms is None else f"{it.sentence} until {_moment(it.until_ms)}" for it in blockers]
+    return f"It waits: {'; '.join(said)}."
+
+
+def _moment(at_ms: int) -> str:
+    """To the second, rounded up: by then it is over."""
+    return f"{datetime.fromtimestamp(-(-at_ms // 1000), UTC):%Y-%m-%dT%H:%M:%SZ}"

@@ -45,10 +45,14 @@ class Depths:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """`ahead`: jobs of its model that come before it.  `run_ms`: mean slot time of the model's runs; None: unknown."""
+    """`ahead`: jobs of its model that come before it.  `run_ms`: mean slot time of the model's runs; None: unknown.
+
+    `offered`: it waits no more, a slot is held for it.
+    """
 
     ahead: int
     run_ms: int | None
+    offered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +141,10 @@ class Queues:
         """Where it waits, or, `as_last`, where it would if it came in now; None: not in the room, or Redis is away."""
         if self.away:
             return None
-        answer = self._scripts.run("position", fleet, [*_place(job), int(as_last)])
-        return Position(int(answer[1]), int(answer[2]) or None) if answer[0] == b"waiting" else None
+        place, *facts = self._scripts.run("position", fleet, [*_place(job), int(as_last)])
+        if place == b"waiting":
+            return Position(int(facts[0]), int(facts[1]) or None)
+        return Position(0, None, offered=True) if place == b"offered" else None
 
     def wait_facts(self, fleet: str, job: Waiting) -> WaitFacts:
         """What it waits for."""

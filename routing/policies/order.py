@@ -8,7 +8,7 @@ from functools import lru_cache
 from urllib.parse import quote
 
 from jobs.config import ModelConfig
-from jobs.record import TIER_LEAST_URGENT, Waiting
+from jobs.record import TIER_DEFAULT, TIER_LEAST_URGENT, Waiting
 
 _READABLE = "/:@+ ~"  # of a tenant's name beside letters, digits and `_.-`; a bar would end it too early
 
@@ -47,6 +47,29 @@ def longest_overtaking_s(tier: int, config: ModelConfig) -> float | None:
             return 0.0
         case _:
             return None
+
+
+def longest_wait(config: ModelConfig, tier: int = TIER_DEFAULT) -> str:
+    """The longest that order can make a job of this tier wait, in terms of the load: a sentence."""
+    match config.policy:
+        case "fifo":
+            return "A job waits for the work that was accepted before it, and no longer."
+        case "aging":
+            step_s = config.tier_head_start
+            return (
+                f"A job of tier {tier} waits for the work that is accepted until {(tier - 1) * step_s:g} s after it, "
+                f"and no longer; each tier counts {step_s:g} s."
+            )
+        case "priority":
+            return (
+                "A job of tier 1 waits for the work of its tier that was accepted before it, and no longer; all others "
+                "wait for as long as more urgent work keeps coming."
+            )
+        case _:
+            return (
+                "A tenant gets its share of the slots' time by weight, however much the others submit; of its own jobs "
+                "the less urgent wait for as long as more urgent ones keep coming."
+            )
 
 
 TIERS = range(1, TIER_LEAST_URGENT + 1)

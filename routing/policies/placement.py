@@ -13,8 +13,8 @@ from jobs.errors import InvalidJob
 from jobs.record import Server
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-_VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+ -]{0,127}")
-_MOST_CONDITIONS, _MOST_CHOICES = 20, 50
+_VALUE = re.compile(r"[A-Za-z0-9-][A-Za-z0-9._:/+ -]{0,127}")
+_MOST_CONDITIONS, _MOST_CHOICES, _MOST_ATTRIBUTES = 20, 50, 50
 _BOUNDS = {"min": ">=", "max": "<="}
 _CONDITION = re.compile(r"([^<>=]+)([<>]?=)(.*)")
 
@@ -25,11 +25,28 @@ def read_needs(constraints: Mapping[str, Any] | None) -> str:
         return ""
     if not isinstance(constraints, Mapping) or len(constraints) > _MOST_CONDITIONS:
         raise InvalidJob("constraints", f"constraints must be an object of at most {_MOST_CONDITIONS} names")
-    conditions: list[str] = []
-    for name in sorted(constraints):
+    for name in constraints:
         _check_name(name, "constraints")
-        conditions += _conditions(name, constraints[name])
-    return "\n".join(conditions)
+    return "\n".join(line for name in sorted(constraints) for line in _conditions(name, constraints[name]))
+
+
+def show_needs(needs: str) -> dict[str, Any]:
+    """Constraints that `read_needs` would make this text of.  One value stands alone, several as a list."""
+    shown: dict[str, Any] = {}
+    for line in needs.splitlines():
+        name, operator, wanted = _parts(line)
+        if operator == "=":
+            choices = wanted.split(",")
+            shown[name] = choices if len(choices) > 1 else wanted
+        else:
+            side = next(side for side, sign in _BOUNDS.items() if sign == operator)
+            shown.setdefault(name, {})[side] = float(wanted) if set(wanted) & set(".e") else int(wanted)
+    return shown
+
+
+def unmatched(model: str, needs: str) -> str:
+    """That no server meets the needs, as a part of a sentence."""
+    return f"no known server of model {model!r} meets {needs.replace(chr(10), ', ')}"
 
 
 def _conditions(name: str, wanted: Any) -> list[str]:
@@ -56,16 +73,24 @@ def _range(name: str, wanted: Mapping[str, Any]) -> list[str]:
 
 def read_attributes(attributes: Mapping[str, Any], field: str = "attributes") -> dict[str, str | float]:
     """What a server declares of itself, each a text, a number, or a list of texts.  Raises InvalidJob."""
+    if len(attributes) > _MOST_ATTRIBUTES:
+        raise InvalidJob(field, f"{field} must be an object of at most {_MOST_ATTRIBUTES} names")
     read: dict[str, str | float] = {}
     for name, value in attributes.items():
         _check_name(name, field)
         if isinstance(value, list):
+            if not 1 <= len(value) <= _MOST_CHOICES:
+                raise InvalidJob(field, f"{field}.{name}: list 1 to {_MOST_CHOICES} values, or leave it out")
             read[name] = ",".join(_text(one, f"{field}.{name}") for one in value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            read[name] = float(_number(value))
         else:
-            read[name] = _text(value, f"{field}.{name}")
+            text = _text(value, f"{field}.{name}")
+            read[name] = text if isinstance(value, str) else float(text)
     return read
+
+
+def read_of_model(**declared: str | None) -> dict[str, str | float]:
+    """What a server declares for one model; None: it does not say.  Raises InvalidJob, which names the field."""
+    return {name: _text(value, name) for name, value in declared.items() if value is not None}
 
 
 def meets(needs: str, server: Server, model: str) -> bool:
@@ -84,9 +109,7 @@ def eligible(servers: Iterable[Server], model: str, needs: str) -> list[Server]:
 
 
 def _is_met(condition: str, server: Server, model: str) -> bool:
-    found = _CONDITION.fullmatch(condition)
-    assert found is not None, condition
-    name, operator, wanted = found.groups()
+    name, operator, wanted = _parts(condition)
     has = server.attributes.get(f"{model}:{name}", server.attributes.get(name))
     if has is None:
         return False
@@ -96,6 +119,13 @@ def _is_met(condition: str, server: Server, model: str) -> bool:
         return float(has) >= float(wanted) if operator == ">=" else float(has) <= float(wanted)
     except ValueError:
         return False
+
+
+def _parts(condition: str) -> tuple[str, str, str]:
+    """Name, operator, and what is wanted."""
+    found = _CONDITION.fullmatch(condition)
+    assert found is not None, condition
+    return found[1], found[2], found[3]
 
 
 def attribute_text(value: str | float) -> str:

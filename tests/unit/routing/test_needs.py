@@ -1,0 +1,126 @@
+"""Constraints: read, kept as text, shown again; and whether what a server declares meets them."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.errors import InvalidJob
+from jobs.record import Server
+from routing.policies.placement import meets, read_attributes, read_needs, read_of_model, show_needs
+
+NAMES = st.from_regex(r"[A-Za-z][A-Za-z0-9_.-]{0,10}", fullmatch=True)
+NUMBERS = st.one_of(st.integers(-(10**14), 10**14), st.floats(-1e14, 1e14, allow_nan=False))
+VALUES = st.one_of(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:/+ -]{0,10}", fullmatch=True), NUMBERS)
+RANGES = st.tuples(NUMBERS, NUMBERS).map(lambda ends: {"min": min(ends), "max": max(ends)})
+HALVES = st.builds(lambda side, number: {side: number}, st.sampled_from(["min", "max"]), NUMBERS)
+WANTED = st.one_of(VALUES, st.lists(VALUES, min_size=1, max_size=5), RANGES, HALVES)
+CONSTRAINTS = st.dictionaries(NAMES, WANTED, max_size=6)
+
+
+@given(CONSTRAINTS)
+def test_what_is_shown_again_means_the_same(constraints: dict[str, Any]) -> None:
+    needs = read_needs(constraints)
+    assert read_needs(show_needs(needs)) == needs
+
+
+def test_constraints_are_shown_as_people_write_them() -> None:
+    asked = {"gpu": ["H100", "A100"], "memory": {"min": 40, "max": 80.5}, "region": "eu", "cores": 8}
+    assert show_needs(read_needs(asked)) == {
+        "cores": "8",
+        "gpu": ["A100", "H100"],
+        "memory": {"min": 40, "max": 80.5},
+        "region": "eu",
+    }
+    assert show_needs("") == {}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        "gpu",
+        {"": "x"},
+        {"7": "x"},
+        {7: "x", "gpu": "y"},
+        {"gpu:x": "y"},
+        {"gpu": None},
+        {"gpu": True},
+        {"gpu": []},
+        {"gpu": ["A,B"]},
+        {"gpu": "a=b"},
+        {"gpu": "x\ny"},
+        {"gpu": [["A100"]]},
+        {"gpu": ["x"] * 51},
+        {"memory": float("nan")},
+        {"memory": 10**400},
+        {"memory": {}},
+        {"memory": {"min": "40"}},
+        {"memory": {"min": float("nan")}},
+        {"memory": {"min": 10**400}},
+        {"memory": {"least": 40}},
+        {"memory": {"min": 80, "max": 40}},
+        {f"n{n}": 1 for n in range(21)},
+    ],
+)
+def test_constraints_that_mean_nothing_are_refused_by_name(wrong: Any) -> None:
+    with pytest.raises(InvalidJob) as refused:
+        read_needs(wrong)
+    assert refused.value.field == "constraints"
+    assert "constraints" in refused.value.detail
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gpu": None},
+        {"gpu": True},
+        {"gpu": {}},
+        {"gpu": []},
+        {"gpu": ""},
+        {"gpu": ["x"] * 51},
+        {"memory": float("inf")},
+        {"memory": 10**400},
+        {"zimg:model_version": "2"},
+        {f"n{n}": 1 for n in range(51)},
+    ],
+)
+def test_attributes_that_cannot_be_compared_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidJob) as refused:
+        read_attributes(wrong)
+    assert refused.value.field == "attributes"
+
+
+def _server(attributes: dict[str, Any], of_model: dict[str, str]) -> Server:
+    special = {f"zimg:{name}": value for name, value in read_of_model(**of_model).items()}
+    return Server("gpu1", "zimg", 1, "online", {"zimg": "http://x"}, 0, read_attributes(attributes) | special)
+
+
+@pytest.mark.parametrize(
+    "constraints, met",
+    [
+        ({"gpu": "A100"}, True),
+        ({"gpu": ["A100", "H100"]}, True),
+        ({"gpu": "H100"}, False),
+        ({"labels": "testnet"}, True),
+        ({"labels": "mainnet"}, False),
+        ({"memory": {"min": 40, "max": 80}}, True),
+        ({"memory": 80}, True),
+        ({"memory": "80"}, True),
+        ({"memory": {"min": 80.5}}, False),
+        ({"gpu": {"min": 1}}, False),
+        ({"region": "eu"}, False),
+        ({"model_version": "2.1"}, True),
+        ({"model_version": 2.1}, True),
+        ({"model_version": "1.0"}, False),
+        ({"runtime": "trt"}, True),
+        ({"runtime": "onnx"}, False),
+    ],
+)
+def test_a_server_meets_what_it_declares_and_for_its_model_what_that_declares(
+    constraints: dict[str, Any], met: bool
+) -> None:
+    declared = {"gpu": "A100", "memory": 80, "labels": ["fast", "testnet"], "model_version": "1.0"}
+    server = _server(declared, {"model_version": "2.1", "runtime": "trt"})
+    assert meets(read_needs(constraints), server, "zimg") is met

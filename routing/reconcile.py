@@ -293,7 +293,8 @@ def heed_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) ->
 
 def _wake_rested(dispatcher: Dispatcher, server: Server) -> None:
     """Nobody else uses the server: slots that rest because it was busy can be tried again (R64)."""
-    if dispatcher.slots.standings(server.fleet)[server.name].resting:
+    standing = dispatcher.slots.standings(server.fleet).get(server.name)
+    if standing is not None and standing.resting:
         dispatcher.slots.wake(server.fleet, server.name)
         dispatcher.publish(dispatcher.queues.offer(server.fleet))
 

@@ -10,6 +10,8 @@ from routing.policies.order import account, safe
 from routing.policies.placement import attribute_text
 from routing.scripts import Scripts
 
+_ACCOUNTS_AT_ONCE = 500
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -59,7 +61,12 @@ class Slots:
             args += [server.name, entry(server), server.slots]
         for field, text in _rules(fleet, catalog).items():
             args += [field, text]
-        return self._scripts.run("sync", fleet, args)[0] == b"synced"
+        if self._scripts.run("sync", fleet, args)[0] != b"synced":
+            return False
+        # In parts: with very many tenants all at once would keep everybody waiting.
+        while self._scripts.run("resort", fleet, [_ACCOUNTS_AT_ONCE]):
+            pass
+        return True
 
     def standings(self, fleet: str) -> dict[str, ServerStanding]:
         """How each of a fleet's servers stands."""

@@ -4,13 +4,11 @@
   ARGV[2] count    of servers
   ARGV[3…]         server, entry, slots of each server; after them field, text of each rule, see lib/order
   Returns {"synced"} | {"stale"}      A slot that holds a lease keeps it until it is released
-  Clock Redis TIME    Cost O(slots log slots); O(lanes log lanes) of what a changed rule concerns
-  Upholds LEASE-1, SLOT-2 ]]
+  Lanes that a changed rule concerns get their new keys from resort, which has to be called until none is left
+  Clock Redis TIME    Cost O(slots log slots); O(accounts) after a change of rules    Upholds LEASE-1, SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
 -- @include lib/slots
--- @include lib/order
--- @include lib/lanes
 
 local now, version = now_ms(), tonumber(ARGV[1])
 if tonumber(redis.call("HGET", META, "catalog") or "-1") > version then return { "stale" } end
@@ -56,7 +54,7 @@ if next(changed) then
   for _, account in ipairs(redis.call("HKEYS", LANES)) do
     local tenant, model = string.match(account, "^([^|]*)|(.*)$")
     if changed["model " .. model] or changed["account " .. account] or changed["tenant " .. tenant] then
-      reindex_account(account)
+      redis.call("RPUSH", unsorted_key(), account)
     end
   end
 end

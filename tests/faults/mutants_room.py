@@ -66,9 +66,9 @@ ROOM = [
     Mutant(
         "lanes keep their keys after a change of policy",
         "ORDER-1",
-        "routing/lua/sync.lua",
-        "if next(changed) then",
-        "if false then",
+        "routing/lua/resort.lua",
+        "do reindex_account(account) end",
+        "do end",
         (
             f"{ORDER}test_a_change_of_policy_reorders_a_hundred_lanes_and_loses_no_job",
             f"{PLACES}test_a_change_of_policy_gives_the_order_that_the_new_one_would_have_given",

@@ -211,7 +211,10 @@ class Room:
         self.servers = servers
         args = [arg for server in servers for arg in server.args]
         rules = [text for rule in self.rules.items() for text in rule]
-        return self.run("sync", self.version, len(servers), *args, *rules)[0]
+        answer = self.run("sync", self.version, len(servers), *args, *rules)[0]
+        while self.run("resort", 7):
+            pass
+        return answer
 
     def configure(self, model: str = "zimg", state: str = "online", **config: Any) -> Self:
         """What is configured for a model, as the catalog's snapshot would bring it."""

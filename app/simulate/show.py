@@ -14,22 +14,15 @@ if TYPE_CHECKING:
 Fold = Callable[[Sequence[float]], float]
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-_LINE = 48  # characters of a line over time
-_BAR = 20
+_LINE = 40  # characters of a line over time
+_BARS = {1: 20, 2: 20}  # characters of a bar, by the number of variants
+_BAR = 8  # of more variants, so that four find room
 _WITHIN_S = ((1, "1 s"), (10, "10 s"), (60, "1 min"), (600, "10 min"), (3600, "1 h"), (86_400, "1 day"))
-_TITLES = ("", "jobs", "wait mean", "p50", "p90", "p99", "longest", "overtaken", "slot use", "jobs/h", "Jain")
 
 
 def show(console: "Console", found: Sequence[Figures], outcomes: Sequence[Outcome]) -> None:
-    """Print everything: one row or column for each variant."""
-    overall = _table(_TITLES)
-    for figures in found:
-        overall.add_row(*_overall(figures))
-    console.print(overall)
-    groups = _table(("wait p50 / p99", *(figures.name for figures in found)))
-    for label, waits in _groups(found):
-        groups.add_row(label, *(f"{span(it.p50)} / {span(it.p99)}" if it else "-" for it in waits))
-    console.print(groups)
+    """Print everything: one column for each variant."""
+    console.print(_compared(found))
     console.print(_within(found, outcomes))
     console.print(_over_time(found))
     for line in _remarks(found):
@@ -37,11 +30,23 @@ def show(console: "Console", found: Sequence[Figures], outcomes: Sequence[Outcom
 
 
 def span(seconds: float) -> str:
-    """A length of time in the unit that suits it."""
+    """A length of time in the unit that suits it, with two digits or more."""
+    number, unit = _parts(seconds)
+    return f"{number} {unit}"
+
+
+def pair(first: float, second: float) -> str:
+    """Two lengths of time, the unit said once if it is the same."""
+    (number, unit), (other, its) = _parts(first), _parts(second)
+    return f"{number} / {other} {unit}" if unit == its else f"{number} {unit} / {other} {its}"
+
+
+def _parts(seconds: float) -> tuple[str, str]:
     for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s" if seconds >= 20 or seconds == 0 else f"{seconds:.2g} s"
+            number = seconds / size
+            return (f"{number:.1f}" if number < 9.95 else f"{number:.0f}"), unit
+    return (f"{seconds:.0f}" if seconds >= 20 or seconds == 0 else f"{seconds:.2g}"), "s"
 
 
 def line(values: Sequence[float | None], highest: float, width: int = _LINE, fold: Fold = max) -> str:
@@ -58,11 +63,28 @@ def _block(value: float | None, highest: float) -> str:
     return _BLOCKS[1 + min(int(value / highest * 8), 7)]
 
 
-def _overall(figures: Figures) -> list[str]:
-    waits = figures.waits
-    times = (waits.mean, waits.p50, waits.p90, waits.p99, waits.longest, waits.overtaken)
-    fair = "-" if figures.jain is None else f"{figures.jain:.3f}"
-    return [figures.name, f"{waits.jobs:,}", *map(span, times), f"{figures.use:.1%}", f"{figures.per_hour:,.0f}", fair]
+def _compared(found: Sequence[Figures]) -> "Table":
+    """One table of all figures."""
+    table = _table(("", *(figures.name for figures in found)))
+    rows: dict[str, Callable[[Figures], str]] = {
+        "jobs": lambda it: f"{it.waits.jobs:,}",
+        "wait, mean": lambda it: span(it.waits.mean),
+        "p50": lambda it: span(it.waits.p50),
+        "p90": lambda it: span(it.waits.p90),
+        "p99": lambda it: span(it.waits.p99),
+        "longest": lambda it: span(it.waits.longest),
+        "overtaken by": lambda it: span(it.waits.overtaken),
+        "slot use": lambda it: f"{it.use:.1%}",
+        "jobs per hour": lambda it: f"{it.per_hour:,.0f}",
+        "Jain's index": lambda it: "-" if it.jain is None else f"{it.jain:.3f}",
+    }
+    for label, shown in rows.items():
+        table.add_row(label, *map(shown, found))
+    table.add_row()
+    table.add_row("wait, p50 / p99")
+    for label, waits in _groups(found):
+        table.add_row(label, *(pair(it.p50, it.p99) if it else "-" for it in waits))
+    return table
 
 
 def _groups(found: Sequence[Figures]) -> Iterator[tuple[str, list[Waits | None]]]:
@@ -74,13 +96,14 @@ def _groups(found: Sequence[Figures]) -> Iterator[tuple[str, list[Waits | None]]
 
 
 def _within(found: Sequence[Figures], outcomes: Sequence[Outcome]) -> "Table":
-    """The distribution of waits, as bars."""
-    table = _table(("started within", *(figures.name for figures in found)))
+    """The share of jobs that started within so much time, as bars."""
+    table = _table(("within", *(figures.name for figures in found)))
+    bar = _BARS.get(len(found), _BAR)
     shares = [distribution(outcome.jobs, [limit for limit, _ in _WITHIN_S]) for outcome in outcomes]
     for n, (_, label) in enumerate(_WITHIN_S):
         if all(share[max(n - 1, 0)] == 1 for share in shares) and n:
             break
-        table.add_row(label, *(f"{'█' * round(share[n] * _BAR):<{_BAR}} {share[n]:6.1%}" for share in shares))
+        table.add_row(label, *(f"{'█' * round(share[n] * bar):<{bar}} {share[n]:6.1%}" for share in shares))
     return table
 
 

@@ -19,6 +19,7 @@ from jobs.states import Why
 from jobs.store import Store
 from tests.support.builders import a_queued_job, a_start
 from tests.unit.cli.conftest import until
+from tests.unit.simulate.scenarios import POLICIES
 
 pytestmark = pytest.mark.usefixtures("simulator")
 SMALL = ("--rate", "600", "--duration", "30m")
@@ -32,9 +33,15 @@ def test_one_table_compares_policies():
     done = run(*SMALL, "--policy", "fifo", "--policy", "priority", "--mean", "1m")
     assert (done.exit_code, done.stderr) == (0, "")
     rows = [line.split() for line in done.stdout.splitlines()]
-    assert [row[0] for row in rows if row and row[0] in ("fifo", "priority")] == ["fifo", "priority"]
-    assert next(row for row in rows if row[:2] == ["tier", "1"])
+    assert ["fifo", "priority"] in rows
+    for label in ("jobs", "p99", "longest", "tier", "heavy"):
+        assert next(row for row in rows if row[:1] == [label])
     assert "seed 1" in done.stdout.splitlines()[0]
+
+
+def test_four_policies_fit_a_terminal_of_80_columns():
+    done = run(*SMALL, "--mean", "2m", *(word for policy in POLICIES for word in ("--policy", policy)))
+    assert max(map(len, done.stdout.splitlines()[1:])) <= 80
 
 
 def test_slots_can_be_compared_too_under_the_same_load():

@@ -8,7 +8,7 @@ import pytest
 from app.simulate import Outage, Outcome, figures, jain, plots
 from app.simulate.figures import entitlement, overtaken, percentile, slot_seconds, swaps, tenant_classes
 from app.simulate.scenario import Job, Wrong
-from app.simulate.show import line, span
+from app.simulate.show import line, pair, span
 from tests.unit.simulate.scenarios import SECOND, T0, a_catalog, a_scenario, poisson
 
 
@@ -107,10 +107,23 @@ def test_figures_of_nothing_are_zero():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 s"), (0.123, "0.12 s"), (19.4, "19 s"), (119, "119 s"), (120, "2.0 min"), (90_000, "25.0 h")],
+    [
+        (0, "0 s"),
+        (0.123, "0.12 s"),
+        (19.4, "19 s"),
+        (119, "119 s"),
+        (120, "2.0 min"),
+        (34_200, "9.5 h"),
+        (90_000, "25 h"),
+        (864_000, "10 d"),
+    ],
 )
 def test_lengths_of_time_are_shown_in_a_unit_that_suits_them(seconds, text):
     assert span(seconds) == text
+
+
+def test_two_lengths_of_time_share_their_unit():
+    assert (pair(0.5, 12), pair(30, 600)) == ("0.5 / 12 s", "30 s / 10 min")
 
 
 def test_a_line_of_blocks_shows_the_highest_of_what_it_puts_together():

@@ -107,17 +107,18 @@ def test_a_cancel_ends_a_job_once_whatever_it_is_doing(stage: Stage, begun: Begu
     return None
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 def test_r122_after_a_long_pause_of_beat_no_deadline_is_missed(stage: Stage) -> None:
     stage.register()
-    asked = [stage.a(id=f"many{n}", ttl_s=1 + n % 50) for n in range(1_500)]
+    asked = [stage.a(id=f"many{n}", ttl_s=1 + n % 50) for n in range(1_100)]
     stage.submit_all(asked)
     kept = stage.submit(ttl_s=366 * 86_400)
     stage.later(YEAR - SECOND)
 
-    assert reconcile.expire_overdue(stage.dispatcher) == 1_500, "all of them, by the first look"
+    assert reconcile.expire_overdue(stage.dispatcher) == 1_100, "all of them, by the first look"
 
-    assert stage.store.counts()[State.EXPIRED] == 1_500
+    assert stage.store.counts()[State.EXPIRED] == 1_100
     assert stage.state(kept) is State.QUEUED
 
 

@@ -319,18 +319,19 @@ def _passed(seconds: float) -> Callable[[], bool]:
 # -- servers ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 def test_a_server_that_is_down_for_a_day_costs_no_job_anything(stage: Stage) -> None:
     stage.register(2, max_retries=0, max_crashes=1)
     ids = [stage.submit() for _ in range(5)]
-    for _ in range(240):  # every six minutes: longer than the longest rest
+    for _ in range(144):  # every ten minutes: longer than the longest rest
         for _ in range(len(stage.told.offers)):
             stage.settle(stage.start(), Kind.UNREACHABLE)
-        stage.later(360_000)
+        stage.later(600_000)
         reconcile.sweep(stage.dispatcher)
     jobs = [stage.job(job_id) for job_id in ids]
     assert {(job.state, job.failures, job.crashes, job.attempts) for job in jobs} == {(State.QUEUED, 0, 0, 0)}
-    assert jobs[0].waits > 200, "it was tried again and again"
+    assert jobs[0].waits > 100, "it was tried again and again"
     assert stage.run_all() == ids
 
 

@@ -17,8 +17,6 @@ IDENTITY = "tests/unit/routing/test_identity.py::"
 GUARDS = "tests/faults/test_guards.py::"
 WORKERS = "tests/faults/test_workers.py::"
 OUTAGES = "tests/faults/test_outages.py::"
-
-
 PLACES = "tests/lua/test_policies.py::"
 
 

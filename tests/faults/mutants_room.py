@@ -1,6 +1,6 @@
 """Guards of the waiting room: offers, order, slots, placement, breakers."""
 
-from tests.faults.mutant import GUARDS, LEASES, MAINTENANCE, ORDER, PLACES, SLOTS, USES, Mutant
+from tests.faults.mutant import LEASES, MAINTENANCE, ORDER, PLACES, SLOTS, USES, Mutant
 
 ROOM = [
     # -- offers ----------------------------------------------------------------------------------------------

@@ -1,0 +1,93 @@
+"""Guards of workers and maintenance for when the database, Redis or the time is gone."""
+
+from tests.faults.mutant import OUTAGES, WORKERS, Mutant
+
+AWAY = [
+    Mutant(
+        "a bare message is dropped while the database is away",
+        "JOB-3",
+        "tasks/inference.py",
+        'raise Reject("the database is away", requeue=True)',
+        'raise Reject("the database is away", requeue=False)',
+        (f"{WORKERS}test_a_bare_message_goes_back_to_the_broker_when_the_database_stays_away",),
+    ),
+    Mutant(
+        "a bare message does not wait for the database",
+        "JOB-3",
+        "tasks/inference.py",
+        """        except RecordUnavailable:
+            this_worker().heartbeat.wait(_STORE_AGAIN_S)
+    raise Reject""",
+        """        except RecordUnavailable:
+            break
+    raise Reject""",
+        (f"{WORKERS}test_a_bare_message_waits_for_the_database_and_is_recorded_once",),
+    ),
+    Mutant(
+        "a bare message is acknowledged before it is recorded",
+        "JOB-3",
+        "tasks/inference.py",
+        "if messages.HEADER in self.request_dict:",
+        "if self.request_dict:",
+        (f"{WORKERS}test_only_a_wake_up_is_acknowledged_before_it_is_done",),
+    ),
+    Mutant(
+        "a job that could not be started keeps its slot",
+        "SLOT-2",
+        "tasks/worker.py",
+        "self.dispatcher.free(self._held(offer), back=True, rest_ms=_START_AGAIN_MS)",
+        "pass",
+        (f"{WORKERS}test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_at_once",),
+    ),
+    Mutant(
+        "a run that could not be resumed is put back for all servers",
+        "LEASE-1",
+        "tasks/worker.py",
+        "if offer.number == 0:",
+        "if offer.number is None:",
+        (f"{WORKERS}test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers",),
+    ),
+    Mutant(
+        "a job that could not be started is tried at once again",
+        "SLOT-2",
+        "tasks/worker.py",
+        "back=True, rest_ms=_START_AGAIN_MS)",
+        "back=True)",
+        (f"{WORKERS}test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_at_once",),
+    ),
+    Mutant(
+        "a slot that could not be freed waits until its lease expires",
+        "SLOT-2",
+        "tasks/worker.py",
+        "            self.dispatcher.free(held, back=back, rest_ms=rest_ms)\n",
+        "            pass\n",
+        (f"{WORKERS}test_slot_2_a_slot_that_could_not_be_freed_is_freed_by_the_first_beat_that_can",),
+    ),
+    Mutant(
+        "a run is tried again after its deadline",
+        "R122",
+        "routing/policies/verdict.py",
+        "case _ if overdue:",
+        "case _ if overdue is None:",
+        (f"{WORKERS}test_a_run_that_went_wrong_after_its_deadline_is_not_tried_again",),
+    ),
+    Mutant(
+        "leases are reaped as soon as Redis is back",
+        "LEASE-4",
+        "tasks/maintenance.py",
+        "if self._until is None and away:",
+        "if self._until is None and away is None:",
+        (
+            f"{OUTAGES}test_after_redis_was_away_living_workers_renew_before_anything_is_reaped",
+            f"{OUTAGES}test_after_a_look_that_failed_living_workers_renew_before_anything_is_reaped",
+        ),
+    ),
+    Mutant(
+        "what a worker was not told while Redis was away it never hears",
+        "JOB-1",
+        "tasks/worker.py",
+        "        if was_away:\n",
+        "        if was_away is None:\n",
+        (f"{WORKERS}test_what_a_worker_could_not_be_told_while_redis_was_away_it_reads_in_the_record",),
+    ),
+]

@@ -21,12 +21,12 @@ def test_the_formula_is_the_textbooks():
     assert mean_wait_s(2, 0.1, 10) == pytest.approx(10 / 3)
 
 
-# Over seeds, 40,000 jobs miss the formula by 2 % (one standard deviation); more slots, or more load, by more.
+# Over seeds, 25,000 jobs miss the formula by 3 % (one standard deviation); with more slots, or more load, by more.
 @pytest.mark.parametrize(("slots", "load"), [(1, 0.5), (3, 0.6)])
 def test_mean_waits_are_those_of_the_textbook(play, slots, load):
-    arrivals = poisson(7, 40_000, load * slots / 10, 10)
+    arrivals = poisson(7, 25_000, load * slots / 10, 10)
     jobs = play(a_scenario(arrivals, a_catalog(slots, policy="fifo"))).jobs
     measured_s = sum(job.wait_ms for job in jobs) / len(jobs) / 1000
     per_s = len(jobs) / (jobs[-1].arrival_ms - T0) * 1000
     mean_s = sum(job.end_ms - job.start_ms for job in jobs) / len(jobs) / 1000
-    assert measured_s == pytest.approx(mean_wait_s(slots, per_s, mean_s), rel=0.05)
+    assert measured_s == pytest.approx(mean_wait_s(slots, per_s, mean_s), rel=0.06)

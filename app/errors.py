@@ -144,7 +144,8 @@ def known_fields(title: str) -> tuple[str, ...]:
 
 def _field_error(error: Any, known: Iterable[str]) -> dict[str, str]:
     message = printable(_message(error, known))
-    field = printable(".".join(str(part) for part in error["loc"])) or _first_named(message, known)
+    named = (str(part) for part in error["loc"] if part not in ("", "[key]"))  # The latter: a key itself is wrong.
+    field = printable(".".join(named)) or _first_named(message, known)
     return {"field": field, "message": message.removeprefix(f"{field} ")}
 
 

@@ -6,7 +6,7 @@ from flask import Flask
 from flask_openapi import APIBlueprint
 
 from app import auth, errors, metrics, schemas
-from app.api import callback, context, dlq, docs, health, jobs, ledger, models, openapi, queue, servers
+from app.api import callback, context, dlq, docs, health, jobs, ledger, models, openapi, queue, servers, tenants
 from app.api.context import Context
 from app.api.patience import Patience
 from app.api.place import Places
@@ -20,6 +20,7 @@ _APIS: tuple[APIBlueprint, ...] = (
     callback.api,
     servers.api,
     models.api,
+    tenants.api,
     dlq.api,
     ledger.api,
     health.api,
@@ -40,7 +41,7 @@ def create_app(settings: AppSettings | None = None) -> Flask:
     context.put(app.extensions, Context(dispatcher, settings, Places(dispatcher), Patience(settings.max_waiters)))
     app.extensions["slotkeeper_metrics"] = metrics.registry(dispatcher)
     errors.register(app)
-    for body in (schemas.SubmitBody, schemas.RegisterBody, schemas.ServerPatch, schemas.ListQuery, schemas.WaitQuery):
+    for body in (schemas.SubmitBody, schemas.RegisterBody, schemas.StateBody, schemas.ListQuery, schemas.WaitQuery):
         errors.know_fields(body.__name__, body.model_fields)
     auth.register(app, settings, Tenants(wiring.database()))
     for api in _APIS:

@@ -11,7 +11,9 @@ from app.api.openapi import Model
 from jobs.config import ModelConfig
 from jobs.states import State
 
-ServerState = Literal["online", "draining", "paused"]
+Stands = Literal["online", "paused", "draining", "frozen"]
+Outlook = Literal["starting", "waiting", "later", "unknown"]
+Breaker = Literal["closed", "open", "half_open", "probing"]
 Time = Annotated[str, WithJsonSchema({"type": "string", "format": "date-time"})]
 
 _Priority = Annotated[
@@ -26,7 +28,58 @@ _When = Annotated[
     ),
 ]
 _BETWEEN: Any = Field(description="Earliest and latest start, seconds from now; it holds for nine jobs of ten.")
+_ESTIMATE: Any = Field(
+    description="Seconds from now, from the latest runs of its model; null: not known, or it cannot start as things "
+    "stand."
+)
+_OUTLOOK: Any = Field(
+    description="What comes next: `starting`: it has a slot and is being started; `waiting`: in line, at `position`; "
+    "`later`: it is delayed; `unknown`: the waiting room cannot be reached, or has not taken it in yet.  null: it has "
+    "started or ended, as `status` says."
+)
+_POSITION: Any = Field(description="1: next.  null: it does not wait in line, or that is not known now.")
+_NOTICE: Any = Field(description="What keeps it from starting for now, such as constraints that no known server meets.")
+_REASON: Any = Field(None, max_length=500, description="Why; shown wherever the state is.", examples=["new driver"])
 _Object = Annotated[Any, WithJsonSchema({"type": "object"})]
+_One: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "number"}]}
+_Constraints = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "maxProperties": 20,
+                    "additionalProperties": {
+                        "anyOf": [
+                            *_One["anyOf"],
+                            {"type": "array", "items": _One, "minItems": 1, "maxItems": 50},
+                            {
+                                "type": "object",
+                                "properties": {"min": {"type": "number"}, "max": {"type": "number"}},
+                                "additionalProperties": False,
+                                "minProperties": 1,
+                            },
+                        ]
+                    },
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+_Attributes = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": 50,
+            "additionalProperties": {
+                "anyOf": [*_One["anyOf"], {"type": "array", "items": _One, "minItems": 1, "maxItems": 50}]
+            },
+        }
+    ),
+]
 
 
 class Asked(Model):
@@ -45,6 +98,12 @@ class SubmitBody(Asked):
     payload: _Object = Field(description="What the inference server gets, as it is.", examples=[{"prompt": "a sunset"}])
     callback_url: str | None = Field(None, description="Where the end of the job is told, by a signed POST.")
     priority: _Priority = Field(None, description="1 (most urgent) to 9; true is 1; 5 if not given.")
+    constraints: _Constraints = Field(
+        None,
+        description="What its server must declare: a value, a list of which one is enough, or a range.  "
+        "`model_version` and `runtime` are those of the model's own registration.",
+        examples=[{"gpu": ["A100", "H100"], "memory": {"min": 40}, "region": "eu"}],
+    )
     ttl: _Seconds = Field(None, description="Seconds from now after which the job expires.")
     not_before: _When = Field(None, description="ISO 8601 with its zone, or seconds from now.")
 
@@ -60,10 +119,12 @@ class Receipt(Model):
 
     job_id: str
     status: State
-    position: int | None = Field(description="1: next.  null: it does not wait in line, or that is not known now.")
+    outlook: Outlook | None = _OUTLOOK
+    position: int | None = _POSITION
     deduplicated: bool = Field(description="It had been accepted before, under the same Idempotency-Key.")
-    estimated_start_s: float | None = Field(description="Seconds from now, from the latest runs of its model.")
+    estimated_start_s: float | None = _ESTIMATE
     estimated_start_between_s: list[float] | None = _BETWEEN
+    notice: str | None = _NOTICE
     links: dict[str, str]
 
 
@@ -71,6 +132,7 @@ class BatchReceiptItem(Model):
     job_id: str
     status: State
     deduplicated: bool
+    notice: str | None = _NOTICE
 
 
 class BatchReceipt(Model):
@@ -94,6 +156,7 @@ class JobView(Model):
     status: State
     why: str = Field(description="Of its last transition.")
     priority: int
+    constraints: dict[str, Any]
     tenant: str
     attempts: int = Field(description="Runs that a server took up.")
     failures: int = Field(description="Counts against max_retries.")
@@ -114,10 +177,39 @@ class JobView(Model):
 class JobDetail(JobView):
     """A job with its place or its result."""
 
-    position: int | None = Field(description="1: next.  null: it does not wait in line, or that is not known now.")
-    estimated_start_s: float | None
+    outlook: Outlook | None = _OUTLOOK
+    position: int | None = _POSITION
+    estimated_start_s: float | None = _ESTIMATE
     estimated_start_between_s: list[float] | None = _BETWEEN
     result: Any
+
+
+class Blocker(Model):
+    """One thing that a job waits for."""
+
+    code: str = Field(description="A stable word for programs.")
+    sentence: str
+    subject: str | None = Field(description="The server, model or tenant that it is about.")
+    until: Time | None = Field(description="When it may be over.")
+
+
+class Explanation(Model):
+    """What a job waits for."""
+
+    job_id: str
+    status: State
+    sentence: str = Field(description="All of it in one sentence.")
+    waits_for: list[Blocker]
+    ahead: int | None = Field(description="Jobs of its model that come first; null: it does not wait in line.")
+    policy: str | None
+    longest_overtaking_s: float | None = Field(
+        description="Jobs accepted up to so many seconds after it may come before it; null: there is no bound."
+    )
+    servers: dict[str, str | None] = Field(
+        description="Each server of its model, and what keeps it from taking this job now; null: nothing does."
+    )
+    estimated_start_s: float | None = _ESTIMATE
+    estimated_start_between_s: list[float] | None = _BETWEEN
 
 
 class JobList(Model):
@@ -180,15 +272,73 @@ class RegisterBody(Asked):
     server: str = Field(max_length=128, examples=["zimg-api4"])
     endpoint: str = Field(max_length=2048, examples=["http://10.0.0.4:9001/generate"])
     slots: int = Field(ge=1, le=1024, description="Jobs that the server runs at once, of all its models together.")
+    attributes: _Attributes | None = Field(
+        None,
+        description="What jobs can ask for, each a text, a number, or a list of texts.  Left out: they stay.",
+        examples=[{"gpu": "A100", "memory": 80, "labels": ["fast", "testnet"]}],
+    )
+    weight: float | None = Field(
+        None, gt=0, le=1000, description="How gladly it is chosen; 1 at first.  Left out: it stays."
+    )
+    model_version: str | None = Field(None, description="Of the model there; jobs can ask for it.", examples=["2.1"])
+    runtime: str | None = Field(None, description="What runs the model there; jobs can ask for it.")
 
 
-class ServerView(Model):
+class StateView(Model):
+    """Whether something takes part."""
+
+    state: Stands = Field(
+        description="paused: nothing new is started, submits are accepted.  draining: what waits goes on, and no new "
+        "jobs are accepted; of a server: what runs there ends, and nothing new is sent.  frozen: neither."
+    )
+    reason: str | None
+    changed_by: str | None = Field(description="The tenant that brought it into this state.")
+    changed_at: Time | None
+
+
+class StateBody(Asked):
+    """How something shall stand."""
+
+    state: Stands
+    reason: str | None = _REASON
+
+
+class ServerView(StateView):
     server: str
     fleet: str
-    state: ServerState
     slots: int
+    weight: float
+    attributes: dict[str, Any] = Field(description="`<model>:<name>` is that of one model alone.")
     models: dict[str, str] = Field(description="Model -> endpoint.")
     created_at: Time
+
+
+class Score(Model):
+    """What a server is chosen by: of those with a free slot, that with the lowest total."""
+
+    load: float = Field(description="Taken slots, as a share of all.")
+    failures: float = Field(description="Recent failures; after a minute each counts half.")
+    slowness: float = Field(description="0: as quick as the model's mean; 1: it takes twice as long.")
+    swap: float = Field(description="1: another model is loaded.")
+    total: float = Field(description="1 and all of these, over the server's weight.")
+
+
+class ServerStanding(Model):
+    """How a server stands in the waiting room at this moment."""
+
+    free: int
+    resting: int = Field(description="Slots that are offered to nobody for a while.")
+    rested_at: Time | None = Field(description="When the first of them is offered again.")
+    taken: int
+    breaker: Breaker
+    breaker_until: Time | None
+    loaded: str | None = Field(description="The model that it ran last.")
+    swaps: int = Field(description="How often it has changed models.")
+    scores: dict[str, Score] = Field(description="By model.")
+
+
+class ListedServer(ServerView):
+    standing: ServerStanding | None = Field(description="null: Redis is away.")
 
 
 class FleetView(Model):
@@ -202,7 +352,7 @@ class FleetView(Model):
 
 
 class ServerList(Model):
-    servers: list[ServerView]
+    servers: list[ListedServer]
     fleets: list[FleetView] | None = Field(description="null: Redis is away.")
 
 
@@ -210,15 +360,11 @@ class ServerPath(Model):
     server: str
 
 
-class ServerPatch(Asked):
-    state: ServerState
-
-
 class ModelPath(Model):
     model: str
 
 
-class ModelView(Model):
+class ModelView(StateView):
     model: str
     fleet: str
     model_type: str
@@ -230,6 +376,44 @@ class ModelView(Model):
 
 class ModelList(Model):
     models: list[ModelView]
+
+
+class ModelLoad(Model):
+    """What waits for a model at this moment, and what that means."""
+
+    mean_run_s: float | None = Field(description="Slot time of its latest runs; null: none has ended well yet.")
+    work_s: float | None = Field(description="For how long what waits keeps its slots busy; null: not known.")
+    limit: int | None = Field(description="Jobs that may wait, of each tenant under `fair`; null: any number.")
+    breaker: Breaker
+    breaker_until: Time | None
+
+
+class ModelDetail(ModelView):
+    """A model, and how long its jobs may have to wait."""
+
+    load: ModelLoad | None = Field(description="null: Redis is away.")
+    longest_overtaking_s: dict[str, float | None] = Field(
+        description="By tier: jobs accepted up to so many seconds after one may come before it; null: no bound."
+    )
+    longest_wait: str = Field(description="The longest that order can make a job wait, in terms of the load.")
+
+
+class TenantPath(Model):
+    tenant: str
+
+
+class TenantView(StateView):
+    tenant: str
+    has_key: bool
+    admin: bool
+    rate_per_s: int | None = Field(description="Submits a second; null: no limit.")
+    burst: int | None
+
+
+class TenantList(Model):
+    """Those that have a key, and those that do not stand online."""
+
+    tenants: list[TenantView]
 
 
 class ConfigView(Model):

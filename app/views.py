@@ -1,17 +1,25 @@
 """Values of the record as JSON: the shapes that app.schemas describes."""
 
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
 import orjson
 
+from app.api.place import Place
 from jobs.catalog import Model, Snapshot
 from jobs.config import ModelConfig
 from jobs.events import Attempt
-from jobs.record import Job, Server
-from jobs.states import FINAL, State, Why
+from jobs.record import Accepted, Job, Server, TenantState
+from jobs.states import FINAL, Standing, State, Why
+from jobs.tenants import Tenant
+from routing.explain import Explanation
+from routing.load import Load
 from routing.policies.forecast import Estimate
+from routing.policies.order import TIERS, longest_overtaking_s, longest_wait
+from routing.policies.placement import show_needs
 from routing.queues import Depths
+from routing.slots import ServerStanding
 
 # How clients of S1 know the two ways to be dead; the last attempt's own code stands beside it.
 _DEAD_CODES = {Why.RETRIES_EXHAUSTED: "max_retries_exceeded", Why.CRASHES_EXHAUSTED: "max_crashes_exceeded"}
@@ -34,6 +42,7 @@ def job(it: Job) -> dict[str, Any]:
         "status": it.state.value,
         "why": it.why.value,
         "priority": it.tier,
+        "constraints": show_needs(it.needs),
         "tenant": it.tenant,
         "attempts": it.attempts,
         "failures": it.failures,
@@ -56,18 +65,57 @@ def seconds(ms: int) -> float:
     return round(ms / 1000, 1)
 
 
-def interval(estimate: Estimate | None) -> list[float] | None:
-    """[earliest, latest] start, seconds from now, as it holds for nine jobs of ten."""
-    return None if estimate is None else [seconds(estimate.low_ms), seconds(estimate.high_ms)]
-
-
-def job_detail(it: Job, position: int | None, estimate: Estimate | None) -> dict[str, Any]:
-    """JobDetail.  The result is handed on as the text that it is."""
-    return job(it) | {
-        "position": position,
+def start(estimate: Estimate | None) -> dict[str, Any]:
+    """When a job should start, seconds from now; the interval holds for nine jobs of ten."""
+    return {
         "estimated_start_s": estimate and seconds(estimate.mid_ms),
-        "estimated_start_between_s": interval(estimate),
-        "result": None if it.result is None else orjson.Fragment(it.result),
+        "estimated_start_between_s": estimate and [seconds(estimate.low_ms), seconds(estimate.high_ms)],
+    }
+
+
+def outlook(state: State, where: Place) -> str | None:
+    """What comes next for a job, in one word; None: it has started or ended, as its status says."""
+    match state:
+        case State.DELAYED:
+            return "later"
+        case State.QUEUED if where.offered:
+            return "starting"
+        case State.QUEUED:
+            return "unknown" if where.position is None else "waiting"
+        case _:
+            return None
+
+
+def place(state: State, where: Place) -> dict[str, Any]:
+    """Where a job stands, and when it should start."""
+    return {"outlook": outlook(state, where), "position": where.position, **start(where.estimate)}
+
+
+def receipt(it: Accepted) -> dict[str, Any]:
+    return {"job_id": it.id, "status": it.state.value, "deduplicated": it.deduplicated}
+
+
+def job_detail(it: Job, where: Place) -> dict[str, Any]:
+    """JobDetail.  The result is handed on as the text that it is."""
+    result = None if it.result is None else orjson.Fragment(it.result)
+    return job(it) | place(it.state, where) | {"result": result}
+
+
+def explanation(it: Job, found: Explanation) -> dict[str, Any]:
+    waits_for = [
+        {"code": one.code, "sentence": one.sentence, "subject": one.subject, "until": time(one.until_ms)}
+        for one in found.waits_for
+    ]
+    return {
+        "job_id": it.id,
+        "status": it.state.value,
+        "sentence": found.sentence,
+        "waits_for": waits_for,
+        "ahead": found.ahead,
+        "policy": found.policy,
+        "longest_overtaking_s": found.longest_overtaking_s,
+        "servers": {name: hindrance or None for name, hindrance in found.servers.items()},
+        **start(found.estimate),
     }
 
 
@@ -93,14 +141,48 @@ def attempt(it: Attempt) -> dict[str, Any]:
     }
 
 
+def state(it: Server | Model | TenantState) -> dict[str, Any]:
+    """Whether it takes part, and who changed that, when and why."""
+    return {
+        "state": str(it.state),
+        "reason": it.reason,
+        "changed_by": it.changed_by,
+        "changed_at": time(it.changed_ms),
+    }
+
+
 def server(it: Server) -> dict[str, Any]:
     return {
         "server": it.name,
         "fleet": it.fleet,
-        "state": it.state,
+        **state(it),
         "slots": it.slots,
+        "weight": it.weight,
+        "attributes": {name: plain(value) for name, value in it.attributes.items()},
         "models": it.endpoints,
         "created_at": time(it.created_ms),
+    }
+
+
+def plain(attribute: str | float) -> str | float | list[str]:
+    """An attribute as it was given: a list is kept as one text."""
+    return attribute.split(",") if isinstance(attribute, str) and "," in attribute else attribute
+
+
+def standing(it: ServerStanding | None) -> dict[str, Any] | None:
+    """How a server stands in the waiting room; None: that is not known now."""
+    if it is None:
+        return None
+    return {
+        "free": it.free,
+        "resting": it.resting,
+        "rested_at": time(it.rested_ms or None),
+        "taken": it.taken,
+        "breaker": it.breaker,
+        "breaker_until": time(it.open_until_ms or None),
+        "loaded": it.loaded or None,
+        "swaps": it.swaps,
+        "scores": {name: asdict(score) for name, score in it.scores.items()},
     }
 
 
@@ -120,9 +202,42 @@ def model(it: Model, catalog: Snapshot, depths: Depths | None) -> dict[str, Any]
         "fleet": it.fleet,
         "model_type": it.config.model_type,
         "policy": it.config.policy,
+        **state(it),
         "servers": sorted(found.name for found in catalog.servers.values() if it.name in found.endpoints),
         "slots": catalog.slots_of(it.name),
         "waiting": None if depths is None else depths.waiting.get(it.name, 0),
+    }
+
+
+def model_detail(it: Model, catalog: Snapshot, load: Load | None) -> dict[str, Any]:
+    bounds = {str(tier): longest_overtaking_s(tier, it.config) for tier in TIERS}
+    return model(it, catalog, None) | {
+        "waiting": load and load.waiting,
+        "load": load and model_load(load),
+        "longest_overtaking_s": bounds,
+        "longest_wait": longest_wait(it.config),
+    }
+
+
+def model_load(it: Load) -> dict[str, Any]:
+    return {
+        "mean_run_s": it.run_ms and it.run_ms / 1000,
+        "work_s": None if it.work_ms is None else seconds(it.work_ms),
+        "limit": it.limit,
+        "breaker": it.breaker,
+        "breaker_until": time(it.open_until_ms or None),
+    }
+
+
+def tenant(name: str, known: Tenant | None, stands: TenantState | None) -> dict[str, Any]:
+    """`known`: it has a key; `stands`: it does not stand online."""
+    return {
+        "tenant": name,
+        "has_key": known is not None,
+        "admin": known is not None and known.admin,
+        "rate_per_s": known and known.rate_per_s,
+        "burst": known and known.burst,
+        **state(stands or TenantState(name, Standing.ONLINE)),
     }
 
 

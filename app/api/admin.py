@@ -9,6 +9,7 @@ from app.api.context import dispatcher
 from app.api.openapi import blueprint
 from routing import reconcile
 from routing.queues import Depths
+from routing.slots import ServerStanding
 
 log = structlog.get_logger(__name__)
 
@@ -20,12 +21,19 @@ def admin_blueprint(name: str, title: str, prefix: str) -> APIBlueprint:
     return api
 
 
-def bring_to_redis(fleet: str) -> None:
+def bring_to_redis(*fleets: str) -> None:
     """Let a change of the catalog take effect now.  While Redis is away, the sweep does it later."""
-    try:
-        reconcile.refresh_fleet(dispatcher(), fleet)
-    except RedisError as error:
-        log.warning("refresh_postponed", fleet=fleet, error=str(error))
+    for fleet in fleets:
+        try:
+            reconcile.refresh_fleet(dispatcher(), fleet)
+        except RedisError as error:  # Its time-out is paid once, not for each fleet.
+            log.warning("refresh_postponed", fleet=fleet, error=str(error))
+            return
+
+
+def standings_of(fleets: list[str]) -> dict[str, ServerStanding]:
+    """How each server of these fleets stands.  Raises RedisError."""
+    return {name: it for fleet in fleets for name, it in dispatcher().slots.standings(fleet).items()}
 
 
 def depths_of(fleets: list[str]) -> dict[str, Depths]:

@@ -8,11 +8,12 @@ from app.api.openapi import blueprint, described, problems
 from app.api.paging import after, before, limits
 from app.api.place import Place
 from app.auth import tenant
-from app.schemas import AttemptList, CancelAnswer, JobDetail, JobList, JobPath, ListQuery, WaitQuery
+from app.schemas import AttemptList, CancelAnswer, Explanation, JobDetail, JobList, JobPath, ListQuery, WaitQuery
 from jobs import events
 from jobs.errors import JobNotFound
 from jobs.record import Job
 from jobs.states import State
+from routing.explain import explain
 
 api = blueprint("jobs", "Jobs", "/queue/jobs")
 
@@ -28,8 +29,7 @@ def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
     if query.wait and job.finished_ms is None:
         context().patience.wait(lambda: dispatcher().store.state_of(job.id), query.wait)
         job = own_job(path.job_id)
-    place = _place(job)
-    return views.job_detail(job, place.position, place.estimate)
+    return views.job_detail(job, _place(job))
 
 
 @api.get("", responses={200: JobList, **problems(422)})
@@ -67,6 +67,18 @@ def list_attempts(path: JobPath) -> dict[str, Any]:
     job = own_job(path.job_id)
     trail = events.attempts(dispatcher().store.events_of(job.id))
     return {"job_id": job.id, "attempts": [views.attempt(it) for it in trail]}
+
+
+@api.get("/<job_id>/explain", responses={200: Explanation, **problems(404)})
+def explain_job(path: JobPath) -> dict[str, Any]:
+    """Say what a job waits for, in one sentence and in parts, and when it should start.
+
+    `code` is one of: turn, slots_busy, tenant_slots, tenant_paused, model_paused, model_breaker_open, model_probing,
+    server_breaker_open, server_resting, server_unavailable, constraints_unmet, no_server, retry, not_before,
+    not_in_room, redis_away.
+    """
+    job = own_job(path.job_id)
+    return views.explanation(job, explain(dispatcher(), job))
 
 
 def own_job(job_id: str) -> Job:

@@ -10,11 +10,13 @@ from app import views
 from app.api.admin import admin_blueprint, bring_to_redis, depths_of
 from app.api.context import dispatcher
 from app.api.openapi import problems
+from app.auth import tenant
 from app.errors import know_fields
-from app.schemas import ConfigBody, ConfigView, ModelList, ModelPath
+from app.schemas import ConfigBody, ConfigView, ModelDetail, ModelList, ModelPath, ModelView, StateBody
 from jobs.catalog import Model
 from jobs.errors import NotFound
 from jobs.record import now_ms
+from routing.load import load_of
 from routing.queues import Depths
 from routing.submission import check_model_name
 from tasks.wiring import catalog
@@ -35,6 +37,31 @@ def list_models() -> dict[str, Any]:
     return {"models": [views.model(model, found, depths.get(model.fleet)) for model in models]}
 
 
+@api.get("/models/<path:model>", responses={200: ModelDetail, **problems(404)})
+def get_model(path: ModelPath) -> dict[str, Any]:
+    """Show a model: how it stands, what waits for it, and the longest that its policy can make a job wait.
+
+    `longest_wait` says so in terms of the load, and `load.work_s` is the present load.
+    """
+    known = _known(path.model)
+    load = None
+    with suppress(RedisError):
+        load = load_of(dispatcher(), known)
+    return views.model_detail(known, dispatcher().fleet.snapshot(), load)
+
+
+@api.patch("/models/<path:model>", responses={200: ModelView, **problems(400, 404, 413, 415, 422)})
+def change_model(path: ModelPath, body: StateBody) -> dict[str, Any]:
+    """Drain, pause, freeze or resume a model on all of its servers.
+
+    paused: nothing of it is started, submits are accepted; draining: what waits goes on, submits are 409; frozen: both.
+    """
+    known = _known(path.model)
+    catalog().set_model_state(known.name, body.state, reason=body.reason or "", by=tenant().name, now=now_ms())
+    bring_to_redis(known.fleet)
+    return _shown(_known(path.model))
+
+
 @api.get("/model-configs/<path:model>", responses={200: ConfigView, **problems(404)})
 def get_config(path: ModelPath) -> dict[str, Any]:
     """Show how a model's jobs are treated, and what of it differs from the defaults."""
@@ -52,6 +79,13 @@ def put_config(path: ModelPath, body: ConfigBody) -> dict[str, Any]:
 def delete_config(path: ModelPath) -> dict[str, Any]:
     """Go back to the defaults."""
     return _configure(_known(path.model).name, {})
+
+
+def _shown(model: Model) -> dict[str, Any]:
+    depths = None
+    with suppress(RedisError):
+        depths = depths_of([model.fleet])[model.fleet]
+    return views.model(model, dispatcher().fleet.snapshot(), depths)
 
 
 def _configure(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,10 +19,14 @@ _PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`position` 1: next; None: not waiting in line, or not known.  `estimate`: of its start, from now."""
+    """`position` 1: next; None: not waiting in line, or not known.  `estimate`: of its start, from now.
+
+    `offered`: it has a slot and is being started.
+    """
 
     position: int | None = None
     estimate: Estimate | None = None
+    offered: bool = False
 
 
 class Places:
@@ -50,4 +54,5 @@ class Places:
         position = self._dispatcher.queues.position(self._dispatcher.fleet.model(job.model).fleet, job)
         if position is None:
             return Place()
-        return Place(position.ahead + 1, self._dispatcher.estimate(job, position, new=new))
+        estimate = self._dispatcher.estimate(job, position, new=new)
+        return Place(None if position.offered else position.ahead + 1, estimate, position.offered)

@@ -31,24 +31,17 @@ _REFUSALS = problems(400, 409, 413, 415, 422, 429)
 def submit(body: SubmitBody) -> Answer:
     """Submit a job.
 
-    It is in the record when this answers, and will end in a state that says why.  A model that is not registered
-    is 422 `unknown_model`; a key that came with another request is 409 `idempotency_conflict`.
+    It is in the record when this answers, and will end in a state that says why.  `outlook` and `position` tell
+    what comes next.  A queue that is full is 429; a deadline that can hardly be met, constraints that no server meets
+    of a model that wants that refused, and a model that is not registered are 422; a model or tenant that takes no new
+    jobs, and a key that came with another request, are 409.
     """
     asked = submission(body, request.headers.get("Idempotency-Key"))
     receipt = dispatcher().submit([asked], tenant())[0]
     accepted = receipt.accepted
     links = _links(accepted.id)
-    place = _place(receipt)
-    answer = {
-        "job_id": accepted.id,
-        "status": accepted.state.value,
-        "position": place.position,
-        "deduplicated": accepted.deduplicated,
-        "estimated_start_s": place.estimate and views.seconds(place.estimate.mid_ms),
-        "estimated_start_between_s": views.interval(place.estimate),
-        "links": links,
-    }
-    return answer, 202, {"Location": links["self"]}
+    answer = views.receipt(accepted) | views.place(accepted.state, _place(receipt))
+    return answer | {"notice": receipt.notice, "links": links}, 202, {"Location": links["self"]}
 
 
 @api.post(
@@ -66,9 +59,9 @@ def submit_batch() -> tuple[dict[str, Any], int]:
     key = request.headers.get("Idempotency-Key")
     items = batch.read(request, context().settings.max_batch_bytes)
     asked = [_of_batch(index, item, key) for index, item in enumerate(items)]
-    accepted = [receipt.accepted for receipt in dispatcher().submit(asked, tenant())]
-    jobs = [{"job_id": it.id, "status": it.state.value, "deduplicated": it.deduplicated} for it in accepted]
-    return {"accepted": sum(not it.deduplicated for it in accepted), "jobs": jobs}, 202
+    receipts = dispatcher().submit(asked, tenant())
+    jobs = [views.receipt(it.accepted) | {"notice": it.notice} for it in receipts]
+    return {"accepted": sum(not it.accepted.deduplicated for it in receipts), "jobs": jobs}, 202
 
 
 def submission(body: SubmitBody, key: str | None) -> Submission:
@@ -81,6 +74,7 @@ def submission(body: SubmitBody, key: str | None) -> Submission:
         priority=body.priority,
         tenant=tenant().name,
         ttl_s=body.ttl,
+        constraints=body.constraints,
         delay_s=delay_s,
         not_before_ms=not_before_ms,
         idempotency_key=key,
@@ -125,4 +119,4 @@ def _place(receipt: Receipt) -> Place:
 
 def _links(job_id: str) -> dict[str, str]:
     own = f"/queue/jobs/{job_id}"
-    return {"self": own, "cancel": f"{own}/cancel", "attempts": f"{own}/attempts"}
+    return {"self": own, **{name: f"{own}/{name}" for name in ("cancel", "attempts", "explain")}}

@@ -1,17 +1,21 @@
-"""Inference servers: registering, draining, removing.  Takes effect everywhere within two seconds."""
+"""Inference servers: registering, pausing, removing.  Takes effect everywhere within two seconds."""
 
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from redis.exceptions import RedisError
 
 from app import views
-from app.api.admin import admin_blueprint, bring_to_redis, depths_of
+from app.api.admin import admin_blueprint, bring_to_redis, depths_of, standings_of
 from app.api.context import dispatcher
 from app.api.openapi import described, problems
-from app.schemas import RegisterBody, ServerList, ServerPatch, ServerPath, ServerView
+from app.auth import tenant
+from app.schemas import RegisterBody, ServerList, ServerPath, ServerView, StateBody
 from jobs.errors import InvalidJob, NotFound
 from jobs.record import Server, now_ms
+from routing.policies.placement import read_attributes, read_of_model
+from routing.slots import ServerStanding
 from routing.submission import check_model_name
 from tasks.servers.client import split_endpoint
 from tasks.wiring import catalog
@@ -32,37 +36,48 @@ _ENDPOINT = "endpoint must be a full URL with a host, such as http://gpu1:9001/g
 def register_server(body: RegisterBody) -> tuple[dict[str, Any], int]:
     """Add a server for a model, or change its endpoint and slots.  The model is created if it is new.
 
-    A server of one fleet cannot take over a model of another that has servers or unfinished jobs: 409.
+    Attributes, weight, version and runtime that are left out stay as they are.  A server of one fleet cannot take over
+    a model of another that has servers or unfinished jobs: 409.
     """
     check_model_name(body.model)
     check_model_name(body.server, "server")
     _check_endpoint(body.endpoint)
+    attributes = None if body.attributes is None else read_attributes(body.attributes)
+    of_model = read_of_model(model_version=body.model_version, runtime=body.runtime)
     known = dispatcher().fleet.refresh().servers.get(body.server)
-    server = catalog().register(body.model, body.server, body.endpoint, body.slots, now_ms())
+    server = catalog().register(
+        body.model, body.server, body.endpoint, body.slots, now_ms(), attributes, body.weight, of_model
+    )
     bring_to_redis(server.fleet)
     return views.server(server), 200 if known is not None and body.model in known.endpoints else 201
 
 
 @api.get("/servers", responses={200: ServerList})
 def list_servers() -> dict[str, Any]:
-    """List servers, and how the slots of each fleet stand."""
+    """List servers, how each stands in the waiting room, and the slots of each fleet.
+
+    `scores` has the parts by which servers are compared for a model: the lowest total is chosen.
+    """
     found = dispatcher().fleet.refresh()
+    standings: Mapping[str, ServerStanding] = {}
     try:
         fleets = [views.fleet(name, depths) for name, depths in depths_of(found.fleets()).items()]
+        standings = standings_of(found.fleets())
     except RedisError:
         fleets = None
     servers = sorted(found.servers.values(), key=lambda server: server.name)
-    return {"servers": [views.server(server) for server in servers], "fleets": fleets}
+    shown = [views.server(server) | {"standing": views.standing(standings.get(server.name))} for server in servers]
+    return {"servers": shown, "fleets": fleets}
 
 
 @api.patch("/servers/<path:server>", responses={200: ServerView, **problems(400, 404, 413, 415, 422)})
-def change_server(path: ServerPath, body: ServerPatch) -> dict[str, Any]:
-    """Drain, pause or resume a server.
+def change_server(path: ServerPath, body: StateBody) -> dict[str, Any]:
+    """Drain, pause, freeze or resume a server.
 
-    draining, paused: what runs there goes on, nothing new is sent; online: it is used again.
+    Unless it is online, what runs there goes on and nothing new is sent; the three words differ for people only.
     """
     known = _known(path.server)
-    catalog().set_server_state(known.name, body.state)
+    catalog().set_server_state(known.name, body.state, reason=body.reason or "", by=tenant().name, now=now_ms())
     bring_to_redis(known.fleet)
     return views.server(_known(path.server))
 

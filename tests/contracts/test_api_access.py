@@ -20,6 +20,7 @@ OF_TENANTS = [
     ("get", "/queue/jobs"),
     ("get", "/queue/jobs/x"),
     ("get", "/queue/jobs/x/attempts"),
+    ("get", "/queue/jobs/x/explain"),
     ("post", "/queue/jobs/x/cancel"),
     ("get", "/metrics"),
 ]
@@ -29,6 +30,10 @@ OF_ADMINS = [
     ("patch", "/admin/servers/x"),
     ("delete", "/admin/servers/x"),
     ("get", "/admin/models"),
+    ("get", "/admin/models/x"),
+    ("patch", "/admin/models/x"),
+    ("get", "/admin/tenants"),
+    ("patch", "/admin/tenants/x"),
     ("get", "/admin/model-configs/x"),
     ("put", "/admin/model-configs/x"),
     ("delete", "/admin/model-configs/x"),
@@ -83,8 +88,10 @@ def test_a_tenant_sees_and_cancels_its_own_jobs_only(api: Api, settings: dict[st
     api.client.put("/admin/model-configs/zimg", json={}, headers=boss)
     job_id = api.submitted(acme)
     assert api.job(job_id).tenant == "acme"
-    for act, path in ((api.client.get, ""), (api.client.get, "/attempts"), (api.client.post, "/cancel")):
+    for act, path in ((api.client.get, ""), (api.client.get, "/attempts"), (api.client.get, "/explain")):
         assert act(f"/queue/jobs/{job_id}{path}", headers=zeta).status_code == 404
+        assert act(f"/queue/jobs/{job_id}{path}", headers=acme).status_code == 200
+    assert api.client.post(f"/queue/jobs/{job_id}/cancel", headers=zeta).status_code == 404
     assert api.client.get("/queue/jobs", headers=zeta).json["jobs"] == []
     for header in (acme, boss):
         assert [job["job_id"] for job in api.client.get("/queue/jobs", headers=header).json["jobs"]] == [job_id]

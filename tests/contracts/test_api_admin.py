@@ -95,7 +95,7 @@ def test_servers_and_their_slots_are_listed(api: Api) -> None:
         ("endpoint", "http://gpu1/\r\nX: y"),
         ("endpoint", "http://gpü1/"),
         ("endpoint", "http://" + "x" * 3000),
-        ("weight", 1),
+        ("wieght", 1),
     ],
 )
 def test_a_wrong_registration_is_refused_and_leaves_nothing(api: Api, field: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 api          one process's API: client, dispatcher, and builders that go in by the door
 mortal_api   the same over a Valkey of its own, which the test may kill
+timed_api    the same with a clock that the test sets
 """
 
 import os
@@ -9,7 +10,7 @@ import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from flask.testing import FlaskClient
@@ -23,14 +24,18 @@ from werkzeug.test import TestResponse
 from app.api.openapi import document
 from jobs.db import Database
 from jobs.models import events, idempotency_keys, jobs, webhooks
+from jobs.once import Once
 from jobs.record import Job, now_ms
-from jobs.store import Moved
+from jobs.states import Why
+from jobs.store import Error, Moved
 from jobs.tenants import Tenant, Tenants
 from routing.dispatcher import Announcer, Dispatcher, Task
+from routing.policies.verdict import Verdict
 from routing.queues import Offer
 from tests.support.valkey import Valkey
 
 ENDPOINT = "http://127.0.0.1:9/generate"
+A = TypeVar("A", bound="Api")
 
 
 def clear_wiring() -> None:
@@ -39,8 +44,9 @@ def clear_wiring() -> None:
 
     if wiring.database.made:
         wiring.database().close()
-    for cached in (wiring.database, wiring.catalog, wiring.webhooks, wiring.scripts, wiring.dispatcher):
-        cached.cache_clear()
+    for cached in vars(wiring).values():
+        if isinstance(cached, Once):
+            cached.cache_clear()
     config.signing_secret.cache_clear()
     callbacks._base.cache_clear()
     webhooks._sender.cache_clear()
@@ -190,10 +196,49 @@ class Api:
         os.rename(f"{self.folder}.away", self.folder)
 
 
+@dataclass
+class TimedApi(Api):
+    """The same with a clock that the test sets, for the record and for the room."""
+
+    now: int = 0
+
+    def set_clock(self, now: int) -> None:
+        self.now = now
+        with self.valkey.client() as redis:
+            for fleet in ("zimg", "flux"):
+                redis.set(f"clock:{{{fleet}}}", now)
+
+    def later(self, ms: int) -> None:
+        self.set_clock(self.now + ms)
+
+    def run(self, took_ms: int = 60_000, why: Why = Why.FINISHED) -> str:
+        """The job whose offer came first, run for so long; answers its id."""
+        task = self.dispatcher.start(self.heard.offers.pop(0), "a-worker")
+        assert task is not None
+        self.later(took_ms)
+        failed = None if why is Why.FINISHED else Error(why.value, "out of memory")
+        result = "{}" if why is Why.FINISHED else None
+        self.dispatcher.settle(task, Verdict(why), result=result, error=failed)
+        return task.run.job.id
+
+    def explain(self, job_id: str) -> dict[str, Any]:
+        answer = self.client.get(f"/queue/jobs/{job_id}/explain")
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json
+        return found
+
+
 NOTHING = {"jobs": 0, "events": 0, "idempotency_keys": 0, "webhooks": 0}
 
 
-def build(valkey: Valkey, template: Path, folder: Path, settings: dict[str, str], patch: pytest.MonkeyPatch) -> Api:
+def build(
+    valkey: Valkey,
+    template: Path,
+    folder: Path,
+    settings: dict[str, str],
+    patch: pytest.MonkeyPatch,
+    kind: type[A] = Api,  # type: ignore[assignment]
+) -> A:
     from app.factory import create_app
     from tasks import wiring
 
@@ -214,4 +259,4 @@ def build(valkey: Valkey, template: Path, folder: Path, settings: dict[str, str]
     heard = dispatcher._announcer = Heard(dispatcher._announcer)
     app = create_app()
     app.test_client_class = CheckedClient
-    return Api(app.test_client(), dispatcher, valkey, folder, heard)
+    return kind(app.test_client(), dispatcher, valkey, folder, heard)

@@ -2,6 +2,7 @@
 
 api          one process's API over a record of its own and a Valkey that all tests share
 mortal_api   the same over a Valkey of its own, which the test may kill
+timed_api    the same as `api` with a clock that the test sets, for the record and for the room
 settings     SLOTKEEPER_* variables beside those; a test parametrizes it
 """
 
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.api import Api, build, clear_wiring
+from routing.scripts import Scripts
+from tests.lua.room import FRAGMENTS
+from tests.support.api import Api, TimedApi, build, clear_wiring
+from tests.support.builders import T0
 from tests.support.valkey import NoValkey, Valkey
 
 
@@ -49,4 +53,22 @@ def mortal_api(
 ) -> Iterator[Api]:
     with Valkey(tmp_path / "valkey", appendonly=True) as valkey:
         yield build(valkey, _sqlite_template, tmp_path / "record", settings, monkeypatch)
+    clear_wiring()
+
+
+@pytest.fixture
+def timed_api(
+    shared_valkey: Valkey,
+    _sqlite_template: Path,
+    tmp_path: Path,
+    settings: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[TimedApi]:
+    shared_valkey.flush()
+    monkeypatch.setattr("tasks.wiring.Scripts", lambda redis, keys: Scripts(redis, keys, FRAGMENTS))
+    api = build(shared_valkey, _sqlite_template, tmp_path / "record", settings, monkeypatch, TimedApi)
+    for module in ("routing.dispatcher", "routing.reconcile", "app.api.servers", "app.api.models", "app.api.tenants"):
+        monkeypatch.setattr(f"{module}.now_ms", lambda: api.now)
+    api.set_clock(T0)
+    yield api
     clear_wiring()

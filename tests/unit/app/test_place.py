@@ -39,6 +39,11 @@ def test_a_place_is_the_position_and_when_it_should_start(world):
     assert world.places.of(JOB) == Place(4, SOON)
 
 
+def test_what_is_offered_is_being_started(world):
+    world.position = Position(0, None, offered=True)
+    assert world.places.of(JOB) == Place(None, SOON, True)
+
+
 def test_what_does_not_wait_in_line_has_no_place(world):
     world.position = None
     assert world.places.of(JOB) == Place()

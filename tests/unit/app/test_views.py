@@ -5,8 +5,10 @@ import pytest
 
 from app import views
 from app.api.paging import after, before
+from app.api.place import Place
 from jobs.errors import InvalidJob
 from jobs.states import State, Why
+from routing.policies.placement import read_attributes
 from tests.support.builders import T0
 
 
@@ -36,6 +38,19 @@ def test_what_is_no_cursor_is_refused(cursor):
     with pytest.raises(InvalidJob) as refused:
         before(cursor)
     assert refused.value.field == "cursor"
+
+
+@pytest.mark.parametrize("given", ["A100", 80.0, "fast,testnet"])
+def test_an_attribute_is_shown_as_it_was_declared(given):
+    shown = views.plain(given)
+    assert read_attributes({"it": shown}) == {"it": given}
+
+
+@pytest.mark.parametrize("state", sorted(State))
+def test_every_state_has_an_outlook_or_needs_none(state):
+    words = {views.outlook(state, place) for place in (Place(), Place(1), Place(offered=True))}
+    expected = {State.QUEUED: {"unknown", "waiting", "starting"}, State.DELAYED: {"later"}}
+    assert words == expected.get(state, {None})
 
 
 def test_a_dead_job_that_crashed_and_one_that_was_retried_in_vain_have_codes_of_their_own(a_row):

@@ -1,0 +1,217 @@
+"""Pausing, draining, freezing and resuming servers, models and tenants."""
+
+from typing import Any
+
+import pytest
+
+from routing import reconcile
+from tests.support.api import NOTHING, Api, TimedApi
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+STATES = ["paused", "draining", "frozen"]
+KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
+
+
+def _set(api: Api, path: str, state: str, reason: str | None = None, **more: Any) -> Any:
+    body = {"state": state} | ({} if reason is None else {"reason": reason})
+    return api.client.patch(f"/admin/{path}", json=body, **more)
+
+
+def _offered(api: Api) -> list[str]:
+    return [offer.job_id for offer in api.heard.offers]
+
+
+def _servers(api: Api) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = api.client.get("/admin/servers").json["servers"]
+    return found
+
+
+# -- servers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_server_that_is_not_online_gets_nothing_new_and_submits_are_accepted(timed_api: TimedApi, state: str) -> None:
+    api = timed_api
+    api.register()
+    answer = _set(api, "servers/gpu1", state, "new driver").json
+    assert (answer["state"], answer["reason"], answer["changed_by"]) == (state, "new driver", "default")
+    assert answer["changed_at"] == "2027-01-15T08:00:00.000Z"
+    job_id = api.submitted()
+    assert _offered(api) == []
+    back = _set(api, "servers/gpu1", "online").json
+    assert (back["state"], back["reason"]) == ("online", None)
+    assert _offered(api) == [job_id]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_what_runs_on_a_server_that_is_stopped_ends(timed_api: TimedApi, state: str) -> None:
+    api = timed_api
+    api.register()
+    running, waiting = api.submitted(), api.submitted()
+    task = api.dispatcher.start(api.heard.offers.pop(0), "a-worker")
+    assert task is not None and task.run.job.id == running
+    _set(api, "servers/gpu1", state)
+    assert api.dispatcher.leases.renew("zimg", "a-worker", [task.held])[0] == "renewed"
+    api.dispatcher.free(task.held, back=False)
+    assert _offered(api) == []
+    _set(api, "servers/gpu1", "online")
+    assert _offered(api) == [waiting]
+
+
+# -- models --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_model_that_is_stopped(api: Api, state: str) -> None:
+    """paused: accepts and starts nothing; draining: starts and accepts nothing new; frozen: neither."""
+    api.model()
+    waiting = api.submitted()
+    assert _set(api, "models/zimg", state, "bad weights").json["reason"] == "bad weights"
+    api.register()
+    assert _offered(api) == ([waiting] if state == "draining" else [])
+    answer = api.submit()
+    if state == "paused":
+        assert answer.status_code == 202
+    else:
+        assert (answer.status_code, answer.json["code"], answer.json["state"]) == (409, "conflict", state)
+        assert "bad weights" in answer.json["detail"] and "until somebody resumes it" in answer.json["detail"]
+    _set(api, "models/zimg", "online")
+    assert waiting in _offered(api)
+    assert api.submit().status_code == 202
+
+
+def test_a_stopped_model_leaves_others_of_its_server_alone(api: Api) -> None:
+    api.register(model="zimg")
+    api.register(model="flux")
+    _set(api, "models/zimg", "frozen")
+    assert api.submit(model="flux").status_code == 202
+    assert len(_offered(api)) == 1
+    shown = {it["model"]: it["state"] for it in api.client.get("/admin/models").json["models"]}
+    assert shown == {"zimg": "frozen", "flux": "online"}
+
+
+def test_one_job_of_a_closed_model_refuses_the_batch(api: Api) -> None:
+    api.model("zimg")
+    api.model("flux")
+    _set(api, "models/flux", "draining")
+    jobs = [{"model": model, "payload": {}} for model in ("zimg", "flux")]
+    answer = api.client.post("/queue/submit-batch", json=jobs)
+    assert (answer.status_code, answer.json["model"]) == (409, "flux")
+    assert api.stored() == NOTHING
+
+
+# -- tenants -------------------------------------------------------------------------------------------------------
+
+
+@KEYED
+@pytest.mark.parametrize("state", STATES)
+def test_a_tenant_that_is_stopped_in_every_fleet(api: Api, settings: dict[str, str], state: str) -> None:
+    boss, acme, zeta = api.tenant("boss", admin=True), api.tenant("acme"), api.tenant("zeta")
+    for model in ("zimg", "flux"):
+        api.client.put(f"/admin/model-configs/{model}", json={}, headers=boss)
+    waiting = [api.submitted(acme, model=model) for model in ("zimg", "flux")]
+    answer = _set(api, "tenants/acme", state, "unpaid", headers=boss).json
+    assert (answer["tenant"], answer["state"], answer["reason"], answer["changed_by"]) == (
+        "acme",
+        state,
+        "unpaid",
+        "boss",
+    )
+    for model in ("zimg", "flux"):
+        body = {"model": model, "server": f"{model}-1", "endpoint": "http://127.0.0.1:9/x", "slots": 4}
+        api.client.post("/admin/register", json=body, headers=boss)
+    assert _offered(api) == (waiting if state == "draining" else [])
+    refused = api.submit(acme)
+    assert refused.status_code == (202 if state == "paused" else 409)
+    if state != "paused":
+        assert "'acme'" in refused.json["detail"] and "unpaid" in refused.json["detail"]
+    api.submitted(zeta)
+    _set(api, "tenants/acme", "online", headers=boss)
+    assert set(waiting) <= set(_offered(api))
+    assert api.submit(acme).status_code == 202
+
+
+@KEYED
+def test_tenants_are_listed_without_their_keys(api: Api, settings: dict[str, str]) -> None:
+    boss, acme = api.tenant("boss", admin=True), api.tenant("acme")
+    assert _set(api, "tenants/celery/batch", "frozen", headers=boss).json["has_key"] is False
+    _set(api, "tenants/acme", "paused", headers=boss)
+    answer = api.client.get("/admin/tenants", headers=boss)
+    listed = {it["tenant"]: (it["has_key"], it["admin"], it["state"]) for it in answer.json["tenants"]}
+    assert listed == {
+        "acme": (True, False, "paused"),
+        "boss": (True, True, "online"),
+        "celery/batch": (False, False, "frozen"),
+    }
+    key = acme["Authorization"].partition(" ")[2]
+    assert key not in answer.text and "hash" not in answer.text
+    _set(api, "tenants/celery/batch", "online", headers=boss)
+    names = [it["tenant"] for it in api.client.get("/admin/tenants", headers=boss).json["tenants"]]
+    assert names == ["acme", "boss"]
+
+
+@pytest.mark.parametrize("name", ["%00", "x" * 201, "a%1bb"])
+def test_a_name_that_no_tenant_has_is_refused(api: Api, name: str) -> None:
+    answer = _set(api, f"tenants/{name}", "paused")
+    assert (answer.status_code, answer.json["field"]) == (422, "tenant")
+    assert api.client.get("/admin/tenants").json["tenants"] == []
+
+
+# -- refused, and away ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["servers/gpu1", "models/zimg", "tenants/acme"])
+@pytest.mark.parametrize(
+    "body, field",
+    [
+        ({}, "state"),
+        ({"state": "broken"}, "state"),
+        ({"state": None}, "state"),
+        ({"state": "Paused"}, "state"),
+        ({"state": "paused", "slots": 2}, "slots"),
+        ({"state": "paused", "reason": 7}, "reason"),
+        ({"state": "paused", "reason": "x" * 501}, "reason"),
+        ({"state": "paused", "changed_by": "me"}, "changed_by"),
+    ],
+)
+def test_a_wrong_change_is_refused_and_changes_nothing(api: Api, path: str, body: dict[str, Any], field: str) -> None:
+    api.register()
+    answer = api.client.patch(f"/admin/{path}", json=body)
+    assert (answer.status_code, answer.json["field"]) == (422, field)
+    assert _servers(api)[0]["state"] == "online"
+    assert api.client.get("/admin/models/zimg").json["state"] == "online"
+    assert api.client.get("/admin/tenants").json["tenants"] == []
+
+
+@pytest.mark.parametrize("path", ["servers/nobody", "models/nobody"])
+def test_what_there_is_not_cannot_be_paused(api: Api, path: str) -> None:
+    assert _set(api, path, "paused").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "reason, status, kept", [(b"a NUL \\u0000 and \\u00fc", 200, "a NUL  and ü"), (b"half \\ud83d a pair", 422, None)]
+)
+def test_an_odd_reason_is_kept_as_far_as_it_can_be(api: Api, reason: bytes, status: int, kept: str | None) -> None:
+    api.register()
+    raw = b'{"state":"paused","reason":"%s"}' % reason
+    answer = api.client.patch("/admin/servers/gpu1", data=raw, content_type="application/json")
+    assert (answer.status_code, answer.json.get("field")) == (status, None if kept else "reason")
+    assert _servers(api)[0]["reason"] == kept
+
+
+@pytest.mark.parametrize("path", ["servers/gpu1", "models/zimg", "tenants/default"])
+def test_without_redis_a_change_takes_effect_by_the_sweep(mortal_api: Api, path: str) -> None:
+    api = mortal_api
+    api.register()
+    api.valkey.kill()
+    assert _set(api, path, "paused").status_code == 200
+    api.valkey.start()
+    reconcile.sweep(api.dispatcher)
+    job_id = api.submitted()
+    reconcile.sweep(api.dispatcher)
+    assert _offered(api) == []
+    assert _set(api, path, "online").status_code == 200
+    reconcile.reconcile(api.dispatcher)
+    reconcile.sweep(api.dispatcher)
+    assert _offered(api) == [job_id]

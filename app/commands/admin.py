@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from app.commands import standing
 from app.commands.common import (
     client,
     console,
@@ -17,9 +18,12 @@ from app.commands.common import (
     quoted,
     shown,
 )
+from app.commands.conditions import read_attributes
 from app.commands.jobs import print_attempts, print_job, print_jobs
 
 _WATCH_JOBS = 12
+# Told in a sentence, or shown with the configuration.
+_NOT_OF_MODEL = ("load", "longest_overtaking_s", "longest_wait", "model_type", "work_s")
 
 
 @click.group()
@@ -104,11 +108,18 @@ def list_servers(as_json: bool) -> None:
 
 def _print_servers(found: list[dict[str, Any]]) -> None:
     rows = (
-        (one["server"], one["state"], one["slots"], model, endpoint)
+        (one["server"], one["state"], one["slots"], model, endpoint, _attributes(one["attributes"]))
         for one in found
         for model, endpoint in (one["models"] or {"-": "-"}).items()
     )
-    print_table(("server", "state", "slots", "model", "endpoint"), rows, "There are no servers: register one.")
+    titles = ("server", "state", "slots", "model", "endpoint", "attributes")
+    print_table(titles, rows, "There are no servers: register one.")
+
+
+def _attributes(found: dict[str, Any]) -> str:
+    return " ".join(
+        f"{name}={','.join(map(str, it)) if isinstance(it, list) else shown(it)}" for name, it in found.items()
+    )
 
 
 def _print_fleets(found: list[dict[str, Any]]) -> None:
@@ -116,50 +127,67 @@ def _print_fleets(found: list[dict[str, Any]]) -> None:
     print_table(names, ([one[name] for name in names] for one in found), "")
 
 
+@servers.command("show")
+@click.argument("server")
+@json_option
+def show_server(server: str, as_json: bool) -> None:
+    """Show a server: how it stands, and the parts of the score by which it is chosen (the lowest total is)."""
+    found = next((one for one in client().get("/admin/servers")["servers"] if one["server"] == server), None)
+    if found is None:
+        raise click.ClickException(f"There is no server {server!r}; `slotkeeper servers list` shows them.")
+    if as_json:
+        print_json(found)
+        return
+    now = found.pop("standing")
+    found["attributes"] = _attributes(found["attributes"]) or None
+    print_facts(found, ("models",))
+    if now is None:
+        click.echo("How it stands in the waiting room is not known: Redis is away.")
+        return
+    scores = now.pop("scores")
+    print_facts({name.replace("_", " "): value for name, value in now.items()})
+    parts = ("load", "failures", "slowness", "swap", "total")
+    rows = [
+        (model, endpoint, *(_score(scores, model, part) for part in parts))
+        for model, endpoint in found["models"].items()
+    ]
+    print_table(("model", "endpoint", *parts), rows, "It serves no model.")
+
+
+def _score(scores: dict[str, Any], model: str, part: str) -> str | None:
+    return f"{scores[model][part]:.3f}" if model in scores else None
+
+
 @servers.command("register")
 @click.argument("model")
 @click.argument("server")
 @click.argument("endpoint")
 @click.option("--slots", default=1, show_default=True, type=click.IntRange(1, 1024), help="Jobs it runs at once.")
+@click.option(
+    "--attribute", "attributes", metavar="NAME=VALUE", multiple=True, help="What jobs can ask for; repeat it."
+)
+@click.option("--weight", type=click.FloatRange(0, 1000, min_open=True), help="How gladly it is chosen.  [default: 1]")
+@click.option("--model-version", metavar="TEXT", help="Of the model there.")
+@click.option("--runtime", metavar="TEXT", help="What runs the model there.")
 @json_option
-def register_server(model: str, server: str, endpoint: str, slots: int, as_json: bool) -> None:
-    """Add a server, or another model on it.
+def register_server(
+    model: str, server: str, endpoint: str, slots: int, attributes: tuple[str, ...], as_json: bool, **more: Any
+) -> None:
+    """Add a server, or another model on it.  What is left out of the options stays as it was registered before.
 
     \b
     slotkeeper servers register zimg zimg-api4 http://10.0.0.4:9001/generate --slots 2
+    slotkeeper servers register ... --attribute gpu=A100 --attribute memory=80 --weight 2
     """
     body = {"model": model, "server": server, "endpoint": endpoint, "slots": slots}
+    body |= {name: value for name, value in more.items() if value is not None}
+    if attributes:
+        body["attributes"] = read_attributes(attributes)
     answer = client().post("/admin/register", body)
     if as_json:
         print_json(answer)
     else:
         click.echo(f"{server} serves {model} on {slots} slots.")
-
-
-@servers.command("drain")
-@click.argument("server")
-def drain_server(server: str) -> None:
-    """Let what runs on it end, and start nothing more."""
-    _set_state(server, "draining")
-
-
-@servers.command("pause")
-@click.argument("server")
-def pause_server(server: str) -> None:
-    """Start nothing more on it, for a while."""
-    _set_state(server, "paused")
-
-
-@servers.command("resume")
-@click.argument("server")
-def resume_server(server: str) -> None:
-    """Use it again."""
-    _set_state(server, "online")
-
-
-def _set_state(server: str, state: str) -> None:
-    client().call("PATCH", f"/admin/servers/{quoted(server)}", body={"state": state})
-    click.echo(f"{server} is {state}.")
 
 
 @servers.command("remove")
@@ -188,23 +216,38 @@ def list_models(as_json: bool) -> None:
 
 def _print_models(found: list[dict[str, Any]]) -> None:
     rows = (
-        (one["model"], one["model_type"], one["policy"], one["slots"], one["waiting"], ", ".join(one["servers"]))
+        (
+            *(one[name] for name in ("model", "state", "model_type", "policy", "slots", "waiting")),
+            ", ".join(one["servers"]),
+        )
         for one in found
     )
-    print_table(("model", "type", "policy", "slots", "waiting", "servers"), rows, "There are no models yet.")
+    titles = ("model", "state", "type", "policy", "slots", "waiting", "servers")
+    print_table(titles, rows, "There are no models yet.")
 
 
 @models.command("show")
 @click.argument("model")
 @json_option
 def show_model(model: str, as_json: bool) -> None:
-    """Show a model's configuration; * marks what is not the default."""
-    answer = client().get(f"/admin/model-configs/{quoted(model)}")
+    """Show a model: how it stands, how long its jobs may wait, and its configuration; * marks what is not default."""
+    api = client()
+    found, answer = api.get(f"/admin/models/{quoted(model)}"), api.get(f"/admin/model-configs/{quoted(model)}")
     if as_json:
-        print_json(answer)
+        print_json({**found, **answer})
         return
+    _print_model(found)
     own = answer["overrides"]
     print_facts({f"{name} *" if name in own else name: value for name, value in answer["config"].items()})
+
+
+def _print_model(found: dict[str, Any]) -> None:
+    load = found["load"] or {}
+    print_facts({**found, **load, "servers": ", ".join(found["servers"])}, _NOT_OF_MODEL)
+    click.echo(found["longest_wait"])
+    if load.get("work_s") is not None:
+        click.echo(f"At present {found['waiting']} jobs wait, about {load['work_s']:g} s of work for its slots.")
+    click.echo()
 
 
 @models.command("configure")
@@ -326,5 +369,8 @@ def _picture(api: Any) -> Any:
     summary = "   ".join(f"{state} {count}" for state, count in states.items() if count) or "no jobs yet"
     return Group(f"{api.url}   {summary}\n", fleets, newest)
 
+
+standing.add_to(servers, "server")
+standing.add_to(models, "model")
 
 COMMANDS = (dlq, servers, models, ledger, watch)

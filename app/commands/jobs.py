@@ -22,6 +22,7 @@ from app.commands.common import (
     read_json,
     shown,
 )
+from app.commands.conditions import read_constraints
 
 Job = dict[str, Any]
 
@@ -36,6 +37,9 @@ _NOISE = ("links", "deduplicated", "result", "error", "last_error", "cancel_requ
 @click.argument("payload", default="{}")
 @click.option("--priority", type=click.IntRange(1, 9), help="1 is the most urgent.  [default: 5]")
 @click.option("--ttl", type=click.FloatRange(min=0, min_open=True), help="Seconds after which the job expires.")
+@click.option(
+    "--constraint", "constraints", metavar="CONDITION", multiple=True, help="What its server must declare; repeat it."
+)
 @click.option("--callback-url", metavar="URL", help="Where the end of the job is told, by a signed POST.")
 @click.option("--count", default=1, show_default=True, type=click.IntRange(1, 100_000), help="Submit it so often.")
 @click.option("--wait", is_flag=True, help="Wait for the end and print the result.")
@@ -45,6 +49,7 @@ def submit(
     payload: str,
     priority: int | None,
     ttl: float | None,
+    constraints: tuple[str, ...],
     callback_url: str | None,
     count: int,
     wait: bool,
@@ -56,14 +61,15 @@ def submit(
 
     \b
     slotkeeper submit zimg '{"prompt": "a sunset"}' --wait
+    slotkeeper submit zimg --constraint gpu=A100,H100 --constraint 'memory>=40'
     """
     body: Job = {"model": model, "payload": read_json(payload, "PAYLOAD")}
-    body |= {
-        name: value
-        for name, value in (("priority", priority), ("ttl", ttl), ("callback_url", callback_url))
-        if value is not None
-    }
+    wishes: Job = {"priority": priority, "ttl": ttl, "callback_url": callback_url}
+    wishes["constraints"] = read_constraints(constraints) or None
+    body |= {name: value for name, value in wishes.items() if value is not None}
     jobs = _submit(body, count)
+    for notice in sorted({job["notice"] for job in jobs if job.get("notice")}):
+        click.echo(notice, err=True)
     if wait:
         jobs = _wait(jobs)
     from app.client import has_ended
@@ -111,8 +117,17 @@ def _print_submitted(job: Job) -> None:
     elif job.get("result") is not None:
         click.echo(f"{job['job_id']}  {job['status']}  {shown(job['result'])}")
     else:
-        place = f"  position {job['position']}" if job.get("position") else ""
-        click.echo(f"{job['job_id']}  {job['status']}{place}")
+        place = f"position {job['position']}" if job.get("position") else ""
+        said = [job["job_id"], job["status"], place or (job.get("outlook") == "starting" and "starting"), start_of(job)]
+        click.echo("  ".join(filter(None, said)))
+
+
+def start_of(job: Job) -> str:
+    """When a job should start; "": that is not known, or a matter of seconds."""
+    between = job.get("estimated_start_between_s")
+    if not between or job.get("outlook") == "starting":
+        return ""
+    return f"starts in about {job['estimated_start_s']:g} s ({between[0]:g} to {between[1]:g})"
 
 
 @click.command("submit-file")
@@ -267,6 +282,24 @@ def print_job(job: Job) -> None:
 @click.command()
 @click.argument("job_id", metavar="ID")
 @json_option
+def explain(job_id: str, as_json: bool) -> None:
+    """Say what a job waits for, and when it should start."""
+    found = client().get(f"/queue/jobs/{quoted(job_id)}/explain")
+    if as_json:
+        print_json(found)
+        return
+    click.echo(found["sentence"])
+    if start := start_of(found):
+        click.echo(f"It {start}.")
+    print_facts({name: found[name] for name in ("ahead", "policy", "longest_overtaking_s")})
+    if found["servers"]:
+        rows = [(name, hindrance or "could take it") for name, hindrance in found["servers"].items()]
+        print_table(("server", "now"), rows, "")
+
+
+@click.command()
+@click.argument("job_id", metavar="ID")
+@json_option
 def cancel(job_id: str, as_json: bool) -> None:
     """Cancel a job; one that runs is canceled at its server, if that can be done."""
     answer = client().post(f"/queue/jobs/{quoted(job_id)}/cancel")
@@ -300,4 +333,4 @@ def _message(error: dict[str, Any] | None) -> str | None:
     return f"{error['code']}: {error['message']}" if error else None
 
 
-COMMANDS = (submit, submit_file, list_jobs, show_job, cancel, attempts)
+COMMANDS = (submit, submit_file, list_jobs, show_job, explain, cancel, attempts)

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 
 import click
 
+from app.commands import standing
 from app.commands.common import json_option, print_json, print_table
 
 
@@ -74,21 +75,28 @@ def migrate() -> None:
 
 @click.group()
 def tenants() -> None:
-    """Who may submit and who may administer.  Works on the record itself."""
+    """Who may submit and who may administer.
+
+    add, list and remove work on the record itself; pause, drain, freeze and resume ask the API, as it takes effect at
+    once everywhere.
+    """
 
 
 @tenants.command("list")
 @json_option
 def list_tenants(as_json: bool) -> None:
-    """List all tenants."""
+    """List all tenants that have a key."""
     with _said():
         found = _tenants().all()
+        states = _states()
     if as_json:
         names = ("name", "admin", "rate_per_s", "burst")
-        print_json([{name: getattr(tenant, name) for name in names} for tenant in found])
+        print_json(
+            [{name: getattr(it, name) for name in names} | {"state": states.get(it.name, "online")} for it in found]
+        )
         return
-    rows = [(tenant.name, tenant.admin, tenant.rate_per_s, tenant.burst) for tenant in found]
-    print_table(("name", "admin", "submits per s", "at once"), rows, "There are no tenants.")
+    rows = [(it.name, it.admin, it.rate_per_s, it.burst, states.get(it.name, "online")) for it in found]
+    print_table(("name", "admin", "submits per s", "at once", "state"), rows, "There are no tenants.")
 
 
 @tenants.command("add")
@@ -122,6 +130,13 @@ def remove_tenant(name: str) -> None:
     click.echo(f"{name} is removed.")
 
 
+def _states() -> dict[str, str]:
+    """Of those tenants that do not stand online."""
+    from tasks.wiring import catalog
+
+    return {name: it.state for name, it in catalog().snapshot().tenants.items()}
+
+
 def _tenants():  # type: ignore[no-untyped-def]
     from jobs import migrate as steps
     from jobs.tenants import Tenants
@@ -152,5 +167,7 @@ def _serve() -> click.Command:
 
     return main
 
+
+standing.add_to(tenants, "tenant")
 
 COMMANDS = (up, _serve(), migrate, tenants, flower)

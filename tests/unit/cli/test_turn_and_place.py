@@ -1,0 +1,241 @@
+"""Commands that say whose turn it is and where: constraints, attributes, pausing, explaining."""
+
+import json
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+from pytest_httpserver import HTTPServer
+from werkzeug import Request, Response
+
+from app.cli import main
+from app.commands.conditions import plain, read_attributes, read_constraints
+
+RECEIPT = {"job_id": "j-1", "status": "queued", "outlook": "waiting", "position": 3, "notice": None}
+SERVER = {
+    "server": "gpu/1",
+    "fleet": "zimg",
+    "state": "paused",
+    "reason": "new driver",
+    "changed_by": "boss",
+    "slots": 2,
+    "weight": 2.0,
+    "attributes": {"gpu": "A100", "labels": ["fast", "testnet"]},
+    "models": {"zimg": "http://gpu1/x"},
+}
+STANDING = {
+    "free": 1,
+    "taken": 1,
+    "breaker": "closed",
+    "breaker_until": None,
+    "scores": {"zimg": {"load": 0.5, "failures": 0, "slowness": -0.25, "swap": 0, "total": 0.625}},
+}
+
+
+@pytest.fixture
+def api(httpserver: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> HTTPServer:
+    monkeypatch.setenv("SLOTKEEPER_URL", httpserver.url_for(""))
+    return httpserver
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, words)
+
+
+def answers(api: HTTPServer, method: str, path: str, body: Any) -> list[Request]:
+    """Answer with this; the requests that came."""
+    seen: list[Request] = []
+
+    def handle(request: Request) -> Response:
+        request.get_data()
+        seen.append(request)
+        return Response(json.dumps(body))
+
+    api.expect_request(path, method=method).respond_with_handler(handle)
+    return seen
+
+
+# -- NAME=VALUE ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "texts, read",
+    [
+        (["gpu=A100,H100"], {"gpu": ["A100", "H100"]}),
+        (["region = eu"], {"region": "eu"}),
+        (["memory>=40", "memory<=80.5"], {"memory": {"min": 40, "max": 80.5}}),
+        (["cores=8", "version=12.10", "model_version=1.0"], {"cores": 8, "version": "12.10", "model_version": "1.0"}),
+        ([], {}),
+    ],
+)
+def test_constraints_are_read_as_they_are_said(texts: list[str], read: dict[str, Any]) -> None:
+    assert read_constraints(texts) == read
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["gpu"],
+        ["=A100"],
+        ["gpu="],
+        ["memory>40"],
+        ["memory>=much"],
+        ["memory>=nan"],
+        ["memory>=inf"],
+        ["memory>=1", "memory>=2"],
+        ["gpu=A100", "gpu=H100"],
+        ["gpu=A100", "gpu>=1"],
+        ["gpu>=1", "gpu=A100"],
+    ],
+)
+def test_constraints_that_are_none_are_wrong_usage(texts: list[str]) -> None:
+    with pytest.raises(click.UsageError) as refused:
+        read_constraints(texts)
+    assert repr(texts[-1]) in refused.value.message
+
+
+def test_attributes_are_read_as_they_are_said() -> None:
+    read = read_attributes(["gpu=A100", "memory=80", "labels=fast,testnet"])
+    assert read == {"gpu": "A100", "memory": 80, "labels": ["fast", "testnet"]}
+    for texts in (["gpu"], ["memory>=80"], ["gpu=A100", "gpu=H100"]):
+        with pytest.raises(click.UsageError):
+            read_attributes(texts)
+
+
+@pytest.mark.parametrize("text", ["1.0", "12.10", "007", "1e3", "1_000", "inf", "nan", "9" * 20, "-0", "A100"])
+def test_what_would_not_be_shown_as_it_was_written_stays_a_text(text: str) -> None:
+    assert plain(text) == text
+
+
+@pytest.mark.parametrize("text, number", [("80", 80), ("-1", -1), ("40.5", 40.5), ("0", 0)])
+def test_a_number_is_a_number(text: str, number: float) -> None:
+    assert plain(text) == number
+
+
+# -- submit, explain -----------------------------------------------------------------------------------------------
+
+
+def test_constraints_go_with_the_job_and_the_notice_is_said_beside_it(api: HTTPServer) -> None:
+    notice = "At present no known server of model 'zimg' meets gpu=H100; the job waits until one does."
+    seen = answers(api, "POST", "/queue/submit", RECEIPT | {"notice": notice})
+    done = run("submit", "zimg", "--constraint", "gpu=A100,H100", "--constraint", "memory>=40")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "j-1  queued  position 3\n", notice + "\n")
+    assert seen[0].get_json()["constraints"] == {"gpu": ["A100", "H100"], "memory": {"min": 40}}
+
+
+def test_without_constraints_none_are_sent(api: HTTPServer) -> None:
+    seen = answers(api, "POST", "/queue/submit", RECEIPT)
+    run("submit", "zimg")
+    assert "constraints" not in seen[0].get_json()
+
+
+def test_a_wrong_constraint_is_wrong_usage(api: HTTPServer) -> None:
+    done = run("submit", "zimg", "--constraint", "memory>40")
+    assert (done.exit_code, api.log) == (2, [])
+    assert "memory>=40" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ({"outlook": "starting", "position": None, "estimated_start_s": 0.0}, "j-1  queued  starting"),
+        (
+            {"estimated_start_s": 90.0, "estimated_start_between_s": [45.0, 200.5]},
+            "j-1  queued  position 3  starts in about 90 s (45 to 200.5)",
+        ),
+        ({"status": "delayed", "outlook": "later", "position": None}, "j-1  delayed"),
+    ],
+)
+def test_a_receipt_is_one_line(api: HTTPServer, more: dict[str, Any], said: str) -> None:
+    answers(api, "POST", "/queue/submit", RECEIPT | more)
+    assert run("submit", "zimg").stdout == said + "\n"
+
+
+def test_an_explanation_is_its_sentence_and_its_parts(api: HTTPServer) -> None:
+    found = {
+        "sentence": "It waits: the slot that could run it is taken, and 1 job of its model comes before it.",
+        "ahead": 1,
+        "policy": "aging",
+        "longest_overtaking_s": 240.0,
+        "servers": {"gpu1": "busy", "gpu2": None},
+        "estimated_start_s": 120.0,
+        "estimated_start_between_s": [60.0, 300.0],
+    }
+    answers(api, "GET", "/queue/jobs/j-1/explain", found)
+    lines = run("explain", "j-1").stdout.splitlines()
+    assert lines[:5] == [
+        found["sentence"],
+        "It starts in about 120 s (60 to 300).",
+        "ahead                 1",
+        "policy                aging",
+        "longest_overtaking_s  240",
+    ]
+    rows = [line.split() for line in lines[5:]]
+    assert ["gpu1", "busy"] in rows and ["gpu2", "could", "take", "it"] in rows
+    assert json.loads(run("explain", "j-1", "--json").stdout) == found
+
+
+# -- servers, models, tenants --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["servers", "models", "tenants"])
+@pytest.mark.parametrize(
+    "word, state", [("pause", "paused"), ("drain", "draining"), ("freeze", "frozen"), ("resume", "online")]
+)
+def test_each_kind_can_be_stopped_and_resumed(api: HTTPServer, kind: str, word: str, state: str) -> None:
+    seen = answers(api, "PATCH", f"/admin/{kind}/a/b", {})
+    done = run(kind, word, "a/b", "--reason", "new driver")
+    assert (done.exit_code, done.stdout) == (0, f"a/b is {state} (new driver).\n")
+    assert seen[0].get_json() == {"state": state, "reason": "new driver"}
+    assert run(kind, word, "a/b").stdout == f"a/b is {state}.\n"
+    assert seen[1].get_json() == {"state": state}
+
+
+def test_a_server_is_registered_with_what_it_declares(api: HTTPServer) -> None:
+    seen = answers(api, "POST", "/admin/register", {})
+    words = ["zimg", "gpu1", "http://gpu1/x", "--attribute", "gpu=A100", "--attribute", "memory=80", "--weight", "2"]
+    assert run("servers", "register", *words, "--model-version", "2.1").exit_code == 0
+    sent = seen[0].get_json()
+    assert (sent["attributes"], sent["weight"], sent["model_version"]) == ({"gpu": "A100", "memory": 80}, 2, "2.1")
+    assert "runtime" not in sent
+    run("servers", "register", *words[:3])
+    assert seen[1].get_json() == {"model": "zimg", "server": "gpu1", "endpoint": "http://gpu1/x", "slots": 1}
+    assert run("servers", "register", *words[:3], "--weight", "0").exit_code == 2
+
+
+def test_a_server_is_shown_with_the_parts_of_its_score(api: HTTPServer) -> None:
+    answers(api, "GET", "/admin/servers", {"servers": [SERVER | {"standing": STANDING}], "fleets": []})
+    done = run("servers", "show", "gpu/1")
+    facts = dict(line.split("  ", 1) for line in done.stdout.splitlines() if "  " in line)
+    assert facts["reason"].strip() == "new driver"
+    assert facts["attributes"].strip() == "gpu=A100 labels=fast,testnet"
+    row = next(line.split() for line in done.stdout.splitlines() if line.split()[:1] == ["zimg"])
+    assert row == ["zimg", "http://gpu1/x", "0.500", "0.000", "-0.250", "0.000", "0.625"]
+    assert run("servers", "show", "nobody").stderr.startswith("Error: There is no server 'nobody'")
+
+
+def test_a_server_is_shown_while_redis_is_away(api: HTTPServer) -> None:
+    answers(api, "GET", "/admin/servers", {"servers": [SERVER | {"standing": None}], "fleets": None})
+    assert "Redis is away" in run("servers", "show", "gpu/1").stdout
+    assert "gpu=A100 labels=fast,testnet" in run("servers", "list").stdout
+
+
+def test_a_model_is_shown_with_its_longest_wait(api: HTTPServer) -> None:
+    model = {
+        "model": "zimg",
+        "state": "online",
+        "policy": "aging",
+        "servers": ["gpu1", "gpu2"],
+        "waiting": 3,
+        "load": {"mean_run_s": 60.0, "work_s": 90.0, "limit": None, "breaker": "closed", "breaker_until": None},
+        "longest_overtaking_s": {"1": 0.0},
+        "longest_wait": "A job of tier 5 waits for …",
+    }
+    config = {"model": "zimg", "config": {"policy": "aging", "max_retries": 50}, "overrides": {"policy": "aging"}}
+    answers(api, "GET", "/admin/models/zimg", model)
+    answers(api, "GET", "/admin/model-configs/zimg", config)
+    shown = run("models", "show", "zimg").stdout
+    assert "A job of tier 5 waits for …\nAt present 3 jobs wait, about 90 s of work for its slots.\n" in shown
+    assert "policy *" in shown and "gpu1, gpu2" in shown
+    assert json.loads(run("models", "show", "zimg", "--json").stdout) == model | config

@@ -60,7 +60,7 @@ SETTINGS = {
 }
 _CONFIG = {"retry_backoff": 0.05, "retry_backoff_max": 0.1, "poll_interval": 0.02, "max_retries": 1, "max_crashes": 20}
 _QUEUES = (messages.queue_of(SYNC), messages.queue_of(ASYNC), "webhooks")
-_QUIET_WITHIN_S = 30.0
+_QUIET_WITHIN_S = 80.0
 _TICK_S = 0.02
 _SILENT_S = 0.25  # longer than two renewals
 _LONG_AGO_MS = 10 * 3600 * 1000
@@ -330,7 +330,7 @@ def _be_born(step: str, env: dict[str, str]) -> None:
         log = os.open(Path(env["SLOTKEEPER_HOME"]) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        signal.alarm(90)
+        signal.alarm(200)
         live(step)
         code = 0
     except BaseException:

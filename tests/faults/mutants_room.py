@@ -1,6 +1,6 @@
 """Guards of the waiting room: offers, order, slots, placement, breakers."""
 
-from tests.faults.mutant import LEASES, MAINTENANCE, ORDER, PLACES, SLOTS, USES, Mutant
+from tests.faults.mutant import LEASES, MAINTENANCE, ORDER, PLACES, SLOTS, Mutant
 
 ROOM = [
     # -- offers ----------------------------------------------------------------------------------------------
@@ -58,10 +58,8 @@ ROOM = [
         "routing/lua/release.lua",
         "was.seq, job,",
         "was.seq + 1000000, job,",
-        (
-            f"{ORDER}test_a_job_that_comes_back_stands_where_it_stood",
-            f"{USES}test_a_job_that_met_a_busy_server_keeps_its_place",
-        ),
+        # Not those with a sweep in them: it would put the job back where the record has it.
+        (f"{ORDER}test_a_job_that_comes_back_stands_where_it_stood",),
     ),
     Mutant(
         "lanes keep their keys after a change of policy",

@@ -41,7 +41,7 @@ Case = tuple[str, ...]
 
 _SAMPLE, _SEED = 40, 20_260
 _ALL = os.environ.get("SLOTKEEPER_ALL_PAIRS") == "1"
-_LONGEST_S = 3600 if _ALL else 300
+pytestmark = pytest.mark.timeout(3600 if _ALL else 300)
 _EVERY_PAIR = list(product(POINTS, POINTS))
 PAIRS = _EVERY_PAIR if _ALL else sorted(random.Random(_SEED).sample(_EVERY_PAIR, _SAMPLE))
 # Passed at each turn of the loop, so how often depends on the time that things take.
@@ -219,7 +219,6 @@ def test_a_death_during_the_recovery_from_another_loses_and_doubles_nothing(case
     _expect_deaths_and_no_problem(cases, case)
 
 
-@pytest.mark.timeout(_LONGEST_S)
 def test_a_death_at_any_later_passing_of_a_point_loses_and_doubles_nothing(cases):
     """The first job to pass a point is seldom the hardest: it is passed by retries, cancels and revivals too."""
     whole, _ = cases.ask(("",)).result()

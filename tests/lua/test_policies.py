@@ -127,6 +127,22 @@ def test_a_paused_tenant_waits_and_keeps_its_place(room, policy):
 
 
 @every_policy
+@pytest.mark.parametrize("rule", ["paused", "no slot left"])
+def test_what_holds_a_tenant_up_does_not_hide_its_own_jobs_from_each_other(room, policy, rule):
+    jobs = mixed(60, tenants=1)
+    limits = {"tenant_slots": 1} if rule == "no slot left" else {}
+    room.configure(policy=policy, **limits)
+    if limits:
+        room.with_slots(2).enqueue(a("holds", 0, 1, tenant="t0"))
+    room.enqueue(*jobs)
+    if not limits:
+        room.rules["tenant t0"] = "paused"
+        room.sync(*room.servers)
+    ahead = sorted(room.position(job)[1] for job in jobs)
+    assert ahead == list(range(60))
+
+
+@every_policy
 def test_a_tenant_holds_no_more_slots_than_it_may(room, policy):
     room.configure(policy=policy, tenant_slots=2, tenant_slot_limits={"t1": 3}).with_slots(10)
     jobs = mixed(40, tenants=3)

@@ -60,21 +60,24 @@ local function count_fair(it, seq)
   return own + math.floor(others * factor)
 end
 
+-- How many of a lane's jobs come before one with this key; `fair` aside.
+local function count_in(lane, it, seq, key, rules)
+  local tier = read_lane(lane).tier
+  if rules.policy == "aging" and tier ~= it.tier then return count_older(lane, key - tier * rules.step) end
+  if rules.policy == "priority" and tier < it.tier then return redis.call("ZCARD", lane_key(lane)) end
+  if rules.policy == "priority" and tier > it.tier then return 0 end
+  return count_before(lane, seq)
+end
+
 local function count_ahead(it, seq, created)
   local rules = rules_of(it.model)
   if rules.policy == "fair" then return count_fair(it, seq) end
   local key = KEY_OF[rules.policy]({ tier = it.tier, seq = tonumber(seq), created = created }, rules)
   local lanes, factor = lanes_before(it.model, key)
-  local ahead = 0
-  for _, lane in ipairs(lanes) do
-    local tier = read_lane(lane).tier
-    if rules.policy == "aging" and tier ~= it.tier then
-      ahead = ahead + count_older(lane, key - tier * rules.step)
-    elseif rules.policy == "priority" and tier < it.tier then
-      ahead = ahead + redis.call("ZCARD", lane_key(lane))
-    else
-      ahead = ahead + count_before(lane, seq)
-    end
+  local others, own = 0, 0
+  for _, lane in ipairs(lanes) do others = others + count_in(lane, it, seq, key, rules) end
+  if obstacle(it.tenant, it.account, rules) then -- Its own lanes are out of the order, but not out of its way.
+    for _, lane in ipairs(lanes_of(it.account)) do own = own + count_in(lane, it, seq, key, rules) end
   end
-  return math.floor(ahead * factor)
+  return own + math.floor(others * factor)
 end

@@ -140,15 +140,13 @@ def show_server(server: str, as_json: bool) -> None:
         return
     now = found.pop("standing")
     found["attributes"] = _attributes(found["attributes"]) or None
-    print_facts(found, ("models",))
+    print_facts({**found, **(now or {})}, ("models", "scores"))
     if now is None:
         click.echo("How it stands in the waiting room is not known: Redis is away.")
         return
-    scores = now.pop("scores")
-    print_facts({name.replace("_", " "): value for name, value in now.items()})
     parts = ("load", "failures", "slowness", "swap", "total")
     rows = [
-        (model, endpoint, *(_score(scores, model, part) for part in parts))
+        (model, endpoint, *(_score(now["scores"], model, part) for part in parts))
         for model, endpoint in found["models"].items()
     ]
     print_table(("model", "endpoint", *parts), rows, "It serves no model.")
@@ -173,7 +171,7 @@ def _score(scores: dict[str, Any], model: str, part: str) -> str | None:
 def register_server(
     model: str, server: str, endpoint: str, slots: int, attributes: tuple[str, ...], as_json: bool, **more: Any
 ) -> None:
-    """Add a server, or another model on it.  What is left out of the options stays as it was registered before.
+    """Add a server, or another model on it.  Attributes, weight, version and runtime that are left out stay.
 
     \b
     slotkeeper servers register zimg zimg-api4 http://10.0.0.4:9001/generate --slots 2
@@ -245,8 +243,8 @@ def _print_model(found: dict[str, Any]) -> None:
     load = found["load"] or {}
     print_facts({**found, **load, "servers": ", ".join(found["servers"])}, _NOT_OF_MODEL)
     click.echo(found["longest_wait"])
-    if load.get("work_s") is not None:
-        click.echo(f"At present {found['waiting']} jobs wait, about {load['work_s']:g} s of work for its slots.")
+    if load.get("work_s"):
+        click.echo(f"What waits at present is about {load['work_s']:g} s of work for its slots.")
     click.echo()
 
 

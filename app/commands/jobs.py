@@ -291,10 +291,21 @@ def explain(job_id: str, as_json: bool) -> None:
     click.echo(found["sentence"])
     if start := start_of(found):
         click.echo(f"It {start}.")
-    print_facts({name: found[name] for name in ("ahead", "policy", "longest_overtaking_s")})
+    print_facts({"jobs ahead": found["ahead"], "policy": found["policy"], "overtaken": _overtaken(found)})
     if found["servers"]:
         rows = [(name, hindrance or "could take it") for name, hindrance in found["servers"].items()]
         print_table(("server", "now"), rows, "")
+
+
+def _overtaken(found: Job) -> str | None:
+    """By whom it can be, where there is a bound."""
+    match found["longest_overtaking_s"]:
+        case None:
+            return None
+        case 0:
+            return "by none that comes later"
+        case bound_s:
+            return f"by jobs that come up to {bound_s:g} s after it, and no later ones"
 
 
 @click.command()

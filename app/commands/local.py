@@ -85,18 +85,24 @@ def tenants() -> None:
 @tenants.command("list")
 @json_option
 def list_tenants(as_json: bool) -> None:
-    """List all tenants that have a key."""
+    """List the tenants that have a key, and those that are paused, draining or frozen."""
     with _said():
-        found = _tenants().all()
+        found = {it.name: it for it in _tenants().all()}
         states = _states()
+    facts = ("admin", "rate_per_s", "burst")
+    listed = [
+        {
+            "name": name,
+            **{fact: getattr(found.get(name), fact, None) for fact in facts},
+            "state": states.get(name, "online"),
+        }
+        for name in sorted(found.keys() | states.keys())
+    ]
     if as_json:
-        names = ("name", "admin", "rate_per_s", "burst")
-        print_json(
-            [{name: getattr(it, name) for name in names} | {"state": states.get(it.name, "online")} for it in found]
-        )
+        print_json(listed)
         return
-    rows = [(it.name, it.admin, it.rate_per_s, it.burst, states.get(it.name, "online")) for it in found]
-    print_table(("name", "admin", "submits per s", "at once", "state"), rows, "There are no tenants.")
+    titles = ("name", "admin", "submits per s", "at once", "state")
+    print_table(titles, (list(one.values()) for one in listed), "There are no tenants.")
 
 
 @tenants.command("add")

@@ -11,6 +11,7 @@ from werkzeug import Request, Response
 
 from app.cli import main
 from app.commands.conditions import plain, read_attributes, read_constraints
+from tests.support.api import clear_wiring
 
 RECEIPT = {"job_id": "j-1", "status": "queued", "outlook": "waiting", "position": 3, "notice": None}
 SERVER = {
@@ -167,9 +168,9 @@ def test_an_explanation_is_its_sentence_and_its_parts(api: HTTPServer) -> None:
     assert lines[:5] == [
         found["sentence"],
         "It starts in about 120 s (60 to 300).",
-        "ahead                 1",
-        "policy                aging",
-        "longest_overtaking_s  240",
+        "jobs ahead  1",
+        "policy      aging",
+        "overtaken   by jobs that come up to 240 s after it, and no later ones",
     ]
     rows = [line.split() for line in lines[5:]]
     assert ["gpu1", "busy"] in rows and ["gpu2", "could", "take", "it"] in rows
@@ -215,6 +216,26 @@ def test_a_server_is_shown_with_the_parts_of_its_score(api: HTTPServer) -> None:
     assert run("servers", "show", "nobody").stderr.startswith("Error: There is no server 'nobody'")
 
 
+def test_tenants_are_listed_with_how_they_stand(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jobs.tenants import Tenant, Tenants
+    from tasks import wiring
+
+    monkeypatch.setenv("SLOTKEEPER_DATABASE_URL", sqlite_url)
+    clear_wiring()
+    Tenants(wiring.database()).add(Tenant("acme", admin=False, rate_per_s=5), 0)
+    wiring.catalog().set_tenant_state("celery", "frozen")
+    rows, listed = run("tenants", "list").stdout, json.loads(run("tenants", "list", "--json").stdout)
+    clear_wiring()
+    assert [row.split() for row in rows.splitlines()[3:5]] == [
+        ["acme", "no", "5", "-", "online"],
+        ["celery", "-", "-", "-", "frozen"],
+    ]
+    assert [(one["name"], one["rate_per_s"], one["state"]) for one in listed] == [
+        ("acme", 5, "online"),
+        ("celery", None, "frozen"),
+    ]
+
+
 def test_a_server_is_shown_while_redis_is_away(api: HTTPServer) -> None:
     answers(api, "GET", "/admin/servers", {"servers": [SERVER | {"standing": None}], "fleets": None})
     assert "Redis is away" in run("servers", "show", "gpu/1").stdout
@@ -236,6 +257,6 @@ def test_a_model_is_shown_with_its_longest_wait(api: HTTPServer) -> None:
     answers(api, "GET", "/admin/models/zimg", model)
     answers(api, "GET", "/admin/model-configs/zimg", config)
     shown = run("models", "show", "zimg").stdout
-    assert "A job of tier 5 waits for …\nAt present 3 jobs wait, about 90 s of work for its slots.\n" in shown
+    assert "A job of tier 5 waits for …\nWhat waits at present is about 90 s of work for its slots.\n" in shown
     assert "policy *" in shown and "gpu1, gpu2" in shown
     assert json.loads(run("models", "show", "zimg", "--json").stdout) == model | config

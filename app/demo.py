@@ -22,6 +22,7 @@ _PATIENCE_S = 120.0  # for the next job to end
 _LOOK_EVERY_S = 0.1
 _LOOKS_AT_ONCE = 50
 _TENANT = "demo"
+_DECLARED = {"pool": "demo", "memory": 24}  # so that there is something to ask for
 _SCENES = (
     "a lighthouse in a storm",
     "a cat asleep on a warm GPU",
@@ -72,7 +73,7 @@ def register(client: Client, servers: Sequence[DemoServer]) -> None:
     """Raises ClientError."""
     for server in servers:
         body = {"model": server.model, "server": server.name, "endpoint": server.url + server.endpoint}
-        client.post("/admin/register", {**body, "slots": server.slots})
+        client.post("/admin/register", {**body, "slots": server.slots, "attributes": _DECLARED})
     flux = {"model_type": "async", "poll_interval": 0.5, "max_poll_time": 1200}
     client.call("PUT", "/admin/model-configs/flux", body=flux)
 

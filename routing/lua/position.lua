@@ -3,7 +3,7 @@
   ARGV[1] job   ARGV[2] lane   ARGV[3] created   ARGV[4] as_last "1": one that would come in now, "0": one that is in
   Returns {"waiting", ahead, run_ms} | {"offered"} | {"absent"}      Writes nothing
     run_ms   mean slot time of the model's latest runs, ms; 0: not known yet
-  Cost O(lanes before it log n), of at most 512 lanes; with more of them `ahead` is an estimate ]]
+  Cost O(lanes before it log n), of about 512 lanes; with more of them `ahead` is an estimate ]]
 -- @include lib/fleet
 -- @include lib/order
 -- @include lib/lanes

@@ -27,7 +27,7 @@ end
 
 local function scores(server, entry)
   local rows = {}
-  for model in string.gmatch(entry, "\n([^@\n][^\n]*)") do
+  for model in models_in(entry) do
     local parts = score_of(server, entry, model, now)
     local row = { model }
     for _, part in ipairs({ "load", "failures", "slowness", "swap", "total" }) do
@@ -38,15 +38,24 @@ local function scores(server, entry)
   return rows
 end
 
+-- Since when it has passed over jobs of other models than the loaded one; 0: it does not.
+local function passing_since(stats, entry)
+  local first = math.huge
+  for model in models_in(entry) do
+    first = math.min(first, tonumber(redis.call("HGET", stats, "passing:" .. model) or first))
+  end
+  return first == math.huge and 0 or first
+end
+
 local free, _ = count(FREE)
 local resting, rested = count(RESTING)
 local servers = redis.call("HGETALL", SERVERS)
 for i = 1, #servers, 2 do
   local server, stats = servers[i], stats_key("server", servers[i])
   local breaker = breaker_of(stats)
-  local said = redis.call("HMGET", stats, "taken", "loaded", "swaps", "passing_since")
+  local said = redis.call("HMGET", stats, "taken", "loaded", "swaps")
   found[#found + 1] = { server, free[server] or 0, resting[server] or 0, tonumber(said[1] or "0"),
     tonumber(rested[server] or "0"), breaker_state(breaker, now), breaker.until_ms, said[2] or "",
-    tonumber(said[3] or "0"), tonumber(said[4] or "0"), scores(server, servers[i + 1]) }
+    tonumber(said[3] or "0"), passing_since(stats, servers[i + 1]), scores(server, servers[i + 1]) }
 end
 return { now, found }

@@ -9,6 +9,26 @@
 -- @include lib/now_ms
 -- @include lib/fleet
 -- @include lib/slots
+-- @include lib/order
+
+local function first_word(text, otherwise) return string.match(text, "^%S+") or otherwise end
+
+-- What a tenant has used counts by its weight, so a new weight changes what it is ahead by.
+local function reweigh(account, old, new)
+  local tenant, model = string.match(account, "^([^|]*)|(.*)$")
+  local at, tag = virtual_time(model), tag_of(tenant, model)
+  if tag > at then
+    tag = at + (tag - at) * tonumber(first_word(old, "1")) / tonumber(first_word(new, "1"))
+    redis.call("ZADD", tags_key(model), string.format("%.17g", tag), tenant)
+  end
+end
+
+-- A rule's text was `old` and is `new`, "": there is none.
+local function note_change(field, old, new)
+  local kind, name = string.match(field, "^(%a+) (.*)$")
+  if kind == "account" then reweigh(name, old, new) end
+  if kind == "model" and first_word(old, "") ~= first_word(new, "") then forget_shares(name) end
+end
 
 local now, version = now_ms(), tonumber(ARGV[1])
 if tonumber(redis.call("HGET", META, "catalog") or "-1") > version then return { "stale" } end
@@ -41,15 +61,18 @@ local before = redis.call("HGETALL", RULES)
 for i = 1, #before, 2 do
   if rules[before[i]] == nil then
     redis.call("HDEL", RULES, before[i])
-    changed[before[i]] = true
+    changed[before[i]] = before[i + 1]
   elseif rules[before[i]] == before[i + 1] then
     rules[before[i]] = nil
+  else
+    changed[before[i]] = before[i + 1]
   end
 end
 for field, text in pairs(rules) do
   redis.call("HSET", RULES, field, text)
-  changed[field] = true
+  changed[field] = changed[field] or ""
 end
+for field, old in pairs(changed) do note_change(field, old, rules[field] or "") end
 if next(changed) then
   for _, account in ipairs(redis.call("HKEYS", LANES)) do
     local tenant, model = string.match(account, "^([^|]*)|(.*)$")

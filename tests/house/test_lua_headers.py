@@ -23,6 +23,7 @@ READS = {
     "TIME",
     "ZCARD",
     "ZCOUNT",
+    "ZMSCORE",
     "ZRANGE",
     "ZRANGEBYSCORE",
     "ZSCORE",

@@ -17,8 +17,8 @@ local function exact(number) return string.format("%.0f", number) end
 -- A lane `<tier>|<digest>|<tenant>|<model>`: its class is `<digest>|<model>`, its account `<tenant>|<model>`.
 local function read_lane(lane)
   local tier, digest, tenant, model = string.match(lane, "^(%d)|(%w*)|([^|]*)|([^|]*)$")
-  return { name = lane, tier = tonumber(tier), mark = tier .. "|" .. digest, tenant = tenant, model = model,
-    class = digest .. "|" .. model, account = tenant .. "|" .. model }
+  return { name = lane, tier = tonumber(tier), mark = tier .. "|" .. digest, digest = digest, tenant = tenant,
+    model = model, class = digest .. "|" .. model, account = tenant .. "|" .. model }
 end
 
 -- Waiting jobs stand in their lane with the moment of their acceptance, which `aging` counts from.

@@ -26,11 +26,22 @@ local function forget_lane(it)
   if redis.call("EXISTS", class_key(it.class)) == 0 then redis.call("HDEL", CLASSES, it.class) end
 end
 
+-- When an account's next job starts under a fair share, for all its lanes of a class alike.  Virtual time goes on
+-- without a class whose servers are rare; who waits there keeps its place, also when it submits more.
+local function start_of(it)
+  local since, lanes = virtual_time(it.model), {}
+  for tier = 1, 9 do lanes[tier] = tier .. "|" .. it.digest .. "|" .. it.account end
+  for _, key in ipairs(redis.call("ZMSCORE", class_key(it.class), unpack(lanes))) do
+    if key then since = math.min(since, tonumber(key)) end
+  end
+  return math.max(since, tag_of(it.tenant, it.model))
+end
+
 local function key_of(it, rules, member, seq)
   if obstacle(it.tenant, it.account, rules) then return BLOCKED end
   local _, created = read_member(member)
   local head = { tier = it.tier, seq = tonumber(seq), created = created }
-  if rules.policy == "fair" then head.start = start_tag(it.tenant, it.model) end
+  if rules.policy == "fair" then head.start = start_of(it) end
   return KEY_OF[rules.policy](head, rules)
 end
 

@@ -16,10 +16,12 @@ local function free_servers()
 end
 
 -- Where the job at the head of a model's first lane stands among those of other models: by tier, then acceptance.
-local function turn_of(lane, rules)
-  local it = read_lane(lane)
-  local seq = tonumber(redis.call("ZRANGE", lane_key(lane), 0, 0, "WITHSCORES")[2])
-  return (rules.policy == "fifo" and 5 or it.tier) * TIER_STEP + seq
+-- Tiers that say nothing of other tenants' jobs say nothing of other models' either; under aging they go up with time.
+local function turn_of(lane, rules, now)
+  local tier = read_lane(lane.name).tier
+  if rules.policy == "fifo" or rules.policy == "fair" then tier = 5 end
+  if rules.policy == "aging" then tier = math.max(math.ceil((lane.key - now) / math.max(rules.step, 1)), 1) end
+  return tier * TIER_STEP + tonumber(redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")[2])
 end
 
 -- The models whose jobs may be offered now, in the order of their turn, each with the next lane of its classes.
@@ -41,25 +43,29 @@ local function next_of_models(now)
   end
   for _, model in ipairs(models) do
     table.sort(model.lanes, function(a, b) return a.key < b.key or (a.key == b.key and a.name < b.name) end)
-    model.turn = #models > 1 and turn_of(model.lanes[1].name, model.rules) or 0
+    model.turn = #models > 1 and turn_of(model.lanes[1], model.rules, now) or 0
   end
   table.sort(models, function(a, b) return a.turn < b.turn end)
   return models, by_name
 end
 
--- Whether the server goes on with the model that it has loaded, although a job of another comes first.  That job is
--- passed over by it for `affinity` ms at most, counted from the first time.
+-- Whether a job of this model waits that may be offered, and that the server may run.
+local function has_work(server, model)
+  if not model or not serves(server.entry, model.name) then return false end
+  for _, lane in ipairs(model.lanes) do
+    if matches(lane.needs, server.entry, model.name) then return true end
+  end
+  return false
+end
+
+-- Whether the server goes on with the model that it has loaded, although a job of another comes first.  Of each model
+-- it passes jobs over for `affinity` ms at most, counted from the first time.
 local function stays_with_loaded(server, model, by_name, now)
   if model.rules.affinity == 0 then return false end
   local stats = stats_key("server", server.name)
-  local found = redis.call("HMGET", stats, "loaded", "passing_since")
-  local loaded = found[1] and found[1] ~= model.name and by_name[found[1]]
-  if not loaded or not serves(server.entry, loaded.name) then return false end
-  local has_work = false
-  for _, lane in ipairs(loaded.lanes) do has_work = has_work or matches(lane.needs, server.entry, loaded.name) end
-  if not has_work then return false end
-  server.passes = true
-  if not found[2] then redis.call("HSET", stats, "passing_since", exact(now)) end
+  local found = redis.call("HMGET", stats, "loaded", "passing:" .. model.name)
+  if not found[1] or found[1] == model.name or not has_work(server, by_name[found[1]]) then return false end
+  if not found[2] then redis.call("HSET", stats, "passing:" .. model.name, exact(now)) end
   return now - tonumber(found[2] or now) < model.rules.affinity
 end
 
@@ -79,19 +85,24 @@ local function best_server(servers, model, lane, by_name, now)
   return best
 end
 
-local function note_loaded(server, model)
+-- The server takes a job of `model`.  Other models that have work for it go on being passed over.
+local function note_loaded(server, model, by_name)
   local stats = stats_key("server", server.name)
   local loaded = redis.call("HGET", stats, "loaded")
   if loaded ~= model then
     redis.call("HSET", stats, "loaded", model)
     if loaded then redis.call("HINCRBY", stats, "swaps", 1) end
   end
-  if loaded ~= model or not server.passes then redis.call("HDEL", stats, "passing_since") end
+  local over = { "passing:" .. model }
+  for other in models_in(server.entry) do
+    if not has_work(server, by_name[other]) then over[#over + 1] = "passing:" .. other end
+  end
+  redis.call("HDEL", stats, unpack(over))
 end
 
 -- Take the head of the lane and the server's first free slot, and write the lease.  `owner` "" leaves it open for
 -- whoever claims it before it expires.
-local function take(lane, server, prefix, owner, now, lease_ms)
+local function take(lane, server, by_name, prefix, owner, now, lease_ms)
   local it = read_lane(lane.name)
   local head = redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")
   local job, created = read_member(head[1])
@@ -102,12 +113,12 @@ local function take(lane, server, prefix, owner, now, lease_ms)
     local start = start_tag(it.tenant, it.model)
     charged = tonumber(redis.call("HGET", stats, "run_ms") or "0")
     redis.call("HSET", stats, "virtual", string.format("%.17g", start))
-    if number % 16 == 0 then forget_tags(it.model) end
+    forget_tags(it.model, number)
     charge(it.tenant, it.model, charged, start)
   end
   take_from_lane(it, head[1])
   write_lease(job, lease, owner, slot, it, lane.needs, head[2], exact(created), number, charged, now, now + lease_ms)
-  note_loaded(server, it.model)
+  note_loaded(server, it.model, by_name)
   note_probe(stats, job)
   note_probe(stats_key("server", server.name), job)
   return { job, lease, slot, server.name, it.model, number, owner }
@@ -119,7 +130,7 @@ local function take_next(servers, prefix, owner, now, lease_ms)
   for _, model in ipairs(models) do
     for _, lane in ipairs(model.lanes) do
       local server = best_server(servers, model, lane, by_name, now)
-      if server then return take(lane, server, prefix, owner, now, lease_ms) end
+      if server then return take(lane, server, by_name, prefix, owner, now, lease_ms) end
     end
   end
 end

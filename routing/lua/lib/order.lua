@@ -48,9 +48,9 @@ end
 -- Virtual time of a model under `fair`: the start tag of the job that was offered last.
 local function virtual_time(model) return tonumber(redis.call("HGET", stats_key("model", model), "virtual") or "0") end
 
-local function start_tag(tenant, model)
-  return math.max(virtual_time(model), tonumber(redis.call("ZSCORE", tags_key(model), tenant) or "0"))
-end
+local function tag_of(tenant, model) return tonumber(redis.call("ZSCORE", tags_key(model), tenant) or "0") end
+
+local function start_tag(tenant, model) return math.max(virtual_time(model), tag_of(tenant, model)) end
 
 -- Add to what a tenant has used of a model, in ms of slot time.
 local function charge(tenant, model, used_ms, from)
@@ -65,11 +65,13 @@ local function forget_shares(model)
   redis.call("HDEL", stats_key("model", model), "virtual")
 end
 
--- A tenant that holds nothing and is not ahead of the virtual time needs no tag.
-local function forget_tags(model)
-  local behind = redis.call("ZRANGEBYSCORE", tags_key(model), "-inf", string.format("(%.17g", virtual_time(model)),
-    "LIMIT", 0, 256)
-  for _, tenant in ipairs(behind) do
+-- A tenant that holds nothing and is not ahead of the virtual time needs no tag.  With each offer a few are looked
+-- at, at a place that the offer's number chooses: those who hold slots must not hide the others.
+local function forget_tags(model, number)
+  local behind = redis.call("ZCOUNT", tags_key(model), "-inf", string.format("(%.17g", virtual_time(model)))
+  if behind == 0 then return end
+  local first = number * 7919 % behind
+  for _, tenant in ipairs(redis.call("ZRANGE", tags_key(model), first, first + 3)) do
     if redis.call("HEXISTS", HELD, tenant .. "|" .. model) == 0 then redis.call("ZREM", tags_key(model), tenant) end
   end
 end

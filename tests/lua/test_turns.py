@@ -1,0 +1,253 @@
+"""Turns that last: whoever waits for something rare, for another model's server, or with a new weight."""
+
+import random
+
+import pytest
+
+from tests.lua.room import START_MS, Job, Offered, Room, Server, a
+
+SECOND = 1000
+COMMON, RARE = Server("common", 1), Server("rare", 1, attributes={"gpu": "A100"})
+
+
+def on(room: Room, server: str) -> Offered:
+    """What runs there."""
+    row = next(row for row in room.run("held")[1] if row[3].startswith(f"{server}-slot"))
+    return Offered(row[0], row[1], row[3], server, "zimg", 0, row[2])
+
+
+def turn(room: Room, server: str, took_ms: int = 100) -> str:
+    """Let what runs on a server end; answers what comes after it there."""
+    room.later(took_ms)
+    held = on(room, server)
+    room.release(held, held.owner, outcome="ok")
+    return on(room, server).job
+
+
+# -- fair: jobs that fit few servers -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scarce(room: Room) -> Room:
+    """A tenant waits for the rare server, which is busy, while others go on on the common one."""
+    room.configure(policy="fair").with_servers(RARE)
+    room.enqueue(rare("busy", 1, "busy"), rare("q1", 2, "q"))
+    room.with_servers(RARE, COMMON)
+    room.enqueue(*[a(f"c{n}", 1000 + n, tenant="common") for n in range(100)])
+    return room
+
+
+def rare(job: str, seq: int, tenant: str, tier: int = 5) -> Job:
+    return a(job, seq, tier, tenant=tenant, needs="gpu=A100")
+
+
+def others_go_on(room: Room) -> None:
+    for _ in range(10):
+        turn(room, "common")
+
+
+def test_under_fair_who_waits_for_a_rare_server_keeps_its_place_when_it_submits_more(scarce):
+    others_go_on(scarce)
+    scarce.enqueue(rare("n1", 3, "newcomer"))
+    others_go_on(scarce)
+    scarce.enqueue(rare("q2", 4, "q"))
+    assert turn(scarce, "rare") == "q1"
+
+
+def test_under_fair_who_waits_for_a_rare_server_keeps_its_place_when_it_withdraws_one_job(scarce):
+    second = rare("q2", 4, "q")
+    scarce.enqueue(second)
+    others_go_on(scarce)
+    scarce.enqueue(rare("n1", 3, "newcomer"))
+    others_go_on(scarce)
+    scarce.withdraw(second)
+    assert turn(scarce, "rare") == "q1"
+
+
+def test_under_fair_the_urgent_job_of_a_tenant_comes_first_however_long_its_others_have_waited(scarce):
+    others_go_on(scarce)
+    scarce.enqueue(rare("urgent", 4, "q", 1))
+    assert turn(scarce, "rare") == "urgent"
+
+
+def test_under_fair_the_position_of_who_waits_for_a_rare_server_counts_nobody_behind_it(scarce):
+    others_go_on(scarce)
+    scarce.enqueue(rare("n1", 3, "newcomer"))
+    assert scarce.position(rare("q1", 2, "q")) == ["waiting", 0]
+
+
+# -- fair: what changes while jobs wait and run --------------------------------------------------------------------
+
+
+def test_under_fair_a_new_weight_counts_for_what_was_used_before_too(room):
+    """Ten seconds at a weight of 0.001 are hours of others' slot time; nobody waits for hours to become important."""
+    room.configure(policy="fair", weights={"slow": 0.001}).with_slots(1)
+    room.enqueue(*[a(f"{tenant}{n}", 2 * n + (tenant == "plain"), tenant=tenant)
+                   for n in range(60) for tenant in ("slow", "plain")], limit=1)  # fmt: skip
+    for _ in range(5):
+        turn(room, "gpu", 10 * SECOND)
+    room.configure(policy="fair", weights={"slow": 2})
+    assert sum(turn(room, "gpu", SECOND).startswith("slow") for _ in range(30)) >= 15
+
+
+def test_under_fair_a_weight_that_is_taken_back_counts_for_what_was_used_before_too(room):
+    room.configure(policy="fair", weights={"slow": 0.001}).with_slots(1)
+    room.enqueue(*[a(f"{tenant}{n}", 2 * n + (tenant == "plain"), tenant=tenant)
+                   for n in range(60) for tenant in ("slow", "plain")], limit=1)  # fmt: skip
+    for _ in range(5):
+        turn(room, "gpu", 10 * SECOND)
+    del room.rules["account slow|zimg"]
+    room.sync(*room.servers)
+    assert sum(turn(room, "gpu", SECOND).startswith("slow") for _ in range(40)) >= 15
+
+
+def test_fair_begins_anew_when_it_is_chosen_again(room):
+    room.configure(policy="fair").with_slots(1)
+    room.enqueue(*[a(f"early{n}", n, tenant="early") for n in range(200)])
+    for _ in range(50):
+        turn(room, "gpu", SECOND)
+    room.enqueue(*[a(f"late{n}", 500 + n, tenant="late") for n in range(50)])
+    room.configure(policy="fifo")
+    assert room.client.exists(room.key("tags:zimg")) == 0
+    for _ in range(50):
+        assert turn(room, "gpu", SECOND).startswith("early")
+    room.configure(policy="fair")
+    following = [turn(room, "gpu", SECOND)[:4] for _ in range(20)]
+    assert 8 <= following.count("late") <= 12
+
+
+def test_tags_are_forgotten_whatever_else_the_fleet_offers_in_between(room):
+    """Offers are counted by the fleet: those of one model may all have odd numbers."""
+    room.configure("zimg", policy="fair").configure("flux", policy="fifo")
+    room.with_servers(Server("gpu", 1), Server("other", 1, models=("flux",)))
+    room.enqueue(*[a(f"steady{n}", n, tenant="steady") for n in range(1, 1000)], limit=1)
+    room.enqueue(*[a(f"f{n}", 1000 + n, model="flux") for n in range(1000)])
+    for n in range(300):
+        room.enqueue(a(f"once{n}", 2000 + n, tenant=f"once{n}"))
+        for server in ("gpu", "other", "gpu", "other"):
+            turn(room, server)
+    assert room.client.zcard(room.key("tags:zimg")) < 32
+
+
+def test_under_fair_runs_too_short_to_be_measured_give_a_position_all_the_same(room):
+    room.configure(policy="fair").with_slots(1)
+    room.enqueue(*[a(f"j{n}", n, tenant=f"t{n % 3}") for n in range(30)])
+    for _ in range(3):
+        turn(room, "gpu", 0)
+    place, ahead = room.position(a("j29", 29, tenant="t2"))
+    assert place == "waiting" and 20 <= ahead <= 26
+
+
+# -- several models on one server ------------------------------------------------------------------------------------
+
+
+def share(room: Room, *configs: dict[str, object]) -> None:
+    """A server for models m0, m1, …, one for each configuration."""
+    for n, config in enumerate(configs):
+        room.configure(f"m{n}", **config)
+    room.with_servers(Server("gpu", 1, models=tuple(f"m{n}" for n in range(len(configs)))))
+
+
+def step(room: Room) -> str:
+    """Half a second later a run ends; answers what comes next."""
+    return turn(room, "gpu", 500)
+
+
+def test_a_job_that_is_passed_over_does_not_begin_anew_when_one_comes_in_between_whose_turn_it_was(room):
+    share(room, {"affinity": 5}, {"affinity": 5})
+    room.enqueue(a("first", 1, model="m0"))
+    room.enqueue(a("other", 2, model="m1"))
+    came = room.now
+    for n in range(3, 100):  # every other job of the loaded model is more urgent, and comes before it by right
+        room.enqueue(a(f"j{n}", n, 1 if n % 2 else 5, model="m0"), a(f"k{n}", 1000 + n, 5, model="m0"))
+        if step(room) == "other":
+            break
+    assert room.now - came <= 7 * SECOND, "the affinity, and the runs before and after it"
+
+
+def test_a_job_is_passed_over_no_longer_because_a_third_model_had_its_turn(room):
+    share(room, {"affinity": 5}, {"affinity": 5}, {"affinity": 5})
+    room.enqueue(a("first", 1, model="m0"))
+    room.enqueue(*[a(f"{model}-{n}", 100 + n, model=model) for n in range(200) for model in ("m0", "m1")])
+    room.enqueue(a("other", 50, model="m2"), a("before", 40, model="m1"))
+    came = room.now
+    while step(room) != "other":
+        assert room.now - came <= 7 * SECOND
+
+
+def test_the_time_of_one_model_that_is_passed_over_is_not_that_of_another(room):
+    share(room, {"affinity": 2}, {"affinity": 2}, {"affinity": 10})
+    room.enqueue(a("first", 1, model="m0"))
+    room.enqueue(*[a(f"j{n}", 100 + n, model="m0") for n in range(100)])
+    room.enqueue(a("patient", 2, model="m2"))
+    for _ in range(6):
+        assert step(room).startswith("j")
+    room.enqueue(a("hasty", 3, model="m1"))
+    room.withdraw(a("patient", 2, model="m2"))
+    assert [step(room)[0] for _ in range(5)] == ["j", "j", "j", "j", "h"]
+
+
+def test_a_job_that_is_gone_leaves_no_time_behind_for_the_next_one(room):
+    share(room, {"affinity": 3}, {"affinity": 3})
+    room.enqueue(a("first", 1, model="m0"))
+    room.enqueue(*[a(f"j{n}", 100 + n, model="m0") for n in range(100)])
+    gone = a("gone", 2, model="m1")
+    room.enqueue(gone)
+    for _ in range(3):
+        step(room)
+    room.withdraw(gone)
+    for _ in range(10):
+        step(room)
+    room.enqueue(a("new", 3, model="m1"))
+    assert [step(room)[0] for _ in range(7)] == ["j"] * 6 + ["n"]
+
+
+def test_under_aging_a_models_last_tier_is_not_starved_by_another_models_first_one(room):
+    aging = {"policy": "aging", "tier_head_start": 1.0, "affinity": 0}
+    share(room, aging, aging)
+    room.enqueue(a("first", 1, 1, "m0", created=room.now), a("low", 2, 9, "m1", created=room.now))
+    for n in range(3, 100):
+        room.enqueue(a(f"j{n}", n, 1, "m0", created=room.now))
+        if step(room) == "low":
+            break
+    # Of tier 9 it waits for what is accepted until eight head starts after it.
+    assert 7 * SECOND <= room.now - START_MS <= 9 * SECOND
+
+
+def test_under_fair_tiers_of_one_model_do_not_count_against_those_of_another(room):
+    fair = {"policy": "fair", "affinity": 0}
+    share(room, fair, fair)
+    room.enqueue(a("first", 1, 1, "m0"), a("low", 2, 9, "m1"), *[a(f"j{n}", n, 1, "m0") for n in range(3, 50)])
+    assert step(room) == "low"
+
+
+# -- positions over many lanes ---------------------------------------------------------------------------------------
+
+
+def crowd(count: int, policy: str) -> list[Job]:
+    """So many tenants with a job each, and one with few jobs that need something special."""
+    draw = random.Random(6)
+    jobs = [a(f"j{n}", n, draw.randint(1, 9), tenant=f"t{n}", created=START_MS + n) for n in range(1, count)]
+    return jobs + [a(f"special{n}", count + n, 5, tenant="special", needs="gpu=A100") for n in range(200)]
+
+
+@pytest.mark.parametrize("policy", ["fifo", "priority"])
+@pytest.mark.parametrize("count", [513, 1100, 4000])
+def test_the_position_among_very_many_lanes_is_estimated_well(room, policy, count):
+    jobs = crowd(count, policy)
+    room.configure(policy=policy)
+    room.enqueue(*jobs, limit=0)
+    place = {"fifo": lambda job: job.seq, "priority": lambda job: (job.tier, job.seq)}[policy]
+    order = sorted(jobs, key=place)
+    for n in range(0, len(order), len(order) // 7):
+        assert abs(room.position(order[n])[1] - n) <= 0.05 * len(order), order[n]
+
+
+def test_a_position_looks_at_a_bounded_number_of_lanes_however_many_classes_there_are(room):
+    room.configure(policy="fifo")
+    jobs = [a(f"j{n}", n, 1 + n % 9, tenant=f"t{n % 7}", needs=f"memory>={n % 300}") for n in range(5400)]
+    room.enqueue(*jobs, limit=0)
+    room.client.config_resetstat()
+    assert abs(room.position(jobs[-1])[1] - 5399) <= 270
+    looks = sum(row["calls"] for row in room.client.info("commandstats").values())
+    assert looks <= 3000

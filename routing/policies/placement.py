@@ -16,6 +16,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _VALUE = re.compile(r"[A-Za-z0-9-][A-Za-z0-9._:/+ -]{0,127}")
 _MOST_CONDITIONS, _MOST_CHOICES, _MOST_ATTRIBUTES = 20, 50, 50
 _BOUNDS = {"min": ">=", "max": "<="}
+_DECIMAL = re.compile(r"-?[0-9][0-9.]*[eE]?[-+]?[0-9]*")
 _CONDITION = re.compile(r"([^<>=]+)([<>]?=)(.*)")
 
 
@@ -115,10 +116,18 @@ def _is_met(condition: str, server: Server, model: str) -> bool:
         return False
     if operator == "=":
         return bool({*attribute_text(has).split(",")} & {*wanted.split(",")})
-    try:
-        return float(has) >= float(wanted) if operator == ">=" else float(has) <= float(wanted)
-    except ValueError:
+    number, bound = _number_in(attribute_text(has)), _number_in(wanted)
+    if number is None or bound is None:
         return False
+    return number >= bound if operator == ">=" else number <= bound
+
+
+def _number_in(text: str) -> float | None:
+    """As lua/lib/placement.lua reads it: float() alone would take 1_000 and nan for some."""
+    try:
+        return float(text) if _DECIMAL.fullmatch(text) else None
+    except ValueError:
+        return None
 
 
 def _parts(condition: str) -> tuple[str, str, str]:

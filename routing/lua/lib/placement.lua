@@ -2,6 +2,9 @@
 
 local CHOICES = 16 -- eligible servers that are compared, those that are free longest
 
+-- As policies/placement.py reads numbers: tonumber() alone would take 0x10 and nan for some.
+local function number_in(text) return string.find(text, "^%-?%d[%d.]*[eE]?[-+]?%d*$") and tonumber(text) end
+
 -- `needs` has a condition a line: `gpu=A100,H100` (one of these) or `memory>=40`.  A server that does not declare
 -- what is asked for does not meet it; an attribute of the model (`zimg:version`) goes before one of the server.
 local function matches(needs, entry, model)
@@ -13,8 +16,8 @@ local function matches(needs, entry, model)
     end
     if not has then return false end
     if operator == ">=" or operator == "<=" then
-      local number, bound = tonumber(has), tonumber(wanted)
-      if not number or (operator == ">=" and number < bound) then return false end
+      local number, bound = number_in(has), number_in(wanted)
+      if not number or not bound or (operator == ">=" and number < bound) then return false end
       if operator == "<=" and number > bound then return false end
     else
       local met = false

@@ -1,0 +1,63 @@
+"""What a server meets: the offer script and policies/placement.py agree on whatever can be declared and asked for."""
+
+import os
+import string
+
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from redis import Redis
+
+from jobs.errors import InvalidJob
+from jobs.record import Server as CatalogServer
+from routing.policies.placement import meets, read_attributes, read_needs
+from tests.lua.room import Room, Server, a
+
+ASKED_FOR = os.environ.get("SLOTKEEPER_TEST_EXAMPLES")
+NAMES = ("gpu", "memory", "a.b", "x-1", "version")
+MODELS = ("zimg", "org/model-7b", "m.%w+", "a+b:2", "gpu")
+
+texts = st.text(string.ascii_letters + string.digits + "._:/+ -", min_size=1, max_size=6)
+exact = st.sampled_from((0.1, 1e3, -0.5, 1e-7, 999999999999999))
+numbers = st.one_of(st.integers(-20, 20), st.floats(-1e15, 1e15), exact)
+odd = st.sampled_from("0x10 1_0 nan -nan inf -inf infinity 1e3 1e 1. 1.5.1 -1 1-5 1e999".split() + ["- 1", "1 "])
+values = st.one_of(texts, numbers, odd)
+ranges = st.dictionaries(st.sampled_from(("min", "max")), numbers, min_size=1)
+constraints = st.dictionaries(
+    st.sampled_from(NAMES), st.one_of(values, st.lists(values, min_size=1, max_size=3), ranges), max_size=3
+)
+declared = st.dictionaries(
+    st.sampled_from(NAMES), st.one_of(values, st.lists(values, min_size=1, max_size=3)), max_size=5
+)
+
+
+def check(client: Redis, asked: dict, own: dict, of_model: dict, model: str) -> None:
+    try:
+        needs, attributes = read_needs(asked), read_attributes(own)
+        attributes |= {f"{model}:{name}": value for name, value in read_attributes(of_model).items()}
+    except InvalidJob:
+        return
+    client.flushall()
+    room = Room(client).with_servers(Server("gpu", models=(model, "other"), attributes=attributes))
+    offers = room.enqueue(a("j", 1, model=model, needs=needs))
+    server = CatalogServer("gpu", "zimg", 1, "online", {model: ""}, 0, attributes)
+    assert bool(offers) == meets(needs, server, model), (needs, attributes)
+
+
+def test_the_script_and_the_policy_agree_on_whether_a_server_meets_what_a_job_needs(client: Redis):
+    @settings(
+        max_examples=int(ASKED_FOR or "400"),
+        derandomize=ASKED_FOR is None,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(asked=constraints, own=declared, of_model=declared, model=st.sampled_from(MODELS))
+    @example({"memory": {"min": 10}}, {"memory": "0x10"}, {}, "zimg")
+    @example({"memory": {"min": 10}}, {"memory": "1_000"}, {}, "zimg")
+    @example({"memory": {"min": 10}}, {"memory": "nan"}, {}, "zimg")
+    @example({"memory": {"max": 1000}}, {"memory": "-inf"}, {}, "zimg")
+    @example({"memory": {"min": 1}}, {"memory": "1e3"}, {"memory": 0}, "zimg")
+    def agree(asked, own, of_model, model):
+        check(client, asked, own, of_model, model)
+
+    agree()

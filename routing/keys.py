@@ -19,8 +19,8 @@ FLEET_KEYS = (
     "tags",  # tags:<model> zset tenant -> virtual ms at which its next job starts (policy fair)
     "stats",  # stats:server:<s>, stats:model:<m> hash of what runs have shown: breaker, penalty, means
     "held",  # hash  account -> slots that it holds
-    "meta",  # hash  epoch, offers (a count), catalog (a version), waiting:<model>, failures:<server>; meta:unsorted list of
-    # accounts whose lanes have to be given new keys after a change of rules
+    "meta",  # hash  epoch, offers (a count), catalog (a version), waiting:<model>, failures:<server>;
+    # meta:unsorted list of accounts whose lanes have to be given new keys after a change of rules
 )
 
 

@@ -378,7 +378,8 @@ class _Standing:
         for lane in self.order:
             pipe.zrange(room.key(f"lanes:{lane}"), 0, -1)
         self.lanes = {
-            lane: [job.decode().split("@")[0] for job in jobs] for lane, jobs in zip(self.order, pipe.execute(), strict=True)
+            lane: [job.decode().split("@")[0] for job in jobs]
+            for lane, jobs in zip(self.order, pipe.execute(), strict=True)
         }
 
 

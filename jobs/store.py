@@ -25,10 +25,10 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from jobs import events, history
+from jobs import events, history, idempotency
 from jobs.db import Database, Transaction
-from jobs.errors import Conflict, IdempotencyConflict
-from jobs.models import counters, idempotency_keys, jobs, webhooks
+from jobs.errors import Conflict
+from jobs.models import counters, jobs, webhooks
 from jobs.models import events as _events
 from jobs.record import Accepted, Event, Job, NewJob, Past, Run, Waiting, storable
 from jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, Edge, State, Why, edge
@@ -113,7 +113,9 @@ def _waiting(row: Row) -> Waiting:
 def _values(state: State, why: Why, to: State) -> dict[str, Any]:
     """Columns that a transition sets, beside `state`, `why` and the budget's counter."""
     stopped: dict[str, Any] = {"slot": None, "lease": None}
-    forgotten: dict[str, Any] = {} if why in _KEEPS_REMOTE else {"server": None, "remote_id": None, "sent_ms": None}
+    forgotten: dict[str, Any] = {} if why in _KEEPS_REMOTE else {"remote_id": None, "sent_ms": None}
+    if forgotten and why is not Why.SERVER_LOST:  # That one may still have the result of a run that has ended.
+        forgotten["server"] = None
     error: dict[str, Any] = {"error_code": bindparam("p_error_code"), "error_message": bindparam("p_error_message")}
     match to:
         case State.RUNNING:
@@ -186,12 +188,6 @@ _REQUEST_CANCEL = (
     .where(jobs.c.id == bindparam("p_id"), jobs.c.state == State.RUNNING.value)
     .values(cancel_requested_ms=func.coalesce(jobs.c.cancel_requested_ms, bindparam("p_now")))
 )
-_KNOWN_KEY = select(idempotency_keys.c.job_id, idempotency_keys.c.fingerprint, idempotency_keys.c.expires_ms).where(
-    idempotency_keys.c.tenant == bindparam("p_tenant"), idempotency_keys.c.key == bindparam("p_key")
-)
-_FORGET_KEY = delete(idempotency_keys).where(
-    idempotency_keys.c.tenant == bindparam("p_tenant"), idempotency_keys.c.key == bindparam("p_key")
-)
 _BRIEF = select(jobs.c.id, jobs.c.seq, jobs.c.state).where(jobs.c.id == bindparam("p_id"))
 _LISTED = select(*_LISTED_COLUMNS)
 _WHOLE = select(jobs).where(jobs.c.id == bindparam("p_id"))
@@ -220,6 +216,11 @@ class Store:
         """
         return self.database.write(lambda tx: [self._accept(tx, job, now) for job in new])
 
+    def knows(self, new: Sequence[NewJob], now: int) -> bool:
+        """Whether each of these has an Idempotency-Key that was used within the window."""
+        with self.database.read() as connection:
+            return idempotency.all_known(connection, new, now)
+
     def _accept(self, tx: Transaction, job: NewJob, now: int) -> Accepted:
         if job.idempotency_key is not None:
             known = self._claim_key(tx, job, now)
@@ -237,30 +238,11 @@ class Store:
 
     def _claim_key(self, tx: Transaction, job: NewJob, now: int) -> Accepted | None:
         """Bind the key to this job, or find the job that it is bound to (R21: in one transaction)."""
-        whose = {"p_tenant": job.tenant, "p_key": job.idempotency_key}
-        known = tx.connection.execute(_KNOWN_KEY, whose).first()
-        if known is not None and known.expires_ms > now:
-            if known.fingerprint != job.fingerprint:
-                raise IdempotencyConflict(
-                    "This Idempotency-Key came with a different request before; "
-                    "send the same request again, or use a new key.",
-                    job_id=known.job_id,
-                )
-            row = tx.connection.execute(_BRIEF, {"p_id": known.job_id}).first()
-            if row is not None:
-                return _accepted(row)
-        if known is not None:
-            tx.connection.execute(_FORGET_KEY, whose)
-        tx.connection.execute(
-            insert(idempotency_keys),
-            {
-                "tenant": job.tenant,
-                "key": job.idempotency_key,
-                "job_id": job.id,
-                "fingerprint": job.fingerprint,
-                "expires_ms": now + self._window_ms,
-            },
-        )
+        known = idempotency.job_of(tx.connection, job, now)
+        row = tx.connection.execute(_BRIEF, {"p_id": known}).first() if known is not None else None
+        if row is not None:
+            return _accepted(row)
+        idempotency.bind(tx.connection, job, now + self._window_ms)
         return None
 
     # -- transitions -----------------------------------------------------------------------------------------
@@ -467,8 +449,7 @@ class Store:
 
     def forget_keys(self, now: int) -> int:
         """Remove the Idempotency-Keys whose window is over; answers how many."""
-        old = delete(idempotency_keys).where(idempotency_keys.c.expires_ms <= now)
-        return self.database.write(lambda tx: tx.connection.execute(old).rowcount)
+        return self.database.write(lambda tx: idempotency.forget_expired(tx.connection, now))
 
     def purge(self, ended_before_ms: int, limit: int = 1000) -> int:
         """Remove jobs that ended before that time, and what hangs on them; answers how many.

@@ -15,7 +15,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from jobs.crash import crash_at
-from jobs.errors import Conflict, InvalidJob, JobNotFound
+from jobs.errors import Conflict, InvalidJob, JobNotFound, TooMany
 from jobs.record import Accepted, NewJob, Run, Waiting, now_ms
 from jobs.states import FINAL, STOPPED, Standing, State, Why
 from jobs.store import Error, Moved, Store
@@ -35,6 +35,7 @@ from routing.submission import Submission, UrlCheck, prepare
 log = structlog.get_logger(__name__)
 
 _MOST_STARTS = 10_000  # that wait to be learned from; Redis may be away
+_LEARNED_AT_ONCE = 200
 
 
 class Announcer(Protocol):
@@ -111,12 +112,11 @@ class Dispatcher:
         RecordUnavailable.
         """
         now = now_ms()
-        prepared = [self._prepare(index, one, now) for index, one in enumerate(asked)]
-        new = [job for job, _ in prepared]
-        self.admission.check(new, tenant, now)
+        new = [self._prepare(index, one, now) for index, one in enumerate(asked)]
+        notices = self._admit(new, tenant, now)
         accepted = self.store.submit(new, now)
         crash_at("submit_committed")
-        receipts = [self._receipt(job, it, notice, now) for (job, notice), it in zip(prepared, accepted, strict=True)]
+        receipts = [self._receipt(*parts, now) for parts in zip(new, accepted, notices, strict=True)]
         self.enqueue(
             [
                 receipt.waiting
@@ -126,16 +126,32 @@ class Dispatcher:
         )
         return receipts
 
-    def _prepare(self, index: int, asked: Submission, now: int) -> tuple[NewJob, str | None]:
-        """The job, and what its client should know."""
+    def _prepare(self, index: int, asked: Submission, now: int) -> NewJob:
         try:
-            job = prepare(asked, self.fleet.model(asked.model), self._check_url, now)
-            if self.admission.check_placement(job):
-                return job, None
+            return prepare(asked, self.fleet.model(asked.model), self._check_url, now)
         except InvalidJob as error:
             error.facts["index"] = index
             raise
-        return job, f"At present {placement.unmatched(job.model, job.needs)}; the job waits until one does."
+
+    def _admit(self, new: Sequence[NewJob], tenant: Tenant | None, now: int) -> list[str | None]:
+        """What the client of each job should know.  Raises as `submit`, unless all were accepted before (R21)."""
+        try:
+            notices = [self._notice(index, job) for index, job in enumerate(new)]
+            self.admission.check(new, tenant, now)
+        except (Conflict, InvalidJob, TooMany):
+            if not self.store.knows(new, now):
+                raise
+            return [None] * len(new)
+        return notices
+
+    def _notice(self, index: int, job: NewJob) -> str | None:
+        try:
+            if self.admission.check_placement(job):
+                return None
+        except InvalidJob as error:
+            error.facts["index"] = index
+            raise
+        return f"At present {placement.unmatched(job.model, job.needs)}; the job waits until one does."
 
     def _receipt(self, job: NewJob, accepted: Accepted, notice: str | None, now: int) -> Receipt:
         known = self.store.get(accepted.id) if accepted.deduplicated else None
@@ -212,7 +228,7 @@ class Dispatcher:
 
         Not at the start itself, where it would keep a slot waiting.
         """
-        while self._started:
+        for _ in range(min(len(self._started), _LEARNED_AT_ONCE)):
             self.forecasts.started(*self._started.popleft())
 
     # -- start -----------------------------------------------------------------------------------------------
@@ -288,10 +304,8 @@ class Dispatcher:
         self, held: Held, verdict: Verdict | None = None, *, back: bool, taker: str = "", rest_ms: int = 0
     ) -> Offer | None:
         """Free a slot, which may have to rest, and hand it on; answers the offer that `taker` now owns."""
-        rest_ms = max(rest_ms, self._rest_ms(verdict))
+        rest_ms = max(rest_ms, self._rest_ms(verdict), self._penalty_ms(held, verdict))
         try:
-            if verdict is not None and verdict.penalty:
-                rest_ms = self.slots.rest(held.fleet, held.server)
             outcome = verdict.outcome if verdict is not None else ""
             _, offers = self.leases.release(held, back=back, rest_ms=rest_ms, taker=taker, outcome=outcome)
         except RedisError as error:
@@ -300,6 +314,16 @@ class Dispatcher:
         mine = next((offer for offer in offers if taker and offer.owner == taker), None)
         self.publish([offer for offer in offers if offer is not mine])
         return mine
+
+    def _penalty_ms(self, held: Held, verdict: Verdict | None) -> int:
+        """Let all slots of a server that could not be reached rest; answers for how long."""
+        if verdict is None or not verdict.penalty:
+            return 0
+        try:
+            return self.slots.rest(held.fleet, held.server)
+        except RedisError as error:  # The slot itself is freed all the same, or remembered as one to be freed.
+            log.warning("rest_postponed", server=held.server, error=str(error))
+            return 0
 
     def _rest_ms(self, verdict: Verdict | None) -> int:
         if verdict is None or verdict.why is not Why.SERVER_BUSY:

@@ -152,6 +152,23 @@ def test_a_full_queue_says_when_to_come_back(api: Api) -> None:
     assert api.stored()["jobs"] == 1
 
 
+@pytest.mark.parametrize("closed", [{"max_waiting": 0}, {"state": "draining"}], ids=str)
+def test_r21_a_request_that_was_accepted_is_answered_again_when_nothing_new_is_accepted_any_more(
+    api: Api, closed: dict[str, Any]
+) -> None:
+    api.model()
+    first = api.submit(headers={"Idempotency-Key": "once"})
+    api.submitted()
+    if "state" in closed:
+        assert api.client.patch("/admin/models/zimg", json=closed).status_code == 200
+    else:
+        api.model(**closed)
+    assert api.submit().status_code in (409, 429)
+    again = api.submit(headers={"Idempotency-Key": "once"})
+    assert (again.status_code, again.json["job_id"], again.json["deduplicated"]) == (202, first.json["job_id"], True)
+    assert api.submit(headers={"Idempotency-Key": "another"}).status_code in (409, 429)
+
+
 # -- refused ---------------------------------------------------------------------------------------------------
 
 _JOB = {"model": "zimg", "payload": {}}

@@ -102,17 +102,15 @@ MUTANTS = [
     Mutant(
         "a key names any tenant's job",
         "R21",
-        "jobs/store.py",
-        """idempotency_keys.c.expires_ms).where(
-    idempotency_keys.c.tenant == bindparam("p_tenant"), idempotency_keys.c.key == bindparam("p_key")
-)""",
-        'idempotency_keys.c.expires_ms).where(idempotency_keys.c.key == bindparam("p_key"))',
+        "jobs/idempotency.py",
+        '(idempotency_keys.c.tenant == bindparam("p_tenant")) & ',
+        "",
         (f"{SUBMIT}test_r21_a_key_belongs_to_its_tenant",),
     ),
     Mutant(
         "a key stands for any request",
         "R21",
-        "jobs/store.py",
+        "jobs/idempotency.py",
         "if known.fingerprint != job.fingerprint:",
         "if known.fingerprint is None:",
         (f"{SUBMIT}test_r21_the_same_key_with_another_request_is_a_conflict_that_names_the_job",),
@@ -120,9 +118,9 @@ MUTANTS = [
     Mutant(
         "a key is kept for ever",
         "R22",
-        "jobs/store.py",
-        "if known is not None and known.expires_ms > now:",
-        "if known is not None:",
+        "jobs/idempotency.py",
+        "if known is None or known.expires_ms <= now:",
+        "if known is None:",
         (f"{SUBMIT}test_r22_within_the_window_the_key_names_the_job_and_after_it_is_fresh_work",),
     ),
     Mutant(

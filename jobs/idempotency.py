@@ -1,0 +1,63 @@
+"""Idempotency-Keys: which job a tenant's key names, within a window (R21, R22)."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from sqlalchemy import Connection, bindparam, delete, insert, select
+
+from jobs.errors import IdempotencyConflict
+from jobs.models import idempotency_keys
+from jobs.record import NewJob
+
+Row: TypeAlias = Any
+
+_THIS_KEY = (idempotency_keys.c.tenant == bindparam("p_tenant")) & (idempotency_keys.c.key == bindparam("p_key"))
+_KNOWN = select(idempotency_keys.c.job_id, idempotency_keys.c.fingerprint, idempotency_keys.c.expires_ms).where(
+    _THIS_KEY
+)
+_FORGET = delete(idempotency_keys).where(_THIS_KEY)
+
+
+def job_of(connection: Connection, job: NewJob, now: int) -> str | None:
+    """Id of the job that this one's key names; None: the key is free.  Raises IdempotencyConflict."""
+    known = _look(connection, job)
+    if known is None or known.expires_ms <= now:
+        return None
+    if known.fingerprint != job.fingerprint:
+        raise IdempotencyConflict(
+            "This Idempotency-Key came with a different request before; send the same request again, or use a new key.",
+            job_id=known.job_id,
+        )
+    return str(known.job_id)
+
+
+def bind(connection: Connection, job: NewJob, expires_ms: int) -> None:
+    """Let the key name this job from now on."""
+    connection.execute(_FORGET, _whose(job))
+    row = {
+        "tenant": job.tenant,
+        "key": job.idempotency_key,
+        "job_id": job.id,
+        "fingerprint": job.fingerprint,
+        "expires_ms": expires_ms,
+    }
+    connection.execute(insert(idempotency_keys), row)
+
+
+def all_known(connection: Connection, new: Sequence[NewJob], now: int) -> bool:
+    """Whether each of these has a key that was used within the window."""
+    found = (_look(connection, job) if job.idempotency_key is not None else None for job in new)
+    return all(row is not None and row.expires_ms > now for row in found)
+
+
+def forget_expired(connection: Connection, now: int) -> int:
+    """Remove the keys whose window is over; answers how many."""
+    return connection.execute(delete(idempotency_keys).where(idempotency_keys.c.expires_ms <= now)).rowcount
+
+
+def _look(connection: Connection, job: NewJob) -> Row:
+    return connection.execute(_KNOWN, _whose(job)).first()
+
+
+def _whose(job: NewJob) -> dict[str, Any]:
+    return {"p_tenant": job.tenant, "p_key": job.idempotency_key}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from jobs import ledger
+from jobs.record import now_ms
 from routing.dispatcher import Dispatcher
 from routing.leases import Held
 from routing.policies.identity import ServerReport
@@ -45,8 +46,16 @@ def look(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> set[Fin
 def _runs(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Held, int]]]) -> set[Finding]:
     claimed = {held.job_id: held.tag for fleet in leases.values() for held, _ in fleet if held.owner}
     running = {job.id: job.lease for job in dispatcher.store.running()}
-    without_run = {Finding(Check.LEASE, job) for job, tag in claimed.items() if running.get(job) != tag}
+    suspicious = [job for job, tag in claimed.items() if running.get(job) != tag]
+    without_run = {Finding(Check.LEASE, job) for job in suspicious if not _has_just_ended(dispatcher, job)}
     return without_run | {Finding(Check.RUN, job) for job in running.keys() - claimed.keys()}
+
+
+def _has_just_ended(dispatcher: Dispatcher, job_id: str) -> bool:
+    """A worker that died between the end in the record and freeing the slot leaves a lease that soon expires."""
+    job = dispatcher.store.get(job_id)
+    ended_ms = job.finished_ms if job is not None else None
+    return ended_ms is not None and now_ms() - ended_ms < dispatcher.settings.lease_ms
 
 
 def _rooms(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Held, int]]]) -> set[Finding]:

@@ -17,9 +17,9 @@ class RoutingSettings(BaseSettings):
     """Every key begins with it, so that installations can share a Redis."""
     redis_timeout_s: float = Field(3.0, gt=0)
     """How long one call may take."""
-    lease_ms: int = Field(6_000, ge=200)
+    lease_ms: int = Field(4_000, ge=200)
     """A worker that has not renewed for this long has lost its slots."""
-    renew_every_ms: int = Field(1_500, ge=50)
+    renew_every_ms: int = Field(1_000, ge=50)
     """How often a worker renews: two renewals in a row may be lost."""
     offer_ms: int = Field(5_000, ge=200)
     """How long an offer waits for a worker before the job goes back to its place."""

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
+from redis.exceptions import ConnectionError
 
 from jobs.errors import Conflict, InvalidJob, JobNotFound, RecordUnavailable, TooMany, UnknownModel
 from jobs.states import FINAL, State, Why
@@ -537,3 +538,18 @@ def test_no_server_report_is_needed_of_what_is_not_running(
     stage.submit()
     stage.later(60_000)
     assert reconcile.suspects(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []
+
+
+def test_a_server_that_cannot_be_made_to_rest_does_not_keep_the_slot(stage, monkeypatch):
+    """Redis fails once, between two calls: the second one is tried all the same."""
+    stage.register(1)
+    job_id = stage.submit()
+    task = stage.start()
+
+    def away(*_: object) -> int:
+        raise ConnectionError("Redis is away")
+
+    monkeypatch.setattr(stage.dispatcher.slots, "rest", away)
+    stage.settle(task, Kind.UNREACHABLE)
+    assert stage.dispatcher.leases.all("zimg")[0][0].owner == "", "offered again"
+    assert stage.state(job_id) is State.QUEUED

@@ -56,6 +56,7 @@ def test_r114_a_run_that_its_server_does_not_know_is_ended_and_its_slot_freed(st
     assert _ghosts(stage, UP_AND_IDLE) == 1
     job = stage.job(job_id)
     assert (job.state, job.why, job.crashes) == (State.QUEUED, Why.SERVER_LOST, 1)
+    assert (job.server, job.remote_id) == ("gpu", None), "it may have the result of a run that has ended"
     assert stage.renewal(task) is Renewal.LOST and stage.settle(task).moved is None
     assert stage.run_all() == [job_id, following]
 

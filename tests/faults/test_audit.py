@@ -9,14 +9,14 @@ import pytest
 from sqlalchemy import text
 
 from jobs import ledger
-from jobs.states import State
+from jobs.states import State, Why
 from jobs.store import Store
 from routing import audit, reconcile
 from routing.audit import Check, Finding
 from routing.outcome import Kind
 from routing.policies.identity import ServerReport
 from tasks import maintenance
-from tests.lua.stage import UP_AND_IDLE, Stage, client, stage, valkey
+from tests.lua.stage import SETTINGS, UP_AND_IDLE, Stage, client, stage, valkey
 from tests.support.builders import an_ended_job
 
 __all__ = ["client", "stage", "valkey"]
@@ -98,6 +98,16 @@ def test_job_3_a_row_that_retention_removed_is_none_missing(busy):
     assert reconcile.purge(busy.dispatcher, retention_s=1) == 3
     book = ledger.read(busy.database)
     assert book.balanced and book.purged[State.COMPLETED] == 3 and book.accepted == 8
+
+
+def test_a_lease_whose_run_has_just_ended_is_no_difference_until_it_should_have_expired(busy: Stage):
+    """Its worker died between the end in the record and the freeing of the slot."""
+    held = next(held for held, _ in busy.dispatcher.leases.all("zimg") if held.owner)
+    job = busy.job(held.job_id)
+    busy.store.settle(job.id, job.attempt, Why.FINISHED, busy.now, result="{}")
+    assert Finding(Check.LEASE, job.id) not in audit.look(busy.dispatcher, WELL)
+    busy.later(SETTINGS.lease_ms)
+    assert Finding(Check.LEASE, job.id) in audit.look(busy.dispatcher, WELL)
 
 
 # -- the task --------------------------------------------------------------------------------------------------

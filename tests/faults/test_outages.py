@@ -180,8 +180,9 @@ def test_a_redis_that_does_not_answer_is_waited_for_once_and_not_at_every_submit
 def reaped(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], bool]:
     """At a moment (s) the task `reap` is called; answers whether it looked.  A renewal takes place every 1.5 s."""
     looks: list[object] = []
+    settings = RoutingSettings(lease_ms=6_000, renew_every_ms=1_500)
     monkeypatch.setattr(maintenance, "_patience", maintenance._Patience())
-    monkeypatch.setattr(maintenance, "dispatcher", lambda: SimpleNamespace(settings=RoutingSettings()))
+    monkeypatch.setattr(maintenance, "dispatcher", lambda: SimpleNamespace(settings=settings))
     monkeypatch.setattr(reconcile, "reap", looks.append)
 
     def at(now: float) -> bool:

@@ -201,6 +201,9 @@ class Explanation(Model):
     sentence: str = Field(description="All of it in one sentence.")
     waits_for: list[Blocker]
     ahead: int | None = Field(description="Jobs of its model that come first; null: it does not wait in line.")
+    before: list[str] = Field(
+        description="Up to five jobs of its tenant and tier that come just before it; the last of them is the nearest."
+    )
     policy: str | None
     longest_overtaking_s: float | None = Field(
         description="Jobs accepted up to so many seconds after it may come before it; null: there is no bound."

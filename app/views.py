@@ -112,6 +112,7 @@ def explanation(it: Job, found: Explanation) -> dict[str, Any]:
         "sentence": found.sentence,
         "waits_for": waits_for,
         "ahead": found.ahead,
+        "before": list(found.before),
         "policy": found.policy,
         "longest_overtaking_s": found.longest_overtaking_s,
         "servers": {name: hindrance or None for name, hindrance in found.servers.items()},

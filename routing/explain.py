@@ -37,12 +37,14 @@ class Blocker:
 class Explanation:
     """`sentence` sums `waits_for` up.  `ahead`: jobs of its model that come first; None: it does not wait in line.
 
+    `before`: those of its own tenant and tier that come just before it, at most five, the nearest last.
     `servers`: each server of its model, and what keeps it from taking this job now ("": nothing does).
     """
 
     sentence: str
     waits_for: tuple[Blocker, ...] = ()
     ahead: int | None = None
+    before: tuple[str, ...] = ()
     policy: str | None = None
     longest_overtaking_s: float | None = None
     servers: Mapping[str, str] = field(default_factory=dict)
@@ -85,6 +87,7 @@ def _in_room(dispatcher: Dispatcher, job: Job) -> Explanation:
         _sum_up(found),
         tuple(found),
         facts.ahead,
+        facts.before,
         model.config.policy,
         order.longest_overtaking_s(job.tier, model.config),
         hindrances,

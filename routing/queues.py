@@ -82,6 +82,7 @@ class WaitFacts:
     state: str
     breaker: str
     open_until_ms: int
+    before: tuple[str, ...] = ()
 
 
 def offers(fleet: str, rows: Sequence[Sequence[Any]]) -> list[Offer]:
@@ -149,8 +150,9 @@ class Queues:
     def wait_facts(self, fleet: str, job: Waiting) -> WaitFacts:
         """What it waits for."""
         answer = self._scripts.run("wait_facts", fleet, _place(job))
-        plain: list[Any] = [field.decode() if isinstance(field, bytes) else field for field in answer]
-        return WaitFacts(*plain)
+        *facts, before = answer
+        plain: list[Any] = [field.decode() if isinstance(field, bytes) else field for field in facts]
+        return WaitFacts(*[*plain, tuple(job.decode() for job in before)])
 
     def depths(self, fleet: str) -> Depths:
         is_open, free, resting, taken, waiting = self._scripts.run("depths", fleet)

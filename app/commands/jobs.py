@@ -291,7 +291,10 @@ def explain(job_id: str, as_json: bool) -> None:
     click.echo(found["sentence"])
     if start := start_of(found):
         click.echo(f"It {start}.")
-    print_facts({"jobs ahead": found["ahead"], "policy": found["policy"], "overtaken": _overtaken(found)})
+    before = ", ".join(found["before"]) or None
+    print_facts(
+        {"jobs ahead": found["ahead"], "just before": before, "policy": found["policy"], "overtaken": _overtaken(found)}
+    )
     if found["servers"]:
         rows = [(name, hindrance or "could take it") for name, hindrance in found["servers"].items()]
         print_table(("server", "now"), rows, "")

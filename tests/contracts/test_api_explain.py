@@ -42,7 +42,7 @@ def test_busy_slots_and_the_jobs_before_it(timed_api: TimedApi) -> None:
     assert found["sentence"] == "It waits: the slot that could run it is taken, and it is next."
     assert found["servers"] == {"gpu1": "busy"}
     found = api.explain(second)
-    assert (found["ahead"], found["longest_overtaking_s"]) == (1, None)
+    assert (found["ahead"], found["before"], found["longest_overtaking_s"]) == (1, [first], None)
     assert found["sentence"] == "It waits: the slot that could run it is taken, and 1 job of its model comes before it."
     low, high = found["estimated_start_between_s"]
     assert low < found["estimated_start_s"] < high

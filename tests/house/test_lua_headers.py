@@ -26,6 +26,7 @@ READS = {
     "ZMSCORE",
     "ZRANGE",
     "ZRANGEBYSCORE",
+    "ZRANK",
     "ZSCORE",
 }
 # Words that scripts write into Redis, or compare with what stands there; they are never answers of a script.

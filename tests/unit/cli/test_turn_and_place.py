@@ -157,6 +157,7 @@ def test_an_explanation_is_its_sentence_and_its_parts(api: HTTPServer) -> None:
     found = {
         "sentence": "It waits: the slot that could run it is taken, and 1 job of its model comes before it.",
         "ahead": 1,
+        "before": ["01a1-first"],
         "policy": "aging",
         "longest_overtaking_s": 240.0,
         "servers": {"gpu1": "busy", "gpu2": None},
@@ -165,14 +166,15 @@ def test_an_explanation_is_its_sentence_and_its_parts(api: HTTPServer) -> None:
     }
     answers(api, "GET", "/queue/jobs/j-1/explain", found)
     lines = run("explain", "j-1").stdout.splitlines()
-    assert lines[:5] == [
+    assert lines[:6] == [
         found["sentence"],
         "It starts in about 120 s (60 to 300).",
-        "jobs ahead  1",
-        "policy      aging",
-        "overtaken   by jobs that come up to 240 s after it, and no later ones",
+        "jobs ahead   1",
+        "just before  01a1-first",
+        "policy       aging",
+        "overtaken    by jobs that come up to 240 s after it, and no later ones",
     ]
-    rows = [line.split() for line in lines[5:]]
+    rows = [line.split() for line in lines[6:]]
     assert ["gpu1", "busy"] in rows and ["gpu2", "could", "take", "it"] in rows
     assert json.loads(run("explain", "j-1", "--json").stdout) == found
 

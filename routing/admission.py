@@ -113,7 +113,7 @@ class Admission:
             error = InvalidJob(
                 "ttl",
                 f"{position.ahead} jobs come before it, and it can hardly start within {ttl_ms / 1000:g} s: "
-                f"{estimate.low_ms / 1000:.0f} s at best; give it a longer ttl, a higher priority, or try later",
+                f"{estimate.low_ms / 1000:.1f} s at best; give it a longer ttl, a higher priority, or try later",
             )
             error.facts.update(index=index, ahead=position.ahead, earliest_start_s=round(estimate.low_ms / 1000, 1))
             raise error

@@ -1,8 +1,9 @@
 -- offer: the job whose turn it is and a slot that may run it, taken together or not at all (SLOT-2, LEASE-1).
 
--- The servers with free slots, that which has been free longest first; each {name, entry, slots in that order}.
+-- The servers with free slots, that which has been free longest first, each {name, entry, slots in that order}; and
+-- how many slots they have in all.
 local function free_servers()
-  local servers, by_name = {}, {}
+  local servers, by_name, count = {}, {}, 0
   for _, slot in ipairs(redis.call("ZRANGE", FREE, 0, -1)) do
     local name = server_of(slot)
     if by_name[name] == nil then
@@ -10,9 +11,12 @@ local function free_servers()
       by_name[name] = entry and { name = name, entry = entry, slots = {}, next = 1 } or false
       if entry then servers[#servers + 1] = by_name[name] end
     end
-    if by_name[name] then table.insert(by_name[name].slots, slot) end
+    if by_name[name] then
+      table.insert(by_name[name].slots, slot)
+      count = count + 1
+    end
   end
-  return servers
+  return servers, count
 end
 
 -- Where the job at the head of a model's first lane stands among those of other models: by tier, then acceptance.
@@ -70,15 +74,21 @@ local function stays_with_loaded(server, model, by_name, now)
 end
 
 local function best_server(servers, model, lane, by_name, now)
-  local best, lowest, seen = nil, math.huge, 0
+  local function score(server) return score_of(server.name, server.entry, model.name, now).total end
+  local best, lowest, seen = nil, nil, 0
   for _, server in ipairs(servers) do
     if seen >= CHOICES then break end
     local entry = server.entry
     local fits = server.slots[server.next] and serves(entry, model.name) and matches(lane.needs, entry, model.name)
     local well = fits and lets_through(stats_key("server", server.name), now)
     if well and not stays_with_loaded(server, model, by_name, now) then
-      local score = score_of(server.name, entry, model.name, now).total
-      if score < lowest then best, lowest = server, score end
+      if not best then
+        best = server
+      else
+        lowest = lowest or score(best)
+        local its = score(server)
+        if its < lowest then best, lowest = server, its end
+      end
       seen = seen + 1
     end
   end
@@ -93,6 +103,7 @@ local function note_loaded(server, model, by_name)
     redis.call("HSET", stats, "loaded", model)
     if loaded then redis.call("HINCRBY", stats, "swaps", 1) end
   end
+  if not serves_several(server.entry) then return end
   local over = { "passing:" .. model }
   for other in models_in(server.entry) do
     if not has_work(server, by_name[other]) then over[#over + 1] = "passing:" .. other end
@@ -142,8 +153,8 @@ local function make_offers(limit, prefix, now, offer_ms, owner, lease_ms)
   if redis.call("HEXISTS", META, "epoch") == 0 then return offers end
   wake_rested(now)
   if limit < 1 or redis.call("EXISTS", CLASSES) == 0 then return offers end
-  local servers = free_servers()
-  while #offers < limit and #servers > 0 do
+  local servers, free = free_servers()
+  while #offers < math.min(limit, free) do
     local first = #offers == 0 and owner ~= ""
     local made = take_next(servers, prefix, first and owner or "", now, first and lease_ms or offer_ms)
     if not made then break end

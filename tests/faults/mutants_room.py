@@ -2,6 +2,8 @@
 
 from tests.faults.mutant import LEASES, MAINTENANCE, ORDER, PLACES, SLOTS, Mutant
 
+TURNS = "tests/lua/test_turns.py::"
+
 ROOM = [
     # -- offers ----------------------------------------------------------------------------------------------
     Mutant(
@@ -230,6 +232,45 @@ ROOM = [
         (f"{PLACES}test_a_stopped_model_is_offered_to_nobody_until_it_goes_on",),
         still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
     ),
+    Mutant(
+        "who waits for a rare server loses its place by submitting more",
+        "R44",
+        "routing/lua/lib/lanes.lua",
+        "if key then since = math.min(since, tonumber(key)) end",
+        "",
+        (
+            f"{TURNS}test_under_fair_who_waits_for_a_rare_server_keeps_its_place_when_it_submits_more",
+            f"{TURNS}test_under_fair_the_urgent_job_of_a_tenant_comes_first_however_long_its_others_have_waited",
+        ),
+        still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
+        "a new weight leaves what was used as it is",
+        "R50",
+        "routing/lua/sync.lua",
+        'if kind == "account" then reweigh(name, old, new) end',
+        "",
+        (f"{TURNS}test_under_fair_a_new_weight_counts_for_what_was_used_before_too",),
+        still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
+        "fair goes on where it stopped long ago",
+        "R50",
+        "routing/lua/sync.lua",
+        'if kind == "model" and first_word(old, "") ~= first_word(new, "") then forget_shares(name) end',
+        "",
+        (f"{TURNS}test_fair_begins_anew_when_it_is_chosen_again",),
+        still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
+        "the tiers of one model starve another model under aging",
+        "R41",
+        "routing/lua/lib/offer.lua",
+        'if rules.policy == "aging" then tier = math.max(math.ceil((lane.key - now) / math.max(rules.step, 1)), 1) end',
+        "",
+        (f"{TURNS}test_under_aging_a_models_last_tier_is_not_starved_by_another_models_first_one",),
+        still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
     # -- placement and breakers --------------------------------------------------------------------------------
     Mutant(
         "a server need not meet what a job needs",
@@ -256,6 +297,27 @@ ROOM = [
         "if model.rules.affinity == 0 then return false end",
         "if true then return false end",
         (f"{PLACES}test_affinity_saves_four_of_five_swaps_on_four_models_over_two_servers",),
+        still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
+        "the time of a model that is passed over begins anew with each job",
+        "R54",
+        "routing/lua/lib/offer.lua",
+        "if not has_work(server, by_name[other]) then over",
+        "if true then over",
+        (
+            f"{TURNS}test_a_job_that_is_passed_over_does_not_begin_anew_when_one_comes_in_between_whose_turn_it_was",
+            f"{TURNS}test_a_job_is_passed_over_no_longer_because_a_third_model_had_its_turn",
+        ),
+        still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
+        "the time of a model that is passed over is never forgotten",
+        "R54",
+        "routing/lua/lib/offer.lua",
+        'redis.call("HDEL", stats, unpack(over))',
+        "",
+        (f"{TURNS}test_a_job_that_is_gone_leaves_no_time_behind_for_the_next_one",),
         still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
     ),
     Mutant(
@@ -292,6 +354,26 @@ ROOM = [
         'return "probing" end',
         'return "half_open" end',
         (f"{PLACES}test_a_servers_breaker_opens_after_failures_in_a_row_and_lets_one_probe_through",),
+        still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
+        "a probe that went on elsewhere counts for ever",
+        "R106",
+        "routing/lua/lib/breaker.lua",
+        'if redis.call("HGET", stats, "probe") == job then redis.call("HDEL", stats, "probe") end',
+        "",
+        (f"{TURNS}test_a_probe_that_goes_on_elsewhere_leaves_no_server_behind_that_seems_to_be_tried",),
+        still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
+        "0x10 is a number",
+        "R24",
+        "routing/lua/lib/placement.lua",
+        'return string.find(text, "^%-?%d[%d.]*[eE]?[-+]?%d*$") and tonumber(text)',
+        "return tonumber(text)",
+        (
+            "tests/properties/test_needs.py::test_the_script_and_the_policy_agree_on_whether_a_server_meets_what_a_job_needs",
+        ),
         still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
     ),
     Mutant(

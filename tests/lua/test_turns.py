@@ -221,6 +221,24 @@ def test_under_fair_tiers_of_one_model_do_not_count_against_those_of_another(roo
     assert step(room) == "low"
 
 
+# -- breakers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_probe_that_goes_on_elsewhere_leaves_no_server_behind_that_seems_to_be_tried(room):
+    room.with_servers(Server("a", 1))
+    for n in range(3):
+        (failed,) = room.enqueue(a(f"f{n}", n), limit=1)
+        room.release(failed, "", outcome="failed", limit=0)
+    room.enqueue(a("j1", 11))
+    room.later(5 * SECOND)
+    (probe,) = room.offer()
+    room.sync(Server("a", 1), Server("b", 1))
+    _, (elsewhere,) = room.release(probe, "", back=True, rest_ms=500, outcome="busy")
+    assert (elsewhere.job, elsewhere.server) == ("j1", "b")
+    room.later(500)
+    assert [(it.job, it.server) for it in room.enqueue(a("j2", 12))] == [("j2", "a")]
+
+
 # -- positions over many lanes ---------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ been tried remembered, as Lowe 2017 does).
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -215,14 +215,28 @@ class Game:
                 return seized and Lease(seized.lease, seized.owner)
 
 
+def _histories(client: Redis, seed: int, fragments: dict[str, str] | None = None) -> Iterator[tuple[list[Act], Lease]]:
+    """Histories of games, one after another: which acts meet in one of them is up to the machine."""
+    for number in range(30):
+        client.flushall()
+        game = Game(client, fragments)
+        yield game.play(threads=6, acts=60, seed=100 * seed + number), game.start
+
+
+def _is_contest(history: list[Act]) -> bool:
+    """Whether every kind of act has succeeded in it, and many at the same moment."""
+    succeeded = {act.what for act in history if act.made is not None}
+    overlaps = sum(a.called < b.answered and b.called < a.answered for a in history for b in history if a is not b)
+    return succeeded == {"claim", "renew", "release", "seize"} and overlaps > 100
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_lease_1_and_4_every_history_of_a_lease_is_linearizable(client: Redis, seed: int):
-    game = Game(client)
-    history = game.play(threads=6, acts=60, seed=seed)
-    assert linearizable(history, game.start)
-    taken = [act for act in history if act.made is not None]
-    overlaps = sum(a.called < b.answered and b.called < a.answered for a in history for b in history if a is not b)
-    assert {act.what for act in taken} == {"claim", "renew", "release", "seize"} and overlaps > 100, "a real contest"
+    for history, start in _histories(client, seed):
+        assert linearizable(history, start)
+        if _is_contest(history):
+            return
+    raise AssertionError("none of them was a real contest")
 
 
 @pytest.mark.parametrize(
@@ -235,5 +249,4 @@ def test_lease_1_and_4_every_history_of_a_lease_is_linearizable(client: Redis, s
 def test_a_script_without_its_guard_is_found(client: Redis, guard: str, without: str):
     broken = source("lib/lease").replace(guard, without)
     assert broken != source("lib/lease")
-    game = Game(client, {"lib/lease": broken})
-    assert not linearizable(game.play(threads=6, acts=60, seed=0), game.start)
+    assert not all(linearizable(history, start) for history, start in _histories(client, 0, {"lib/lease": broken}))

@@ -23,7 +23,10 @@ def api(httpserver: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> HTTPServer:
 
 
 def run(*words: str, stdin: str = "") -> Result:
-    return CliRunner().invoke(main, words, input=stdin)
+    done = CliRunner().invoke(main, words, input=stdin)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception  # what no command should let through
+    return done
 
 
 def problem(status: int, title: str, detail: str, **more: object) -> Response:

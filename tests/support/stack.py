@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -60,6 +60,8 @@ class Process:
             except subprocess.TimeoutExpired:
                 self.popen.kill()
                 self.popen.wait()
+        with suppress(ProcessLookupError, PermissionError):  # What a killed one has started would stay.
+            os.killpg(self.popen.pid, signal.SIGKILL)
         self._log.close()
         return self.popen.returncode
 

@@ -30,7 +30,7 @@ from routing.policies.forecast import SOON, Estimate
 from routing.policies.verdict import Verdict
 from routing.queues import Offer, Position, Queues
 from routing.slots import Slots
-from routing.submission import Submission, UrlCheck, prepare
+from routing.submission import Submission, UrlCheck, naming, prepare
 
 log = structlog.get_logger(__name__)
 
@@ -112,7 +112,10 @@ class Dispatcher:
         RecordUnavailable.
         """
         now = now_ms()
-        new = [self._prepare(index, one, now) for index, one in enumerate(asked)]
+        new = []
+        for index, one in enumerate(asked):
+            with naming(index):
+                new.append(prepare(one, self.fleet.model(one.model), self._check_url, now))
         notices = self._admit(new, tenant, now)
         accepted = self.store.submit(new, now)
         crash_at("submit_committed")
@@ -126,13 +129,6 @@ class Dispatcher:
         )
         return receipts
 
-    def _prepare(self, index: int, asked: Submission, now: int) -> NewJob:
-        try:
-            return prepare(asked, self.fleet.model(asked.model), self._check_url, now)
-        except InvalidJob as error:
-            error.facts["index"] = index
-            raise
-
     def _admit(self, new: Sequence[NewJob], tenant: Tenant | None, now: int) -> list[str | None]:
         """What the client of each job should know.  Raises as `submit`, unless all were accepted before (R21)."""
         try:
@@ -145,12 +141,9 @@ class Dispatcher:
         return notices
 
     def _notice(self, index: int, job: NewJob) -> str | None:
-        try:
+        with naming(index):
             if self.admission.check_placement(job):
                 return None
-        except InvalidJob as error:
-            error.facts["index"] = index
-            raise
         return f"At present {placement.unmatched(job.model, job.needs)}; the job waits until one does."
 
     def _receipt(self, job: NewJob, accepted: Accepted, notice: str | None, now: int) -> Receipt:

@@ -275,13 +275,18 @@ def heed_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) ->
     """
     freed = 0
     silent_ms = 2 * dispatcher.settings.renew_every_ms
-    running = _by_server(dispatcher)
-    for server, report in _known(dispatcher, reports):
-        silent = {h.job_id: ms for h, ms in dispatcher.leases.all(server.fleet) if h.server == server.name and h.owner}
+    running, known = _by_server(dispatcher), _known(dispatcher, reports)
+    silent = {
+        (held.server, held.job_id): ms
+        for fleet in {server.fleet for server, _ in known}
+        for held, ms in dispatcher.leases.all(fleet)
+        if held.owner
+    }
+    for server, report in known:
         jobs = running[server.name]
         found = identity.compare(_views(jobs), report)
         for job in jobs:
-            if job.id in found.ghosts and silent.get(job.id, 0) > silent_ms:
+            if job.id in found.ghosts and silent.get((server.name, job.id), 0) > silent_ms:
                 freed += _free_ghost(dispatcher, job)
         strange = _strangers(dispatcher, found)
         if strange:

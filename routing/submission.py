@@ -2,7 +2,8 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,16 @@ def check_model_name(name: str, field: str = "model") -> str:
             field, f"{field} must be 1 to 128 letters, digits or . _ / : @ + - and begin with a letter or digit"
         )
     return name
+
+
+@contextmanager
+def naming(index: int) -> Iterator[None]:
+    """A refusal of one job of many says which it is, counted from 0."""
+    try:
+        yield
+    except InvalidJob as error:
+        error.facts["index"] = index
+        raise
 
 
 def prepare(asked: Submission, model: Model, check_url: UrlCheck, now: int) -> NewJob:

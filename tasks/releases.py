@@ -1,11 +1,12 @@
 """Leases that this process should have freed while Redis was away, so that it can free them again."""
 
 import threading
+from typing import Any
 
 from redis.exceptions import RedisError
 
 from routing.config import RoutingSettings
-from routing.leases import Held, Leases, Outcome
+from routing.leases import Held, Leases
 from routing.queues import Offer
 from routing.scripts import Scripts
 
@@ -21,18 +22,9 @@ class PatientLeases(Leases):
         self._owed: dict[Held, tuple[bool, int]] = {}
         self._lock = threading.Lock()
 
-    def release(
-        self,
-        held: Held,
-        *,
-        back: bool,
-        rest_ms: int = 0,
-        taker: str = "",
-        limit: int = 8,
-        outcome: Outcome = "",
-    ) -> tuple[bool, list[Offer]]:
+    def release(self, held: Held, *, back: bool, rest_ms: int = 0, **more: Any) -> tuple[bool, list[Offer]]:
         try:
-            answer = super().release(held, back=back, rest_ms=rest_ms, taker=taker, limit=limit, outcome=outcome)
+            answer = super().release(held, back=back, rest_ms=rest_ms, **more)
         except RedisError:
             with self._lock:
                 self._owed[held] = back, rest_ms

@@ -16,7 +16,7 @@ from app.schemas import Receipt as ReceiptView
 from jobs.errors import InvalidJob
 from jobs.states import State
 from routing.dispatcher import Receipt
-from routing.submission import Submission
+from routing.submission import Submission, naming
 
 Answer = tuple[dict[str, Any], int, dict[str, str]]
 
@@ -104,11 +104,8 @@ def _of_batch(index: int, item: batch.BatchItem, key: str | None) -> Submission:
     own_key = item.idempotency_key
     if own_key is None and key is not None:
         own_key = f"{key}/{index}"
-    try:
+    with naming(index):
         return submission(item, own_key)
-    except InvalidJob as error:
-        error.facts["index"] = index
-        raise
 
 
 def _place(receipt: Receipt) -> Place:

@@ -380,7 +380,7 @@ MUTANTS = [
         "a living worker's run is freed at once",
         "R114",
         "routing/reconcile.py",
-        "if job.id in found.ghosts and silent.get(job.id, 0) > silent_ms:",
+        "if job.id in found.ghosts and silent.get((server.name, job.id), 0) > silent_ms:",
         "if job.id in found.ghosts:",
         (f"{SERVERS}test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too",),
     ),

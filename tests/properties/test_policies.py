@@ -5,13 +5,11 @@ Two models share three servers, policies and limits change while jobs wait and r
 SLOTKEEPER_TEST_EXAMPLES makes the search longer.
 """
 
-import os
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -26,10 +24,8 @@ from redis import Redis
 from jobs.record import Server as CatalogServer
 from routing.policies.placement import meets
 from tests.lua.room import Job, Offered, Room, Server
+from tests.properties.search import search
 
-ASKED_FOR = os.environ.get("SLOTKEEPER_TEST_EXAMPLES")
-EXAMPLES = int(ASKED_FOR or "150")
-STEPS = 40
 MODELS = ("flux", "zimg")
 TENANTS = ("t1", "t2", "a b%|é")
 SERVERS = {
@@ -394,14 +390,4 @@ def _declared(server: Server) -> CatalogServer:
 
 
 def test_all_that_is_derived_is_what_the_plain_data_give_whatever_is_done(client: Redis):
-    run_state_machine_as_test(
-        lambda: PoliciesMachine(client),
-        settings=settings(
-            max_examples=EXAMPLES,
-            stateful_step_count=STEPS,
-            derandomize=ASKED_FOR is None,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_state_machine_as_test(lambda: PoliciesMachine(client), settings=search(150, stateful_step_count=40))

@@ -4,12 +4,10 @@ Whatever is done, by holders and by others, in time and too late, with a lost Re
 what the model answers, and stands as the model stands.  SLOTKEEPER_TEST_EXAMPLES makes the search longer.
 """
 
-import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -27,10 +25,8 @@ from jobs.catalog import Model as CatalogModel
 from jobs.config import ModelConfig
 from routing.slots import model_rules
 from tests.lua.room import LEASE_MS, OFFER_MS, START_MS, Job, Offered, Room, Server
+from tests.properties.search import search
 
-ASKED_FOR = os.environ.get("SLOTKEEPER_TEST_EXAMPLES")
-EXAMPLES = int(ASKED_FOR or "150")
-STEPS = 40
 MODELS = {"gpu-a": ("zimg",), "gpu-slot3": ("flux", "zimg")}
 SLOTS = {"gpu-a": 2, "gpu-slot3": 1}
 
@@ -384,14 +380,4 @@ class _Standing:
 
 
 def test_the_room_is_what_the_model_says_whatever_is_done_to_it(client: Redis):
-    run_state_machine_as_test(
-        lambda: RoomMachine(client),
-        settings=settings(
-            max_examples=EXAMPLES,
-            stateful_step_count=STEPS,
-            derandomize=ASKED_FOR is None,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_state_machine_as_test(lambda: RoomMachine(client), settings=search(150, stateful_step_count=40))

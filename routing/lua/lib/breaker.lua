@@ -5,12 +5,12 @@ local HALF_LIFE_MS = 60000 -- of a failure's weight in the penalty
 local SMOOTHING = 0.1 -- share of the latest run in the failure rate
 local RATE_RUNS = 20 -- runs before a rate means anything
 
--- "closed"; "open" until a moment; "half_open": one probe may go, "probing": it is under way.
 local function breaker_of(stats)
   local found = redis.call("HMGET", stats, "open_until", "probe")
   return { until_ms = tonumber(found[1] or "0"), probe = found[2] or "" }
 end
 
+-- "closed"; "open" until a moment; "half_open": one probe may go, "probing": it is under way.
 local function breaker_state(breaker, now)
   if breaker.until_ms == 0 then return "closed" end
   if now < breaker.until_ms then return "open" end

@@ -14,7 +14,16 @@ broker_url = _settings.broker
 result_backend = _settings.results
 result_expires = timedelta(days=1)
 broker_connection_retry_on_startup = True
-broker_transport_options = {"visibility_timeout": 3600, "priority_steps": [0, 3, 6, 9]}
+broker_connection_timeout = 3
+broker_transport_options = {
+    "visibility_timeout": 3600,
+    "priority_steps": [0, 3, 6, 9],
+    # A broker that falls silent is noticed: by who publishes in seconds, by who consumes in a quarter of a minute.
+    "socket_timeout": 3,
+    "socket_connect_timeout": 3,
+    "socket_keepalive": True,
+    "health_check_interval": 5,
+}
 
 accept_content = ["json"]
 task_serializer = "json"

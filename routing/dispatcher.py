@@ -357,7 +357,8 @@ class Dispatcher:
         """Take a job out of the room, or tell the worker that runs it."""
         try:
             fleet = self.fleet.model(job.model).fleet
-            self.queues.withdraw(fleet, job)
+            if self.queues.withdraw(fleet, job) == "freed":
+                self.publish(self.queues.offer(fleet))
             self.forecasts.forget(fleet, job.model, job.id)
         except RedisError as error:
             log.warning("withdraw_postponed", job_id=job.id, error=str(error))

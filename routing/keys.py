@@ -20,7 +20,8 @@ FLEET_KEYS = (
     "stats",  # stats:server:<s>, stats:model:<m> hash of what runs have shown: breaker, penalty, means
     "held",  # hash  account -> slots that it holds
     "meta",  # hash  epoch, offers (a count), catalog (a version), waiting:<model>, failures:<server>;
-    # meta:unsorted list of accounts whose lanes have to be given new keys after a change of rules
+    # meta:unsorted list of accounts whose lanes have to be given new keys after a change of rules;
+    # meta:open zset job -> number of its offer, of the leases that nobody has claimed yet
 )
 
 
@@ -38,6 +39,18 @@ class Keys:
             found = [f"{self._prefix}:{{{fleet}}}:{name}" for name in FLEET_KEYS]
             self._fleets[fleet] = found
         return found
+
+    def of(self, fleet: str, name: str) -> str:
+        """The fleet's key of this name, one of FLEET_KEYS."""
+        return self.fleet(fleet)[FLEET_KEYS.index(name)]
+
+    def workers(self) -> str:
+        """hash: worker -> "<room> <until>": runs it has room for, and until when that is believed, ms."""
+        return f"{self._prefix}:workers"
+
+    def open_offers(self, fleet: str) -> str:
+        """zset: job -> number of its offer, of the fleet's leases that nobody has claimed yet."""
+        return f"{self.of(fleet, 'meta')}:open"
 
     def rate(self, tenant: str) -> str:
         """string: when the tenant's next submit is due by its rate, ms."""

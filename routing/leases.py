@@ -13,6 +13,7 @@ from routing.config import RoutingSettings
 from routing.policies import order
 from routing.queues import Offer, new_prefix, offers
 from routing.scripts import Scripts
+from routing.workers import Room, unbounded
 
 Outcome = Literal["ok", "failed", "busy", ""]
 
@@ -57,12 +58,13 @@ class Restored:
 class Leases:
     """Talks to the leases.  Every method is one atomic script; redis errors pass through."""
 
-    def __init__(self, scripts: Scripts, settings: RoutingSettings) -> None:
+    def __init__(self, scripts: Scripts, settings: RoutingSettings, room: Room = unbounded) -> None:
         self._scripts = scripts
         self._settings = settings
+        self._room = room
 
     def claim(self, offer: Offer, owner: str) -> Offer | None:
-        """Make an open offer one's own; None: it is gone, or another's."""
+        """Make an open offer one's own; None: it is gone, another's, or one's own already."""
         args = [offer.job_id, offer.lease, owner, self._settings.lease_ms]
         answer = self._scripts.run("claim", offer.fleet, args)
         if answer[0] != b"claimed":
@@ -93,11 +95,19 @@ class Leases:
         """
         settings = self._settings
         args = [held.job_id, held.lease, held.owner, int(back), rest_ms, new_prefix(), limit]
-        args += [settings.offer_ms, taker, settings.lease_ms, outcome, settings.breaker_failures]
+        args += [self._room(), settings.offer_ms, taker, settings.lease_ms, outcome, settings.breaker_failures]
         args += [settings.breaker_rate, settings.breaker_open_ms, settings.breaker_open_max_ms]
         args += [settings.busy_rest_max_ms]
         answer, rows = self._scripts.run("release", held.fleet, args)
         return answer == b"released", offers(held.fleet, rows)
+
+    def keep(self, held: Held, *, resumes: bool) -> str:
+        """Give an open offer more time: "kept"; "closed": nothing is started there now; "lost": it is not open.
+
+        `resumes`: its server may be at the job already, so that it stays where it is.
+        """
+        args = [held.job_id, held.lease, self._settings.offer_ms, int(resumes)]
+        return self._scripts.run("keep", held.fleet, args)[0].decode()
 
     def expired(self, fleet: str, limit: int = 256) -> list[Held]:
         """Leases whose time is over.  `owner` "": nobody took the offer up."""

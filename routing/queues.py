@@ -10,6 +10,7 @@ from jobs.record import Waiting
 from routing.config import RoutingSettings
 from routing.policies import order
 from routing.scripts import Scripts
+from routing.workers import Room, unbounded
 
 _CHUNK = 1000
 _AWAY_S = 1.0
@@ -85,6 +86,19 @@ class WaitFacts:
     before: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A glance into a fleet's room.
+
+    `oldest_open`: number of the oldest offer that nobody has taken up; None: there is none.
+    `startable`: jobs wait, and slots are free, which need not suit each other.
+    """
+
+    fleet: str
+    oldest_open: int | None
+    startable: bool
+
+
 def offers(fleet: str, rows: Sequence[Sequence[Any]]) -> list[Offer]:
     """Read offers as the scripts return them: job, lease, slot, server, model, number, owner."""
     return [_offer(fleet, *row) for row in rows]
@@ -106,9 +120,10 @@ def new_prefix() -> str:
 class Queues:
     """Talks to the waiting rooms.  Every method is one atomic script; redis errors pass through."""
 
-    def __init__(self, scripts: Scripts, settings: RoutingSettings) -> None:
+    def __init__(self, scripts: Scripts, settings: RoutingSettings, room: Room = unbounded) -> None:
         self._scripts = scripts
         self._settings = settings
+        self._room = room
         self._away_until = 0.0
 
     @property
@@ -123,19 +138,38 @@ class Queues:
         """Put queued jobs in their lanes and offer up to `limit`.  A job that is there already stays as it is."""
         made: list[Offer] = []
         for start in range(0, max(len(jobs), 1), _CHUNK):
-            args: list[Any] = [new_prefix(), limit - len(made), self._settings.offer_ms]
+            args: list[Any] = [new_prefix(), limit - len(made), self._room(), self._settings.offer_ms]
             for job in jobs[start : start + _CHUNK]:
                 args += [order.lane(job), job.needs, job.seq, job.id, job.created_ms]
             made += offers(fleet, self._scripts.run("enqueue", fleet, args)[1])
         self._away_until = 0.0
         return made
 
-    def offer(self, fleet: str, limit: int = 256) -> list[Offer]:
-        """Offer what can be offered: the sweep (SLOT-2)."""
-        return offers(fleet, self._scripts.run("offer", fleet, [new_prefix(), limit, self._settings.offer_ms]))
+    def offer(self, fleet: str, limit: int = 256, taker: str = "") -> list[Offer]:
+        """Offer what can be offered (SLOT-2).
+
+        `taker`: who gets the first offer at once; that is the oldest one which nobody has taken up, if there is one.
+        """
+        settings = self._settings
+        args = [new_prefix(), limit, self._room(), settings.offer_ms, taker, settings.lease_ms]
+        return offers(fleet, self._scripts.run("offer", fleet, args))
+
+    def looks(self, fleets: Sequence[str]) -> list[Look]:
+        """What a worker may find in each fleet's room: one round trip, however many they are."""
+        pipeline = self._scripts.redis.pipeline(transaction=False)
+        for fleet in fleets:
+            keys = self._scripts.keys
+            pipeline.zrange(keys.open_offers(fleet), 0, 0, withscores=True)
+            pipeline.exists(keys.of(fleet, "classes"))
+            pipeline.zcard(keys.of(fleet, "free"))
+        found = pipeline.execute()
+        return [
+            Look(fleet, int(oldest[0][1]) if oldest else None, bool(waiting and free))
+            for fleet, oldest, waiting, free in zip(fleets, found[::3], found[1::3], found[2::3], strict=True)
+        ]
 
     def withdraw(self, fleet: str, job: Waiting) -> str:
-        """Take a job out: "withdrawn"; "asked": it is offered or runs, its holder is told; "absent"."""
+        """Take a job out: "withdrawn"; "freed": its open offer is gone, too; "asked": its holder is told; "absent"."""
         return self._scripts.run("withdraw", fleet, _place(job))[0].decode()
 
     def position(self, fleet: str, job: Waiting, *, as_last: bool = False) -> Position | None:

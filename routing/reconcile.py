@@ -112,7 +112,15 @@ def reap(dispatcher: Dispatcher) -> int:
 
 
 def _reap_offer(dispatcher: Dispatcher, held: Held) -> bool:
-    _put_back(dispatcher, held, dispatcher.store.get(held.job_id))
+    """An offer that nobody has taken up keeps its slot and its message: its job is not overtaken by later ones.
+
+    Workers look by themselves for those whose message is lost.
+    """
+    job = dispatcher.store.get(held.job_id)
+    resumes = job is not None and job.server == held.server
+    if job is not None and job.state is State.QUEUED and dispatcher.leases.keep(held, resumes=resumes) != "closed":
+        return False
+    _put_back(dispatcher, held, job)
     return True
 
 

@@ -79,6 +79,11 @@ class Scripts:
         """Run `admit`, the one script that belongs to a tenant and not to a fleet; answers ms to wait."""
         return int(self._run("admit", [self.keys.rate(tenant)], [count, interval_ms, burst]))
 
+    def workers(self, worker: str, room: int | None, ttl_ms: int) -> int:
+        """Run `workers`, which belongs to no fleet; answers the room of all workers together."""
+        args = [worker, "" if room is None else room, ttl_ms]
+        return int(self._run("workers", [self.keys.workers()], args)[0])
+
     def learn(self, forecast: str, args: Sequence[Any]) -> tuple[int, int]:
         """Run `learn` on one model's forecast; answers (1: learned, 0: nothing was remembered; level)."""
         learned, level = self._run("learn", [forecast], args)

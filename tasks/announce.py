@@ -1,5 +1,7 @@
 """How the outside is told of offers and ends: by Celery."""
 
+from functools import partial
+
 from celery import states
 from celery.app.task import Context
 from celery.exceptions import TaskRevokedError
@@ -9,6 +11,7 @@ from jobs.store import Moved
 from routing.queues import Offer
 from tasks import messages
 from tasks.celery_app import celery
+from tasks.publisher import publisher
 
 
 class JobFailed(Exception):
@@ -19,18 +22,23 @@ class CeleryAnnouncer:
     """Publishes wake-ups, and tells Celery's clients of jobs that end outside of a task."""
 
     def offered(self, offer: Offer) -> None:
-        from tasks.wiring import dispatcher
-
-        headers = dispatcher().store.headers(offer.job_id)
-        if headers is not None:
-            _, tier, failures, envelope = headers
-            messages.publish(offer, tier, failures, envelope)
+        publisher().soon(partial(_wake, offer))
 
     def ended(self, moved: Moved, *, by_worker: bool) -> None:
         if moved.webhook_id is not None:
-            celery.send_task("webhooks.send", args=[moved.webhook_id], ignore_result=True, retry=False)
+            send = partial(celery.send_task, "webhooks.send", args=[moved.webhook_id], ignore_result=True, retry=False)
+            publisher().soon(send)
         if not by_worker:
             _store_end(moved)
+
+
+def _wake(offer: Offer) -> None:
+    from tasks.wiring import dispatcher
+
+    headers = dispatcher().store.headers(offer.job_id)
+    if headers is not None:
+        _, tier, failures, envelope = headers
+        messages.publish(offer, tier, failures, envelope)
 
 
 def _store_end(moved: Moved) -> None:

@@ -173,7 +173,7 @@ def infer(self: InferTask, *args: Any, **kwargs: Any) -> Any:
     task = worker.start(offer)
     if task is None:
         raise Ignore
-    with worker.heartbeat.holding(task.held) as hold:
+    with worker.holding(task) as hold:
         outcome = _carry_out(task, hold)
         try:
             return _conclude(self, task, hold, outcome)
@@ -269,7 +269,7 @@ def _canceling(task: Task, hold: Hold) -> bool:
 def _settle(task: Task, hold: Hold, outcome: Outcome, canceling: bool = False) -> Settled:
     worker = this_worker()
     settled = _when_stored(lambda: settle(task, outcome, canceling=canceling, taker=worker.taker), hold)
-    worker.hand_on(settled.next)
+    worker.go_on(task.held.fleet, settled.next)
     return settled
 
 
@@ -287,7 +287,7 @@ def _when_stored(store: Callable[[], Settled], hold: Hold) -> Settled:
 def _ended_elsewhere(self: InferTask, task: Task) -> Any:
     """This run no longer counts: its lease was lost, or the server's push was quicker than the poll."""
     worker = this_worker()
-    worker.hand_on(dispatcher().free(task.held, back=False, taker=worker.taker))
+    worker.go_on(task.held.fleet, dispatcher().free(task.held, back=False, taker=worker.taker))
     job = dispatcher().store.get(task.run.job.id)
     if job is not None and job.state is State.COMPLETED and job.attempt == task.run.attempt:
         return orjson.loads(job.result) if job.result else None

@@ -9,6 +9,7 @@ from routing.config import RoutingSettings
 from routing.leases import Held, Leases
 from routing.queues import Offer
 from routing.scripts import Scripts
+from routing.workers import Room, unbounded
 
 # Each expires by itself soon; this bounds what a process keeps that never frees anything again.
 _MOST = 10_000
@@ -17,8 +18,8 @@ _MOST = 10_000
 class PatientLeases(Leases):
     """Leases; it remembers each release that Redis did not answer until one for the same lease succeeds."""
 
-    def __init__(self, scripts: Scripts, settings: RoutingSettings) -> None:
-        super().__init__(scripts, settings)
+    def __init__(self, scripts: Scripts, settings: RoutingSettings, room: Room = unbounded) -> None:
+        super().__init__(scripts, settings, room)
         self._owed: dict[Held, tuple[bool, int]] = {}
         self._lock = threading.Lock()
 

@@ -15,6 +15,7 @@ from routing.keys import Keys
 from routing.queues import Queues
 from routing.scripts import Scripts, connect
 from routing.slots import Slots
+from routing.workers import Workers
 from tasks.config import TaskSettings
 from tasks.outbound import check_url, parse_allow
 from tasks.releases import PatientLeases
@@ -43,7 +44,12 @@ def scripts() -> Scripts:
 
 @once
 def leases() -> PatientLeases:
-    return PatientLeases(scripts(), RoutingSettings())
+    return PatientLeases(scripts(), RoutingSettings(), workers().room)
+
+
+@once
+def workers() -> Workers:
+    return Workers(scripts())
 
 
 @once
@@ -57,7 +63,7 @@ def dispatcher() -> Dispatcher:
 
     settings, record = RoutingSettings(), RecordSettings()
     fleet = Fleet(catalog(), settings.catalog_refresh_s)
-    queues = Queues(scripts(), settings)
+    queues = Queues(scripts(), settings, workers().room)
     allow = parse_allow(TaskSettings().webhook_allow)
     return Dispatcher(
         store=Store(database(), record.idempotency_window_s),

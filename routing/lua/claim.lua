@@ -1,17 +1,19 @@
 --[[ claim: make an open offer one's own.
   KEYS[1..12] the fleet's keys, see lib/fleet
   ARGV[1] job   ARGV[2] lease   ARGV[3] owner, not empty   ARGV[4] lease_ms
-  Returns {"claimed", slot, server, number} | {"lost"}      Writes only on "claimed"
-  Claiming again what one has claimed answers "claimed" again
+  Returns {"claimed", slot, server, number} | {"yours"}: the caller has claimed it before | {"lost"}
+  Writes only on "claimed"
   Clock Redis TIME    Cost O(log leases)    Upholds LEASE-1 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
 -- @include lib/lease
 
 local job, lease, owner = ARGV[1], ARGV[2], ARGV[3]
-if not (is_held(job, lease, "") or is_held(job, lease, owner)) then return { "lost" } end
+if is_held(job, lease, owner) then return { "yours" } end
+if not is_held(job, lease, "") then return { "lost" } end
 
 redis.call("HSET", lease_key(job), "owner", owner)
 redis.call("ZADD", LEASES, exact(now_ms() + tonumber(ARGV[4])), job)
+note_owner(job, owner)
 local held = redis.call("HMGET", lease_key(job), "slot", "offer")
 return { "claimed", held[1], server_of(held[1]), tonumber(held[2]) }

@@ -2,8 +2,9 @@
   KEYS[1..12] the fleet's keys, see lib/fleet
   ARGV[1] prefix   random text that makes the names of new leases unique
   ARGV[2] limit    offers to make at most
-  ARGV[3] offer_ms how long an offer stays open
-  ARGV[4…]         lane, needs, seq, job, created of each job
+  ARGV[3] room     how many offers may be open at once: runs that workers have room for
+  ARGV[4] offer_ms how long an offer stays open
+  ARGV[5…]         lane, needs, seq, job, created of each job
   Returns {added, {job, lease, slot, server, model, number, owner}…}
   Idempotent: a job that waits or holds a lease already is left as it is
   Clock Redis TIME    Cost O(log n) a job    Upholds ORDER-1, SLOT-2 ]]
@@ -13,12 +14,13 @@
 -- @include lib/order
 -- @include lib/lanes
 -- @include lib/breaker
+-- @include lib/lease
 -- @include lib/holding
 -- @include lib/placement
 -- @include lib/offer
 
 local added, longer = 0, {}
-for i = 4, #ARGV, 5 do
+for i = 5, #ARGV, 5 do
   local lane, needs, seq, job, created = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]
   local it = longer[lane] and longer[lane].it or read_lane(lane)
   if redis.call("EXISTS", lease_key(job)) == 0 and add_to_lane(it, seq, job, created) then
@@ -27,4 +29,4 @@ for i = 4, #ARGV, 5 do
   end
 end
 for _, one in pairs(longer) do reindex(one.it, one.needs) end
-return { added, make_offers(tonumber(ARGV[2]), ARGV[1], now_ms(), tonumber(ARGV[3]), "", 0) }
+return { added, make_offers(tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[1], now_ms(), tonumber(ARGV[4]), "", 0) }

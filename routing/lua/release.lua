@@ -5,12 +5,13 @@
   ARGV[5] rest_ms   how long the slot is offered to nobody
   ARGV[6] prefix    random text that makes the names of new leases unique
   ARGV[7] limit     offers to make at most
-  ARGV[8] offer_ms  how long an open offer stands
-  ARGV[9] taker     who takes the first of them at once, for ARGV[10] lease_ms; "": nobody
-  ARGV[11] outcome  "ok", "failed", "busy": what the run tells of its server and model; "": nothing
-  ARGV[12] failures in a row that open a server's breaker   ARGV[13] rate of failures that opens one, 0 to 1
-  ARGV[14] open_ms  for how long the first time; doubled each time in a row up to ARGV[15] open_max_ms
-  ARGV[16] rest_max_ms: how far the rest of a slot that was busy is doubled, each time in a row
+  ARGV[8] room      how many offers may be open at once: runs that workers have room for
+  ARGV[9] offer_ms  how long an open offer stands
+  ARGV[10] taker    who takes the first of them at once, for ARGV[11] lease_ms; "": nobody
+  ARGV[12] outcome  "ok", "failed", "busy": what the run tells of its server and model; "": nothing
+  ARGV[13] failures in a row that open a server's breaker   ARGV[14] rate of failures that opens one, 0 to 1
+  ARGV[15] open_ms  for how long the first time; doubled each time in a row up to ARGV[16] open_max_ms
+  ARGV[17] rest_max_ms: how far the rest of a slot that was busy is doubled, each time in a row
   Returns {"released" | "lost", {job, lease, slot, server, model, number, owner}…}
   On "lost" the lease is left alone; offers are made all the same
   Clock Redis TIME    Cost O(log n + classes + free slots)    Upholds LEASE-4, SLOT-2 ]]
@@ -33,8 +34,8 @@ end
 
 local function note_run(job, was, outcome, now)
   local server, model = stats_key("server", server_of(was.slot)), stats_key("model", was.lane.model)
-  local settings = { failures = tonumber(ARGV[12]), rate = tonumber(ARGV[13]), open_ms = tonumber(ARGV[14]),
-    open_max_ms = tonumber(ARGV[15]) }
+  local settings = { failures = tonumber(ARGV[13]), rate = tonumber(ARGV[14]), open_ms = tonumber(ARGV[15]),
+    open_max_ms = tonumber(ARGV[16]) }
   note_outcome(server, job, outcome, now, settings)
   local failures = rules_of(was.lane.model).failures
   if failures > 0 then
@@ -55,7 +56,7 @@ local function rest_of(slot, outcome)
     return rest_ms
   end
   local times = redis.call("HINCRBY", stats, field, 1)
-  return math.min(rest_ms * 2 ^ math.min(times - 1, 30), math.max(rest_ms, tonumber(ARGV[16])))
+  return math.min(rest_ms * 2 ^ math.min(times - 1, 30), math.max(rest_ms, tonumber(ARGV[17])))
 end
 
 local job, now = ARGV[1], now_ms()
@@ -66,8 +67,9 @@ if is_held(job, ARGV[2], ARGV[3]) then
     add_to_lane(was.lane, was.seq, job, was.created)
     reindex(was.lane, was.needs)
   end
-  return_slot(was.slot, now, rest_of(was.slot, ARGV[11]))
-  note_run(job, was, ARGV[11] == "busy" and "" or ARGV[11], now)
+  return_slot(was.slot, now, rest_of(was.slot, ARGV[12]))
+  note_run(job, was, ARGV[12] == "busy" and "" or ARGV[12], now)
   answer = "released"
 end
-return { answer, make_offers(tonumber(ARGV[7]), ARGV[6], now, tonumber(ARGV[8]), ARGV[9], tonumber(ARGV[10])) }
+local limit, room, offer_ms, lease_ms = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[11])
+return { answer, make_offers(limit, room, ARGV[6], now, offer_ms, ARGV[10], lease_ms) }

@@ -7,6 +7,7 @@
 -- @include lib/fleet
 -- @include lib/order
 -- @include lib/lanes
+-- @include lib/lease
 -- @include lib/holding
 
 local now, restored = now_ms(), 0

@@ -1,15 +1,27 @@
 --[[ withdraw: take a waiting job out of the room, or ask the holder of its lease to cancel it.
   KEYS[1..12] the fleet's keys, see lib/fleet
   ARGV[1] job   ARGV[2] lane   ARGV[3] created
-  Returns {"withdrawn"} | {"asked"} | {"absent"}      Writes nothing on "absent"
-  Cost O(log n) ]]
+  Returns {"withdrawn"} | {"freed"}: nobody had taken its offer up, so its slot is free | {"asked"} | {"absent"}
+  Writes nothing on "absent"
+  Clock Redis TIME    Cost O(log n) ]]
+-- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/slots
 -- @include lib/order
 -- @include lib/lanes
+-- @include lib/lease
+-- @include lib/holding
 
 local job = ARGV[1]
 if take_from_lane(read_lane(ARGV[2]), member_of(job, ARGV[3])) then return { "withdrawn" } end
-if redis.call("EXISTS", lease_key(job)) == 1 then
+-- One that is offered again may still run at its server: whoever takes it up finds out.
+local held = redis.call("HMGET", lease_key(job), "owner", "offer")
+if held[1] == "" and held[2] ~= "0" then
+  local now = now_ms()
+  return_slot(drop_lease(job, now).slot, now, 0)
+  return { "freed" }
+end
+if held[1] then
   redis.call("HSET", lease_key(job), "cancel", "1")
   return { "asked" }
 end

@@ -15,7 +15,7 @@ from routing.dispatcher import new_owner
 from routing.leases import Held, Renewal
 from routing.outcome import Kind, Outcome
 from routing.policies.verdict import judge
-from tests.lua.stage import LEASE_MS, OFFER_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage, client, stage, valkey
+from tests.lua.stage import LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage, client, stage, valkey
 from tests.support.builders import CALLBACK, at_once, row_of, trail_of
 
 __all__ = ["client", "stage", "valkey"]
@@ -141,14 +141,13 @@ def test_more_jobs_at_once_than_a_tenant_may_ever_submit_are_no_matter_of_waitin
     stage.submit_all([stage.a() for _ in range(3)], acme)  # nothing was spent
 
 
-def test_a_broker_that_is_away_delays_a_job_and_no_more(stage):
+def test_a_job_whose_wake_up_was_lost_is_found_by_the_worker_that_looks_for_work(stage):
     stage.register()
     stage.told.broken = True
     job_id = stage.submit()
-    stage.told.broken = False
-    stage.later(OFFER_MS)
-    assert reconcile.reap(stage.dispatcher) == 1
-    assert stage.offered() == [job_id]
+    (offer,) = stage.dispatcher.queues.offer("zimg", 1, taker="w1")
+    task = stage.dispatcher.start(offer, "w1")
+    assert (task.run.job.id, task.run.attempt, task.held.owner) == (job_id, 1, "w1")
 
 
 # -- start, settle, hand-off -----------------------------------------------------------------------------------
@@ -232,8 +231,7 @@ def test_an_offer_that_was_taken_back_cannot_be_started(stage):
     stage.register()
     job_id = stage.submit()
     old = stage.told.offers.pop()
-    stage.later(OFFER_MS)
-    reconcile.reap(stage.dispatcher)
+    stage.dispatcher.free(Held("zimg", job_id, old.lease, "", old.slot), back=True)
     assert stage.dispatcher.start(old, "w1") is None
     assert stage.state(job_id) is State.QUEUED
     assert stage.start("w2").run.attempt == 1

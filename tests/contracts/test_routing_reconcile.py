@@ -18,24 +18,52 @@ __all__ = ["client", "stage", "valkey"]
 # -- reap ------------------------------------------------------------------------------------------------------
 
 
-def test_an_offer_that_nobody_took_goes_back_to_its_own_place(stage):
+def test_an_offer_that_nobody_takes_up_keeps_its_slot_and_its_message_for_days(stage):
+    stage.register(2)
+    first, second, third = stage.submit(), stage.submit(), stage.submit()
+    made = list(stage.told.offers)
+    for _ in range(20):
+        stage.later(3_600 * SECOND)
+        assert reconcile.reap(stage.dispatcher) == 0
+        reconcile.sweep(stage.dispatcher)
+    assert stage.told.offers == made and stage.room.waiting() == [third], "no message more, no job overtaken"
+    assert stage.run_all() == [first, second, third]
+    assert [stage.job(job_id).crashes for job_id in (first, second)] == [0, 0]
+
+
+@pytest.mark.parametrize("stop", ["server", "model", "tenant"])
+def test_an_offer_goes_back_to_its_own_place_when_nothing_may_be_started_there_any_more(stage, stop):
     stage.register()
     first, second = stage.submit(), stage.submit()
     stage.offered()
-    stage.later(OFFER_MS - 1)
-    assert reconcile.reap(stage.dispatcher) == 0
-    stage.later(1)
+    if stop == "server":
+        stage.catalog.set_server_state("gpu", "paused")
+    elif stop == "model":
+        stage.catalog.set_model_state("zimg", "paused")
+    else:
+        stage.catalog.set_tenant_state("default", "frozen")
+    reconcile.sweep(stage.dispatcher)
+    stage.later(OFFER_MS)
     assert reconcile.reap(stage.dispatcher) == 1
     job = stage.job(first)
     assert (job.state, job.attempt, job.crashes) == (State.QUEUED, 0, 0)
-    assert stage.run_all() == [first, second]
+    assert stage.room.taken() == {} and stage.room.waiting() == [first, second]
 
 
-def test_an_expired_offer_of_a_job_that_was_canceled_leaves_the_room(stage):
+def test_slot_2_canceling_a_job_that_is_offered_frees_its_slot_for_the_next(stage):
     stage.register()
     gone, following = stage.submit(), stage.submit()
     stage.offered()
     stage.dispatcher.cancel(gone)
+    assert stage.offered() == [following]
+    assert stage.room.waiting() == []
+
+
+def test_an_offer_of_a_job_that_has_ended_is_taken_back(stage):
+    stage.register()
+    gone, following = stage.submit(), stage.submit()
+    stage.offered()
+    stage.store.end_waiting(gone, Why.CANCEL_REQUESTED, stage.now)
     stage.later(OFFER_MS)
     reconcile.reap(stage.dispatcher)
     assert stage.offered() == [following]
@@ -213,14 +241,13 @@ def test_while_no_worker_comes_the_slot_stays_with_the_job_that_its_server_has(s
     stage.remote(task)
     stage.dispatcher.hand_back(task)
     for _ in range(5):
-        stage.offered()
         stage.later(OFFER_MS)
-        assert reconcile.reap(stage.dispatcher) == 1
-        assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, task.held.slot)]
+        assert reconcile.reap(stage.dispatcher) == 0
+        assert stage.room.taken() == {task.held.slot: job_id}
     assert stage.start("w2").run.remote_id == "r-1"
 
 
-def test_a_job_that_came_to_another_server_is_not_kept_there(stage):
+def test_a_job_that_came_to_another_server_is_not_bound_to_it(stage):
     stage.register(1, server="a")
     job_id = stage.submit()
     task = stage.start()
@@ -231,9 +258,11 @@ def test_a_job_that_came_to_another_server_is_not_kept_there(stage):
     stage.offered()
     stage.register(2, server="b")
     assert stage.told.offers.pop().slot == "b-slot0"
+    stage.register(1, server="c")
+    stage.set_state("paused", "b")
     stage.later(OFFER_MS)
     reconcile.reap(stage.dispatcher)
-    assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, "b-slot1")], "free for longer"
+    assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, "c-slot0")]
     assert stage.job(job_id).server == "a"
 
 

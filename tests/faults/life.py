@@ -44,6 +44,7 @@ from tasks import webhooks as hooks
 from tasks.celery_app import celery as app
 from tasks.heartbeat import Hold
 from tasks.inference import infer
+from tasks.publisher import publisher
 from tasks.worker import this_worker
 
 SERVER, SLOTS, SYNC, ASYNC = "gpu", 2, "zimg", "flux"
@@ -85,6 +86,7 @@ class Hands:
     def next(self) -> tuple[dict[str, Any], Any] | None:
         if self.put_aside:
             return self.put_aside.popleft()
+        publisher().flush(_QUIET_WITHIN_S)
         for queue in _QUEUES:
             message = self._channel.basic_get(queue, no_ack=True)
             if message is not None:
@@ -108,6 +110,7 @@ class Life:
         self.dispatcher = wiring.dispatcher()
         self._prepare()
         self.hands = Hands()
+        self._say_room()
 
     # -- acts ------------------------------------------------------------------------------------------------
 
@@ -163,15 +166,20 @@ class Life:
             if found is not None:
                 self.hands.do(*found)
             else:
+                self._say_room()
                 maintenance.sweep()
                 _pause()
         return found
+
+    def _say_room(self) -> None:
+        wiring.workers().say(this_worker().owner, this_worker().room)
 
     def recover(self) -> None:
         """Work, and keep everything in order, until nothing is left to do."""
         end = time.monotonic() + _QUIET_WITHIN_S
         self.ask_again()
         while True:
+            this_worker().poller.look()
             self.hands.work()
             for task in (maintenance.keep_time, maintenance.reap, maintenance.reconcile_all, maintenance.sweep):
                 task()

@@ -34,6 +34,7 @@ from tests.faults.mutant import (
     Mutant,
 )
 from tests.faults.mutants_away import AWAY
+from tests.faults.mutants_offers import OFFERS
 from tests.faults.mutants_room import ROOM
 
 REPO = Path(__file__).resolve().parents[2]
@@ -43,6 +44,7 @@ _LONGEST_S = 180
 MUTANTS = [
     *ROOM,
     *AWAY,
+    *OFFERS,
     # -- the record ------------------------------------------------------------------------------------------
     Mutant(
         "a transition asks for no state",
@@ -208,7 +210,7 @@ MUTANTS = [
         "a claim does not ask whether the offer is open",
         "LEASE-1",
         "routing/lua/claim.lua",
-        'if not (is_held(job, lease, "") or is_held(job, lease, owner)) then return { "lost" } end',
+        'if not is_held(job, lease, "") then return { "lost" } end',
         'if redis.call("HGET", lease_key(job), "lease") ~= lease then return { "lost" } end',
         (f"{LEASES}test_another_worker_cannot_claim_what_is_claimed",),
     ),

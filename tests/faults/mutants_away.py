@@ -43,8 +43,8 @@ AWAY = [
         "a run that could not be resumed is put back for all servers",
         "LEASE-1",
         "tasks/worker.py",
-        "if offer.number == 0:",
-        "if offer.number is None:",
+        "if offer.number == 0:\n            # Made again",
+        "if offer.number is None:\n            # Made again",
         (f"{WORKERS}test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers",),
     ),
     Mutant(

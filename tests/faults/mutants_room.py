@@ -23,7 +23,7 @@ ROOM = [
         "",
         (
             f"{LEASES}test_r71_an_offer_takes_the_job_and_the_slot_together",
-            f"{MAINTENANCE}test_an_offer_that_nobody_took_goes_back_to_its_own_place",
+            f"{MAINTENANCE}test_an_offer_goes_back_to_its_own_place_when_nothing_may_be_started_there_any_more",
         ),
     ),
     Mutant(

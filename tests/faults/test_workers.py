@@ -16,6 +16,7 @@ from routing.keys import Keys
 from routing.leases import Held, Leases, Renewal
 from routing.outcome import Kind, Outcome
 from routing.scripts import Scripts
+from routing.workers import Workers
 from tasks import inference, settlement
 from tasks import worker as workers
 from tasks.inference import InferRequest, infer
@@ -115,12 +116,27 @@ def test_only_a_wake_up_is_acknowledged_before_it_is_done(headers: dict[str, Any
 # -- a start that fails ----------------------------------------------------------------------------------------
 
 
+class Pool:
+    """In place of Celery's consumer: keeps what this process is to run, until it takes nothing any more."""
+
+    def __init__(self) -> None:
+        self.handed_on: list[str] = []
+        self.closed = False
+        self.strategies = {"infer": self._take}
+
+    def _take(self, message: Any, *_: object) -> None:
+        if self.closed:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        self.handed_on.append(message.headers["id"])
+
+
 @pytest.fixture
 def worker(stage: Stage) -> Worker:
     leases = PatientLeases(Scripts(stage.redis, Keys("test"), FRAGMENTS), SETTINGS)
     stage.dispatcher.leases = leases
-    found = Worker(stage.dispatcher, leases)
-    found.heartbeat.end()  # The tests beat.
+    found = Worker(stage.dispatcher, leases, Workers(leases._scripts), capacity=3)
+    found.heartbeat.end()  # The tests beat, and look.
+    found.consumer = Pool()
     return found
 
 
@@ -171,6 +187,149 @@ def test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers(
     reconcile.sweep(stage.dispatcher)
     again = stage.start("w2")
     assert (again.run.job.id, again.held.server, again.run.remote_id) == (job_id, "gpu", "r-1")
+
+
+# -- messages that come twice, late or never -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begun", ["running", "waiting for a thread"])
+@sqlite
+def test_a_doubled_wake_up_starts_nothing_and_frees_nothing(stage: Stage, worker: Worker, begun: str) -> None:
+    """Not even where the message comes to the very process that runs the job, which owns the lease."""
+    stage.register()
+    first, second = stage.submit(), stage.submit()
+    (offer,) = stage.told.offers
+    if begun == "running":
+        assert worker.start(offer) is not None
+    else:
+        (mine,) = stage.dispatcher.queues.offer("zimg", 1, taker=worker.owner)
+        worker.hand_on(mine)
+        assert worker.start(mine) is not None
+    assert worker.start(offer) is None
+    assert stage.room.taken() == {"gpu-slot0": first}
+    assert stage.state(first) is State.RUNNING and stage.state(second) is State.QUEUED
+
+
+@sqlite
+def test_a_doubled_wake_up_frees_nothing_while_redis_does_not_answer(
+    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.register()
+    job_id = stage.submit()
+    (offer,) = stage.told.offers
+    assert worker.start(offer) is not None
+    monkeypatch.setattr(Leases, "claim", _renewals_fail)
+    assert worker.start(offer) is None
+    assert stage.room.taken() == {"gpu-slot0": job_id}
+
+
+@sqlite
+def test_a_wake_up_that_comes_after_its_job_was_found_another_way_changes_nothing(stage: Stage, worker: Worker) -> None:
+    stage.register()
+    job_id = stage.submit()
+    (late,) = stage.told.offers
+    (mine,) = stage.dispatcher.queues.offer("zimg", 1, taker="w2")
+    assert stage.dispatcher.start(mine, "w2") is not None
+    assert worker.start(late) is None
+    assert stage.room.taken() == {"gpu-slot0": job_id} and stage.state(job_id) is State.RUNNING
+
+
+@sqlite
+def test_a_job_whose_wake_up_is_lost_is_begun_at_the_second_look(stage: Stage, worker: Worker) -> None:
+    """At the first it may be on its way."""
+    stage.register()
+    job_id = stage.submit()
+    assert worker.poller.look() == 0
+    assert worker.poller.look() == 1
+    assert worker.consumer.handed_on == [job_id] and stage.state(job_id) is State.RUNNING
+
+
+@sqlite
+def test_what_nobody_offers_a_worker_takes_at_its_first_look(stage: Stage, worker: Worker) -> None:
+    """As when it is the first worker for days: nothing is offered where nobody has room."""
+    workers = Workers(stage.dispatcher.queues._scripts)
+    stage.dispatcher.queues._room = workers.room
+    stage.register(2)
+    waiting = [stage.submit() for _ in range(3)]
+    assert stage.offered() == []
+    assert worker.poller.look() == 2
+    assert worker.consumer.handed_on == waiting[:2] and stage.room.waiting() == waiting[2:]
+
+
+@sqlite
+def test_a_worker_takes_no_more_than_it_has_room_for_and_the_oldest_of_it(stage: Stage, worker: Worker) -> None:
+    stage.register(5)
+    jobs = [stage.submit() for _ in range(6)]
+    worker.poller.look()
+    assert worker.poller.look() == 3
+    assert worker.consumer.handed_on == jobs[:3] and worker.room == 0
+    assert worker.poller.look() == 0
+
+
+@sqlite
+def test_a_full_worker_shares_its_threads_between_models(stage: Stage, worker: Worker) -> None:
+    """It reads no messages, so without that the model whose runs it has would keep it for ever."""
+    stage.register(3)
+    stage.register(1, server="other", model="flux")
+    busy = [stage.submit() for _ in range(6)]
+    tasks = [worker.start(offer) for offer in stage.told.offers[:3]]
+    waiting = stage.submit("flux")
+    worker.poller.look()
+    worker.poller.look()
+    assert worker.room == 0
+
+    for task in tasks[:2]:
+        assert task is not None
+        settled = stage.settle(task, taker=worker.taker)
+        worker.go_on(task.held.fleet, settled.next)
+        worker._forget(task.held.lease)
+
+    assert sorted(worker.consumer.handed_on) == sorted([busy[3], waiting])
+
+
+# -- a worker that stops ---------------------------------------------------------------------------------------
+
+
+@sqlite
+def test_a_worker_that_is_told_to_stop_begins_nothing_it_was_just_offered(stage: Stage, worker: Worker) -> None:
+    stage.register()
+    second = [stage.submit() for _ in range(2)][1]
+    task = worker.start(stage.told.offers.pop())
+    assert task is not None
+    following = stage.settle(task, taker=worker.taker).next
+    assert following is not None and following.job_id == second
+    worker.consumer = None
+
+    worker.hand_on(following)
+
+    assert (stage.state(second), stage.job(second).attempt) == (State.QUEUED, 0)
+    assert stage.offered() == [second], "another worker is told"
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@sqlite
+def test_a_job_that_the_pool_of_a_stopping_worker_drops_is_handed_back_at_no_cost(
+    stage: Stage, worker: Worker, closed: bool
+) -> None:
+    """The pool refuses it, or cancels it unrun."""
+    stage.register()
+    job_id = stage.submit()
+    (mine,) = stage.dispatcher.queues.offer("zimg", 1, taker=worker.owner)
+    stage.told.offers.clear()
+    worker.consumer.closed = closed
+    worker.hand_on(mine)
+    worker.end()
+    job = stage.job(job_id)
+    assert (job.state, job.why, job.crashes, job.failures) == (State.QUEUED, Why.HANDED_BACK, 0, 0)
+    assert stage.run_all() == [job_id]
+
+
+@sqlite
+def test_a_worker_that_stops_has_no_room(stage: Stage, worker: Worker) -> None:
+    worker.poller.look()
+    assert Workers(stage.dispatcher.queues._scripts).room() == 3
+    worker.drain()
+    assert Workers(stage.dispatcher.queues._scripts).room() == 0 and worker.taker == ""
 
 
 # -- a release that Redis did not answer -----------------------------------------------------------------------

@@ -27,6 +27,7 @@ START_MS = 1_800_000_000_000
 OFFER_MS, LEASE_MS = 10_000, 8_000
 BREAKER = (3, 0.8, 5_000, 40_000)  # failures in a row, rate, open_ms, open_max_ms
 BUSY_MAX_MS = 30_000
+ROOM = 1_000_000  # runs that workers have room for
 
 # Stands in for lib/now_ms.  The key lies in the same hash slot as the keys of the script.
 CLOCK = """
@@ -225,15 +226,20 @@ class Room:
     def open(self, epoch: str = "epoch1") -> str:
         return self.run("open", epoch)[0]
 
-    def enqueue(self, *jobs: Job, limit: int = 8) -> list[Offered]:
-        return self.enqueued(*jobs, limit=limit)[1]
+    def enqueue(self, *jobs: Job, limit: int = 8, room: int = ROOM) -> list[Offered]:
+        return self.enqueued(*jobs, limit=limit, room=room)[1]
 
-    def enqueued(self, *jobs: Job, limit: int = 8) -> tuple[int, list[Offered]]:
-        added, rows = self.run("enqueue", self._prefix(), limit, OFFER_MS, *[arg for job in jobs for arg in job.args])
+    def enqueued(self, *jobs: Job, limit: int = 8, room: int = ROOM) -> tuple[int, list[Offered]]:
+        args = [arg for job in jobs for arg in job.args]
+        added, rows = self.run("enqueue", self._prefix(), limit, room, OFFER_MS, *args)
         return added, [Offered(*row) for row in rows]
 
-    def offer(self, limit: int = 256) -> list[Offered]:
-        return [Offered(*row) for row in self.run("offer", self._prefix(), limit, OFFER_MS)]
+    def offer(self, limit: int = 256, room: int = ROOM, taker: str = "") -> list[Offered]:
+        args = [self._prefix(), limit, room, OFFER_MS, taker, LEASE_MS]
+        return [Offered(*row) for row in self.run("offer", *args)]
+
+    def keep(self, offer: Offered, *, resumes: bool = False) -> str:
+        return self.run("keep", offer.job, offer.lease, OFFER_MS, int(resumes))[0]
 
     def claim(self, offer: Offered, owner: str = "w1") -> str:
         return self.run("claim", offer.job, offer.lease, owner, LEASE_MS)[0]
@@ -249,10 +255,12 @@ class Room:
         back: bool = False,
         rest_ms: int = 0,
         limit: int = 8,
+        room: int = ROOM,
         taker: str = "",
         outcome: str = "",
     ) -> tuple[str, list[Offered]]:
-        args = [offer.job, offer.lease, owner, int(back), rest_ms, self._prefix(), limit, OFFER_MS, taker, LEASE_MS]
+        args = [offer.job, offer.lease, owner, int(back), rest_ms, self._prefix(), limit, room, OFFER_MS]
+        args += [taker, LEASE_MS]
         answer, rows = self.run("release", *args, outcome, *BREAKER, BUSY_MAX_MS)
         return answer, [Offered(*row) for row in rows]
 

@@ -107,7 +107,7 @@ class Stage:
 
     def set_clock(self, now: int) -> None:
         self.now = now
-        for tag in (*FLEETS, *(f"test:rate:{tenant}" for tenant in TENANTS)):
+        for tag in (*FLEETS, "test:workers", *(f"test:rate:{tenant}" for tenant in TENANTS)):
             self.redis.set(f"clock:{{{tag}}}", now)
 
     def later(self, ms: int) -> None:

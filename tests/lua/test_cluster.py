@@ -69,8 +69,9 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.run("wait_facts", "j3", _b("j3", 3).lane, START_MS)[1:3] == ["waiting", 1]
     assert len(room.run("servers")[1]) == 1
     assert room.run("depths")[:4] == [1, 0, 0, 2]
+    assert room.claim(two) == "claimed"
     assert room.withdraw(_b("j3", 3)) == "withdrawn" and room.withdraw(_b("j1", 1)) == "asked"
-    assert room.seize(two, "", only_expired=False) == "seized"
+    assert room.seize(two, "w1", "", only_expired=False) == "seized"
     answer, (following,) = room.release(one, back=True, taker="w1")
     assert (answer, following.job, following.owner) == ("released", "urgent", "w1")
     assert room.release(following)[0] == "released"
@@ -79,18 +80,20 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.run("occupy", "gpu-slot3", 1, 500) == 0
     assert len(room.run("held")[1]) == 2
     assert room.offer() == []
+    assert room.keep(two._replace(lease="seized")) == "kept"
     assert room.restore((_b("back", 9), "p9-1", "w2", "elsewhere-slot0")) == 1
     assert strict.admit("acme", 1, 100, 5) == 0
     assert strict.learn(room.keys.forecast(FLEET, FLEET), ["j1", 0, 1, 1, 1, 1]) == (0, 0)
+    assert strict.workers("w1", 3, 1000) == 3
     assert strict.ran == set(names())
 
     _check_keys(cluster)
 
 
 def _check_keys(cluster: Redis) -> None:
-    """Every key of a fleet carries its hash tag; only a tenant's rate belongs to none."""
+    """Every key of a fleet carries its hash tag; only a tenant's rate and the list of workers belong to none."""
     found = [key.decode() for key in cluster.scan_iter() if not key.startswith(b"clock:")]
-    assert [key for key in found if f"{{{FLEET}}}" not in key] == ["test:rate:acme"]
+    assert sorted(key for key in found if f"{{{FLEET}}}" not in key) == ["test:rate:acme", "test:workers"]
     assert {key.split("}:")[1].split(":")[0] for key in found if "}" in key} <= set(FLEET_KEYS)
 
 

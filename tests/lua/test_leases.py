@@ -82,10 +82,8 @@ def test_a_claim_gives_the_lease_an_owner_and_its_full_time(room, offer):
     assert room.expiry_of("j") == START_MS + 5 + LEASE_MS
 
 
-def test_claiming_again_what_one_has_claimed_is_answered_alike(room, held):
-    before = room.dump()
-    assert room.claim(held, "w1") == "claimed"
-    assert room.dump() == before
+def test_who_claims_again_what_he_has_claimed_hears_that_it_is_his(room, held):
+    unchanged(room, lambda: room.claim(held, "w1"), "yours")
 
 
 def test_another_worker_cannot_claim_what_is_claimed(room, held):
@@ -95,6 +93,107 @@ def test_another_worker_cannot_claim_what_is_claimed(room, held):
 @pytest.mark.parametrize("wrong", [{"lease": "p0-9"}, {"job": "nobody"}])
 def test_an_offer_that_is_gone_cannot_be_claimed(room, offer, wrong):
     unchanged(room, lambda: room.claim(offer._replace(**wrong), "w1"), "lost")
+
+
+# -- offers that nobody has taken up ---------------------------------------------------------------------------
+
+
+def test_never_more_offers_are_open_than_workers_have_room_for(room):
+    room.with_slots(5)
+    jobs = [a(f"j{n}", n) for n in range(1, 7)]
+    assert len(room.enqueue(*jobs, room=2)) == 2
+    unchanged(room, lambda: room.offer(room=2), [])
+    unchanged(room, lambda: room.offer(room=0), [])
+    (more,) = room.offer(room=3)
+    room.claim(more)
+    assert [it.job for it in room.offer(room=3)] == ["j4"], "one that is claimed is open no more"
+
+
+def test_a_worker_that_goes_on_with_the_next_job_needs_no_room(room):
+    room.with_slots(3)
+    (mine,) = room.enqueue(a("j1", 1), a("j2", 2), a("j3", 3), room=1)
+    room.claim(mine)
+    _, offers = room.release(mine, taker="w1", room=0)
+    assert [(it.job, it.owner) for it in offers] == [("j2", "w1")]
+
+
+def test_the_oldest_open_offer_is_taken_before_any_newer_job(room):
+    room.with_slots(3)
+    room.enqueue(a("j1", 1), a("j2", 2), a("j3", 3), a("urgent", 4, tier=1), limit=2)
+    first = room.offer(1, room=0, taker="w1")
+    assert [(it.job, it.owner, room.lease_of(it.job)["owner"]) for it in first] == [("urgent", "w1", "w1")]
+    assert room.expiry_of("urgent") == room.now + LEASE_MS
+    assert [it.job for it in room.offer(2, room=0, taker="w1")] == ["j1"], "nobody else has room"
+    assert [it.job for it in room.offer(1, room=0, taker="w1")] == ["j2"], "none is open, so the next is made"
+
+
+def test_what_is_offered_again_is_the_oldest_of_all(room):
+    room.with_slots(2)
+    _, two = room.enqueue(a("j1", 1), a("j2", 2))
+    room.claim(two)
+    room.seize(two, "w1", "", new_lease="s1", only_expired=False)
+    assert [it.job for it in room.offer(1, taker="w2")] == ["j2"]
+
+
+def test_an_open_offer_is_kept_in_its_slot(room, offer):
+    room.later(OFFER_MS + 5)
+    assert room.keep(offer) == "kept"
+    assert room.expiry_of("j") == room.now + OFFER_MS and room.expired() == []
+
+
+def test_only_an_open_offer_is_kept(room, held):
+    unchanged(room, lambda: room.keep(held), "lost")
+
+
+@pytest.mark.parametrize("stop", ["server", "fewer slots", "model", "tenant"])
+def test_an_offer_that_may_not_be_started_now_is_kept_only_if_its_server_may_be_at_it(room, offer, stop):
+    if stop == "server":
+        room.sync(Server("gpu", 1, "paused"))
+    elif stop == "fewer slots":
+        room.sync(Server("other", 1))
+    elif stop == "model":
+        room.configure(state="frozen")
+    else:
+        room.rules["tenant default"] = "paused"
+        room.sync(*room.servers)
+    unchanged(room, lambda: room.keep(offer), "closed")
+    assert room.keep(offer, resumes=True) == "kept"
+
+
+def test_withdrawing_a_job_that_nobody_has_taken_up_frees_its_slot(room, offer):
+    assert room.withdraw(a("j", 1)) == "freed"
+    assert room.members("free") == ["gpu-slot0"] and room.taken() == {} and room.lease_of("j") == {}
+    assert room.claim(offer) == "lost"
+
+
+def test_withdrawing_what_its_server_may_be_at_leaves_the_slot_to_whoever_takes_it_up(room, held):
+    room.seize(held, "w1", "", new_lease="s1", only_expired=False)
+    assert room.withdraw(a("j", 1)) == "asked"
+    assert room.taken() == {"gpu-slot0": "j"}
+
+
+# -- workers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def say(room, monkeypatch):
+    """What a worker says, by a clock of its own key; answers the room of all."""
+    room.client.set("clock:{test:workers}", START_MS)
+    return lambda worker="", count=None, ttl_ms=1000: room.scripts.workers(worker, count, ttl_ms)
+
+
+def test_the_room_of_all_is_what_the_living_have_said(room, say):
+    assert say() == 0
+    assert say("w1", 3) == 3 and say("w2", 4) == 7 and say("w1", 1) == 5
+    room.client.set("clock:{test:workers}", START_MS + 1001)
+    assert say("w2", 2) == 2, "w1 has not said anything for too long"
+    assert room.client.hkeys("test:workers") == [b"w2"]
+
+
+def test_a_worker_that_leaves_has_no_room_from_then_on(say):
+    say("w1", 3)
+    say("w2", 4)
+    assert say("w1", None) == 4
 
 
 # -- renew -----------------------------------------------------------------------------------------------------
@@ -272,7 +371,7 @@ def test_a_seized_lease_can_be_opened_for_another_worker(room, held):
     room.withdraw(a("j", 1))
     assert room.seize(held, "w1", "", new_lease="s1", only_expired=False) == "seized"
     again = held._replace(lease="s1")
-    assert room.run("claim", "j", "s1", "w2", LEASE_MS) == ["claimed", "gpu-slot0", "gpu", 1]
+    assert room.run("claim", "j", "s1", "w2", LEASE_MS) == ["claimed", "gpu-slot0", "gpu", 0], "offered again"
     assert room.renew("w2", again) == ["cancel"], "the wish to cancel stays with the job"
     assert room.release(again, "w2", back=True, limit=0)[0] == "released"
     assert room.waiting() == ["j"]

@@ -178,8 +178,9 @@ def test_the_holder_of_a_job_that_is_withdrawn_is_asked_to_cancel_it(room):
 def test_the_wish_to_cancel_ends_with_the_lease(room):
     room.with_slots(1)
     (offer,) = room.enqueue(a("j", 1))
+    room.claim(offer)
     room.withdraw(a("j", 1))
-    _, (again,) = room.release(offer, "", back=True)
+    _, (again,) = room.release(offer, back=True)
     room.claim(again)
     assert room.renew("w1", again) == ["renewed"]
 

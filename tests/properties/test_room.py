@@ -33,6 +33,7 @@ SLOTS = {"gpu-a": 2, "gpu-slot3": 1}
 owners = st.sampled_from(("", "w1", "w2"))
 workers = st.sampled_from(("w1", "w2"))
 limits = st.integers(0, 3)
+rooms = st.sampled_from((0, 1, 2, 9))  # runs that workers have room for
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Lease:
     owner: str
     slot: str
     expires: int
+    number: int  # of its offer; 0: it was offered again
     cancel: bool = False
 
 
@@ -90,13 +92,19 @@ class Model:
             place, when = (self.resting, self.now + rest_ms) if rest_ms else (self.free, self.now)
             place[lease.slot] = when
 
-    def expected_offers(self, limit: int, taker: str = "") -> list[tuple[Job, str, str]]:
+    def open_offers(self) -> list[Lease]:
+        """Those that nobody has claimed, the oldest first."""
+        found = [lease for lease in self.leases.values() if not lease.owner]
+        return sorted(found, key=lambda lease: (lease.number, lease.job.id))
+
+    def expected_offers(self, limit: int, taker: str = "", room: int = 9) -> list[tuple[Job, str, str]]:
         """(job, slot, owner) of each offer that is due: the first job that a free slot can run, there, and so on."""
         if not self.is_open:
             return []
         for slot in [slot for slot, until in self.resting.items() if until <= self.now]:
             del self.resting[slot]
             self.free[slot] = self.now
+        limit = min(limit, max(room - len(self.open_offers()), 0) + bool(taker))
         due: list[tuple[Job, str, str]] = []
         free = sorted(self.free, key=lambda slot: (self.free[slot], slot))
         taken = Counter(self.server(lease.slot) for lease in self.leases.values())
@@ -121,7 +129,7 @@ class Model:
         del self.free[offer.slot]
         self.loaded[offer.server] = job.model
         ttl = LEASE_MS if offer.owner else OFFER_MS
-        self.leases[job.id] = Lease(job, offer.lease, offer.owner, offer.slot, self.now + ttl)
+        self.leases[job.id] = Lease(job, offer.lease, offer.owner, offer.slot, self.now + ttl, offer.number)
 
 
 class RoomMachine(RuleBasedStateMachine):
@@ -162,16 +170,40 @@ class RoomMachine(RuleBasedStateMachine):
         chosen = data.draw(st.lists(st.sampled_from(there), min_size=1, max_size=4, unique_by=lambda job: job.id))
         return self._enqueue(chosen, limit)
 
-    @rule(target=known, limit=limits)
-    def sweep(self, limit):
-        return self._taken(self.room.offer(limit), self.model.expected_offers(limit))
+    @rule(target=known, limit=limits, room=rooms)
+    def sweep(self, limit, room):
+        return self._taken(self.room.offer(limit, room), self.model.expected_offers(limit, room=room))
+
+    @rule(target=known, limit=limits, room=rooms, taker=workers)
+    def look_for_work(self, limit, room, taker):
+        """The oldest open offer comes before any new one."""
+        offers, oldest = self.room.offer(limit, room, taker), self.model.open_offers()[:limit][:1]
+        for lease in oldest:
+            first = offers.pop(0)
+            assert (first.job, first.lease, first.slot, first.number) == (
+                lease.job.id,
+                lease.name,
+                lease.slot,
+                lease.number,
+            )
+            lease.owner, lease.expires = taker, self.model.now + LEASE_MS
+        expected = self.model.expected_offers(limit - len(oldest), "" if oldest else taker, room)
+        return self._taken(offers, expected)
 
     @rule(offer=known, owner=workers)
     def claim(self, offer, owner):
-        lease = self.model.held(offer, "") or self.model.held(offer, owner)
-        assert self.room.claim(offer, owner) == ("claimed" if lease else "lost")
+        lease, mine = self.model.held(offer, ""), self.model.held(offer, owner)
+        assert self.room.claim(offer, owner) == ("claimed" if lease else "yours" if mine else "lost")
         if lease:
             lease.owner, lease.expires = owner, self.model.now + LEASE_MS
+
+    @rule(offer=known, resumes=st.booleans())
+    def keep(self, offer, resumes):
+        lease = self.model.held(offer, "")
+        closed = lease and not resumes and self.model.server(lease.slot) not in self.model.online
+        assert self.room.keep(offer, resumes=resumes) == ("closed" if closed else "kept" if lease else "lost")
+        if lease and not closed:
+            lease.expires = self.model.now + OFFER_MS
 
     @rule(offer=known, owner=owners)
     def renew(self, offer, owner):
@@ -188,15 +220,17 @@ class RoomMachine(RuleBasedStateMachine):
         back=st.booleans(),
         rest_ms=st.sampled_from((0, 0, 500)),
         limit=limits,
+        room=rooms,
         taker=st.sampled_from(("", "w1")),
     )
-    def release(self, offer, owner, back, rest_ms, limit, taker):
+    def release(self, offer, owner, back, rest_ms, limit, room, taker):
         lease = self.model.held(offer, owner)
         if lease:
             self.model.drop(lease, rest_ms, back=back)
-        answer, offers = self.room.release(offer, owner, back=back, rest_ms=rest_ms, limit=limit, taker=taker)
+        how = {"back": back, "rest_ms": rest_ms, "limit": limit, "room": room, "taker": taker}
+        answer, offers = self.room.release(offer, owner, **how)
         assert answer == ("released" if lease else "lost")
-        return self._taken(offers, self.model.expected_offers(limit, taker))
+        return self._taken(offers, self.model.expected_offers(limit, taker, room))
 
     @rule(target=known, offer=known, owner=owners, new_owner=owners, only_expired=st.booleans())
     def seize(self, offer, owner, new_owner, only_expired):
@@ -210,6 +244,7 @@ class RoomMachine(RuleBasedStateMachine):
             return multiple()
         self.names.add(name)
         lease.name, lease.owner, lease.expires = name, new_owner, self.model.now + LEASE_MS
+        lease.number = lease.number if new_owner else 0
         return offer._replace(lease=name, owner=new_owner)
 
     @rule(ms=st.sampled_from((1, 500, LEASE_MS - 1, LEASE_MS, OFFER_MS)))
@@ -248,11 +283,14 @@ class RoomMachine(RuleBasedStateMachine):
     def withdraw(self, data):
         job = data.draw(st.sampled_from(self.jobs))
         lease = self.model.leases.get(job.id)
-        answer = "withdrawn" if job.id in self.model.waiting else "asked" if lease else "absent"
+        untaken = lease and not lease.owner and lease.number
+        answer = "withdrawn" if job.id in self.model.waiting else "freed" if untaken else "asked" if lease else "absent"
         assert self.room.withdraw(job) == answer
         if self.model.waiting.pop(job.id, None):
             self.model.gone.add(job.id)
-        if lease:
+        if untaken:
+            self.model.drop(lease, 0, back=False)
+        elif lease:
             lease.cancel = True
 
     @rule(server=st.sampled_from(sorted(SLOTS)))
@@ -273,7 +311,7 @@ class RoomMachine(RuleBasedStateMachine):
             self._enqueue_new_job()
         assert self.room.restore(*[(it.job, it.name, it.owner, it.slot) for it in running]) == len(running)
         for lease in running:
-            lease.expires, lease.cancel = self.model.now + LEASE_MS, False
+            lease.expires, lease.cancel, lease.number = self.model.now + LEASE_MS, False, 0
             self.model.leases[lease.job.id] = lease
         self._sync()
         queued = sorted(self.model.waiting.values(), key=lambda job: job.seq)
@@ -300,6 +338,7 @@ class RoomMachine(RuleBasedStateMachine):
         assert stands.free == model.free and stands.resting == model.resting
         assert stands.slots == {lease.slot: job for job, lease in model.leases.items()}
         assert stands.expiries == {job: lease.expires for job, lease in model.leases.items()}
+        assert stands.open == [lease.job.id for lease in model.open_offers()]
 
     @invariant()
     def lease_1_one_lease_for_each_job_and_each_slot(self):
@@ -365,7 +404,9 @@ class _Standing:
         for name in ("classes:|zimg", "classes:|flux", "free", "resting", "leases"):
             pipe.zrange(room.key(name), 0, -1, withscores=True)
         pipe.hgetall(room.key("slots"))
-        zimg, flux, free, resting, leases, slots = pipe.execute()
+        pipe.zrange(room.key("meta:open"), 0, -1)
+        zimg, flux, free, resting, leases, slots, still_open = pipe.execute()
+        self.open = [job.decode() for job in still_open]
         self.order = [lane.decode() for lane, _ in sorted([*zimg, *flux], key=lambda row: row[1])]
         self.free, self.resting, self.expiries = (
             {member.decode(): int(score) for member, score in rows} for rows in (free, resting, leases)

@@ -205,8 +205,8 @@ class TimedApi(Api):
     def set_clock(self, now: int) -> None:
         self.now = now
         with self.valkey.client() as redis:
-            for fleet in ("zimg", "flux"):
-                redis.set(f"clock:{{{fleet}}}", now)
+            for tag in ("zimg", "flux", "slotkeeper:workers"):
+                redis.set(f"clock:{{{tag}}}", now)
 
     def later(self, ms: int) -> None:
         self.set_clock(self.now + ms)
@@ -256,6 +256,7 @@ def build(
     clear_wiring()
     point_celery_at(valkey.url)
     dispatcher = wiring.dispatcher()
+    valkey.client().hset(wiring.scripts().keys.workers(), "tests", f"1000000 {10**15}")  # a worker with room for all
     heard = dispatcher._announcer = Heard(dispatcher._announcer)
     app = create_app()
     app.test_client_class = CheckedClient

@@ -15,6 +15,7 @@ local function write_lease(job, lease, owner, slot, it, needs, seq, created, num
   redis.call("ZREM", FREE, slot)
   redis.call("ZREM", RESTING, slot)
   redis.call("HINCRBY", stats_key("server", server_of(slot)), "taken", 1)
+  note_owner(job, owner, number)
   count_held(it, 1)
 end
 
@@ -24,6 +25,7 @@ local function drop_lease(job, now)
   local it, since = read_lane(was[2]), tonumber(was[6])
   redis.call("DEL", lease_key(job))
   redis.call("ZREM", LEASES, job)
+  redis.call("ZREM", open_key(), job)
   if redis.call("HGET", SLOTS, was[1]) == job then redis.call("HDEL", SLOTS, was[1]) end
   redis.call("HINCRBY", stats_key("server", server_of(was[1])), "taken", -1)
   charge_use(it, since, tonumber(was[7]), now)

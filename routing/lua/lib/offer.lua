@@ -147,14 +147,18 @@ local function take_next(servers, prefix, owner, now, lease_ms)
 end
 
 -- Up to `limit` offers.  The first goes straight to `owner`, if there is one, for `lease_ms`; the others are
--- open for `offer_ms`.  Nothing is offered while the room is being rebuilt: META has no epoch then (ORDER-1).
-local function make_offers(limit, prefix, now, offer_ms, owner, lease_ms)
+-- open for `offer_ms`, and no more than `room` are open at once, lest they wait where nobody looks.
+-- Nothing is offered while the room is being rebuilt: META has no epoch then (ORDER-1).
+local function make_offers(limit, room, prefix, now, offer_ms, owner, lease_ms)
   local offers = {}
   if redis.call("HEXISTS", META, "epoch") == 0 then return offers end
   wake_rested(now)
   if limit < 1 or redis.call("EXISTS", CLASSES) == 0 then return offers end
+  local open_left = math.max(room - redis.call("ZCARD", open_key()), 0)
+  local left = math.min(limit, open_left + (owner ~= "" and 1 or 0))
+  if left < 1 then return offers end
   local servers, free = free_servers()
-  while #offers < math.min(limit, free) do
+  while #offers < math.min(left, free) do
     local first = #offers == 0 and owner ~= ""
     local made = take_next(servers, prefix, first and owner or "", now, first and lease_ms or offer_ms)
     if not made then break end

@@ -1,0 +1,54 @@
+"""Which workers live, and for how many more runs each has room.
+
+An offer is made only for a run that a living worker has said it has room for, so that none waits where nobody looks.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+from routing.scripts import Scripts
+
+Room = Callable[[], int]
+"""How many runs living workers have room for, all together."""
+
+SAY_EVERY_S = 1.0
+_BELIEVED_MS = 3_500  # Two words in a row may be lost.
+_COPY_S = 0.5
+_NO_ROOM_S = 0.02  # A worker that has just come, or has just ended a run, shall not have to wait for work.
+
+
+def unbounded() -> int:
+    """More room than anybody offers."""
+    return 2**31
+
+
+class Workers:
+    """Talks to the list of workers, and keeps a copy of what they said for a moment.  Redis errors pass through."""
+
+    def __init__(self, scripts: Scripts) -> None:
+        self._scripts = scripts
+        self._lock = threading.Lock()
+        self._room = 0
+        self._until = 0.0
+
+    def say(self, worker: str, room: int) -> int:
+        """`worker` lives and has room for so many more runs; answers the room of all."""
+        return self._keep(self._scripts.workers(worker, max(room, 0), _BELIEVED_MS))
+
+    def leave(self, worker: str) -> None:
+        """`worker` takes nothing more."""
+        self._keep(self._scripts.workers(worker, None, 0))
+
+    def room(self) -> int:
+        """For how many runs living workers have said that they have room, at most half a second ago."""
+        with self._lock:
+            if time.monotonic() < self._until:
+                return self._room
+        return self._keep(self._scripts.workers("", None, 0))
+
+    def _keep(self, room: int) -> int:
+        with self._lock:
+            self._room = room
+            self._until = time.monotonic() + (_COPY_S if room else _NO_ROOM_S)
+        return room

@@ -1,0 +1,109 @@
+"""A worker looks for work by itself once a second, for what no message has told it.
+
+Messages are only quicker: one that is lost, or never read, costs its job a second or two, however long the broker is
+away.  The same look keeps a worker that is full from one model's jobs alone (`Turns`).
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import structlog
+
+from routing.dispatcher import Dispatcher
+from routing.queues import Look, Offer
+from routing.workers import SAY_EVERY_S, Workers
+
+log = structlog.get_logger(__name__)
+
+
+class Turns:
+    """Fleets between which a full worker shares its runs, each in its turn.  Safe between threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fleets: deque[str] = deque()
+
+    def replace(self, fleets: Sequence[str]) -> None:
+        """These have something to start; those that were there already keep their order."""
+        with self._lock:
+            kept = [fleet for fleet in self._fleets if fleet in fleets]
+            self._fleets = deque([*kept, *(fleet for fleet in fleets if fleet not in kept)])
+
+    def after(self, fleet: str) -> Iterator[str]:
+        """Whose turn it is after a run of `fleet`, until the caller has found something to start."""
+        with self._lock:
+            if fleet not in self._fleets:
+                self._fleets.append(fleet)
+            count = len(self._fleets)
+        for _ in range(count):
+            with self._lock:
+                following = self._fleets[0]
+                self._fleets.rotate(-1)
+            yield following
+
+
+class Poller:
+    """Says how much room this worker has, and begins what waits unseen.
+
+    `room`: for how many more runs there is room now.  `begin`: run a job whose offer this worker holds.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        workers: Workers,
+        owner: str,
+        room: Callable[[], int],
+        begin: Callable[[Offer], None],
+    ) -> None:
+        self.turns = Turns()
+        self._dispatcher = dispatcher
+        self._workers = workers
+        self._owner = owner
+        self._room = room
+        self._begin = begin
+        self._seen: dict[str, int] = {}  # fleet -> number of its oldest open offer at the last look
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._poll, name="poller", daemon=True).start()
+
+    def end(self) -> None:
+        """Look no more, and say that this worker takes nothing."""
+        self._ended.set()
+        try:
+            self._workers.leave(self._owner)
+        except Exception as error:  # It is forgotten in a few seconds anyway.
+            log.info("leaving_untold", error=str(error))
+
+    def look(self) -> int:
+        """Look once; answers how many jobs were begun.  Raises redis errors and RecordUnavailable."""
+        self._workers.say(self._owner, self._room())
+        looks = self._dispatcher.queues.looks(self._dispatcher.fleet.snapshot().fleets())
+        found = [look for look in looks if self._is_unseen(look)]
+        self._seen = {look.fleet: look.oldest_open for look in looks if look.oldest_open is not None}
+        self.turns.replace([look.fleet for look in found])
+        return sum(self._take(look.fleet) for look in found)
+
+    def _is_unseen(self, look: Look) -> bool:
+        """Whether nobody begins what is there: an offer was open at the last look already, or is not even made."""
+        if look.oldest_open is None:
+            return look.startable
+        return self._seen.get(look.fleet) == look.oldest_open
+
+    def _take(self, fleet: str) -> int:
+        """Begin what is there, as far as there is room."""
+        taken = 0
+        while self._room() > 0 and (offers := self._dispatcher.queues.offer(fleet, 1, taker=self._owner)):
+            self._begin(offers[0])
+            taken += 1
+        return taken
+
+    def _poll(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self.look()
+            except Exception as error:
+                log.warning("look_failed", error=str(error))
+            self._ended.wait(SAY_EVERY_S)

@@ -121,13 +121,16 @@ def _retry_after(seconds: float | None) -> dict[str, str]:
 
 def of_validation(error: ValidationError) -> Response:
     """422: each field that is wrong, and why."""
-    found = [_field_error(one, known_fields(error.title)) for one in error.errors(include_url=False)[:_MOST_ERRORS]]
-    facts: dict[str, Any] = {"field": found[0]["field"], "errors": found}
-    first = error.errors(include_url=False, include_input=False)[0]["loc"][:1]
-    if first and isinstance(first[0], int):
-        facts["index"] = first[0]
+    return _of_door(invalid(error))
+
+
+def invalid(error: ValidationError, **facts: Any) -> ProblemError:
+    """The refusal of a body or query that is not as described, with `facts`."""
+    known = known_fields(error.title)
+    found = [_field_error(one, known) for one in error.errors(include_url=False, include_context=False)[:_MOST_ERRORS]]
     detail = "; ".join(f"{one['field']} {one['message']}".strip() for one in found)
-    return problem(422, "invalid_request", "The request is not valid", detail, facts)
+    told = {"field": found[0]["field"], "errors": found, **facts}
+    return ProblemError(422, "invalid_request", "The request is not valid", detail, **told)
 
 
 _known_fields: dict[str, tuple[str, ...]] = {}

@@ -41,7 +41,14 @@ def create_app(settings: AppSettings | None = None) -> Flask:
     context.put(app.extensions, Context(dispatcher, settings, Places(dispatcher), Patience(settings.max_waiters)))
     app.extensions["slotkeeper_metrics"] = metrics.registry(dispatcher)
     errors.register(app)
-    for body in (schemas.SubmitBody, schemas.RegisterBody, schemas.StateBody, schemas.ListQuery, schemas.WaitQuery):
+    for body in (
+        schemas.SubmitBody,
+        schemas.BatchItem,
+        schemas.RegisterBody,
+        schemas.StateBody,
+        schemas.ListQuery,
+        schemas.WaitQuery,
+    ):
         errors.know_fields(body.__name__, body.model_fields)
     auth.register(app, settings, Tenants(wiring.database()))
     for api in _APIS:

@@ -3,9 +3,11 @@
 What a field may hold beyond its type is checked once, by the use case, which names the field too.
 """
 
+from collections.abc import Collection
+from itertools import islice
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, WithJsonSchema
+from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 
 from app.api.openapi import Model
 from jobs.config import ModelConfig
@@ -82,10 +84,26 @@ _Attributes = Annotated[
 ]
 
 
+_MOST_UNKNOWN = 20
+
+
 class Asked(Model):
     """A body: only what is listed, and nothing turned into another type."""
 
     model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_unknown(cls, given: Any) -> Any:
+        """Of very many fields that are not known a few are enough to refuse it; each costs a sentence."""
+        return _with_few_unknown(given, cls.model_fields)
+
+
+def _with_few_unknown(given: Any, known: Collection[str]) -> Any:
+    if not isinstance(given, dict) or len(given) <= len(known) + _MOST_UNKNOWN:
+        return given
+    unknown = islice((name for name in given if name not in known), _MOST_UNKNOWN)
+    return {name: given[name] for name in (*unknown, *known) if name in given}
 
 
 # -- jobs --------------------------------------------------------------------------------------------------
@@ -432,6 +450,11 @@ class ConfigBody(ModelConfig):
     """The overrides, all of them: what is left out goes back to its default."""
 
     model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_unknown(cls, given: Any) -> Any:
+        return _with_few_unknown(given, cls.model_fields)
 
 
 class RetryAllAnswer(Model):

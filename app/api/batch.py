@@ -4,17 +4,14 @@ from typing import Any
 
 from flask import Request
 from flask_openapi import RequestBody
-from pydantic import TypeAdapter
+from pydantic import ValidationError
 
-from app.api.reading import body_of, parse
-from app.errors import ProblemError, know_fields
+from app.api.reading import body_of, check_whole, parse
+from app.errors import ProblemError, invalid
 from app.schemas import BatchItem
 
 MOST = 1000
 NDJSON = "application/x-ndjson"
-
-_items = TypeAdapter(list[BatchItem])
-know_fields("list[BatchItem]", BatchItem.model_fields)
 
 _ITEM = BatchItem.model_json_schema()
 DESCRIPTION = RequestBody.model_validate(
@@ -28,15 +25,25 @@ DESCRIPTION = RequestBody.model_validate(
 
 
 def read(request: Request, most_bytes: int) -> list[BatchItem]:
-    """The jobs asked for.  Raises ProblemError, pydantic.ValidationError; both name the index."""
+    """The jobs asked for.  Raises ProblemError, which names the index."""
     request.max_content_length = most_bytes
+    if request.mimetype == NDJSON:
+        check_whole(request)
     body = body_of(request)
     found = _lines(body) if request.mimetype == NDJSON else parse(body)
     if not isinstance(found, list):
         raise _refused("The body must be a JSON array of jobs, or NDJSON with Content-Type: application/x-ndjson.")
     if not 1 <= len(found) <= MOST:
         raise _refused(f"The batch holds {len(found)} jobs; send 1 to {MOST}.")
-    return _items.validate_python(found)
+    return [_item(index, it) for index, it in enumerate(found)]
+
+
+def _item(index: int, found: Any) -> BatchItem:
+    """One at a time: the first that is wrong ends it, however many follow."""
+    try:
+        return BatchItem.model_validate(found)
+    except ValidationError as error:
+        raise invalid(error, index=index) from None
 
 
 def _lines(body: bytes) -> list[Any]:

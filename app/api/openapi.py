@@ -19,6 +19,7 @@ _REASONS = {
     403: "Not allowed",
     404: "There is no such thing",
     409: "The present state does not allow this",
+    411: "The body's length is not announced",
     413: "The body is too large",
     415: "The body is not JSON",
     421: "The Host header does not name this machine",

@@ -46,7 +46,7 @@ def submit(body: SubmitBody) -> Answer:
 
 @api.post(
     "/submit-batch",
-    responses={202: BatchReceipt, **_REFUSALS},
+    responses={202: BatchReceipt, **_REFUSALS, **problems(411)},
     request_body=batch.DESCRIPTION,
     openapi_extensions=_BATCH_KEY,
 )

@@ -5,12 +5,16 @@ the last of two equal keys without a word; both would change what the client mea
 """
 
 import json
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import flask
 from werkzeug.exceptions import RequestEntityTooLarge
 
 from app.errors import ProblemError, printable
+
+WHOLE = "slotkeeper.whole_body"
+"""In the WSGI environment: the server has read the body to its end."""
 
 
 class _Refused(ValueError):
@@ -20,10 +24,14 @@ class _Refused(ValueError):
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise _Refused(f"the key {printable(twice)!r} stands twice in one object")
+        raise _Refused(f"the key {printable(_first_twice(pairs))!r} stands twice in one object")
     return made
+
+
+def _first_twice(pairs: Iterable[tuple[str, Any]]) -> str:
+    """The first key that has stood before.  One look at each: a body may hold hundreds of thousands."""
+    seen: set[str] = set()
+    return next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
 
 
 def _constant(name: str) -> NoReturn:
@@ -52,15 +60,31 @@ def _malformed(what: str, facts: dict[str, Any]) -> ProblemError:
 
 
 def body_of(request: flask.Request) -> bytes:
-    """The whole body.  Raises RequestEntityTooLarge.
+    """The whole body.  Raises ProblemError for one that broke off, RequestEntityTooLarge.
 
-    Werkzeug stops at the limit without a word where no length was announced: half a body would pass for a whole.
+    Werkzeug ends quietly where a body breaks off, and at the limit where no length was announced: a part would pass
+    for the whole.
     """
+    announced, most = request.content_length, request.max_content_length
+    if announced is None and most is not None:
+        request.max_content_length = most + 1
     body = request.get_data()
-    most = request.max_content_length
-    if most is not None and len(body) >= most and len(body) != request.content_length:
+    if most is not None and len(body) > most:
         raise RequestEntityTooLarge
+    if announced is not None and len(body) != announced:
+        detail = f"{len(body)} of the {announced} bytes announced have arrived; nothing was done.  Send it again."
+        raise ProblemError(400, "incomplete_body", "The body broke off", detail)
     return body
+
+
+def check_whole(request: flask.Request) -> None:
+    """For bodies whose beginning could pass for the whole.  Raises ProblemError unless it is known where they end.
+
+    The length tells it, or the server under us, which has seen the last chunk.
+    """
+    if request.content_length is None and not request.environ.get(WHOLE):
+        detail = "Send Content-Length: without it a body that breaks off cannot be told from a whole one."
+        raise ProblemError(411, "length_required", "The length is not known", detail)
 
 
 class Request(flask.Request):

@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
+from app.api.reading import WHOLE
 from jobs.record import now_ms
 from jobs.states import State
 from routing import reconcile
@@ -15,6 +16,7 @@ from tests.support.api import NOTHING, Api
 pytest_plugins = ("tests.support.api_fixtures",)
 
 MIB = 1 << 20
+CHUNKED: dict[str, Any] = {"CONTENT_LENGTH": "", "HTTP_TRANSFER_ENCODING": "chunked", "wsgi.input_terminated": True}
 
 
 # -- accepted --------------------------------------------------------------------------------------------------
@@ -299,10 +301,64 @@ def test_a_body_of_unannounced_length_is_refused_and_not_cut_short(api: Api, pat
     api.model()
     line = _raw() + b"\n"
     body = line.ljust(16 * MIB if "batch" in path else 2 * MIB) + line
-    chunked = {"CONTENT_LENGTH": "", "wsgi.input_terminated": True}
+    chunked = CHUNKED | {WHOLE: True}
     answer = api.client.post(path, content_type=kind, input_stream=io.BytesIO(body), environ_overrides=chunked)
     assert answer.status_code == 413
     assert api.stored() == NOTHING
+
+
+def test_a_body_of_unannounced_length_may_be_as_long_as_an_announced_one(api: Api) -> None:
+    api.model()
+    body = _raw().ljust(2 * MIB)
+    for how in (CHUNKED, {"CONTENT_LENGTH": str(len(body))}):
+        answer = api.client.post(
+            "/queue/submit", content_type="application/json", input_stream=io.BytesIO(body), environ_overrides=how
+        )
+        assert answer.status_code == 202, answer.text
+
+
+BROKEN_OFF = [
+    ("/queue/submit", "application/json", b"%s   "),
+    ("/queue/submit-batch", "application/json", b"[%s]   "),
+    ("/queue/submit-batch", "application/x-ndjson", b"%s\n%s"),
+]
+
+
+@pytest.mark.parametrize("path, kind, body", BROKEN_OFF)
+def test_a_body_that_broke_off_is_refused_whole(api: Api, path: str, kind: str, body: bytes) -> None:
+    """What has arrived would be valid by itself."""
+    api.model()
+    arrived = body.replace(b"%s", _raw())
+    length = {"CONTENT_LENGTH": str(len(arrived) + 1), "wsgi.input_terminated": True}
+    answer = api.client.post(path, content_type=kind, input_stream=io.BytesIO(arrived), environ_overrides=length)
+    assert answer.status_code == 400, answer.text
+    assert api.stored() == NOTHING
+
+
+def test_lines_of_which_nobody_knows_the_end_are_refused(api: Api) -> None:
+    """A batch that breaks off between two lines looks like a shorter one."""
+    api.model()
+    for seen, status in (({}, 411), ({WHOLE: True}, 202)):
+        answer = api.client.post(
+            "/queue/submit-batch",
+            content_type="application/x-ndjson",
+            input_stream=io.BytesIO(_raw() + b"\n"),
+            environ_overrides=CHUNKED | seen,
+        )
+        assert answer.status_code == status
+        assert (api.stored() == NOTHING) is (status == 411)
+
+
+@pytest.mark.parametrize("path", ["/queue/submit", "/queue/submit-batch", "/admin/model-configs/zimg"])
+def test_of_very_many_unknown_fields_a_few_are_named(api: Api, path: str) -> None:
+    api.model()
+    body: Any = {f"x{n}": n for n in range(10_000)}
+    if path.endswith("batch"):
+        body = [body] * 3
+    answer = api.client.open(path, method="PUT" if "config" in path else "POST", json=body)
+    assert answer.status_code == 422
+    assert len(answer.json["errors"]) <= 22
+    assert len(answer.data) < 10_000
 
 
 def test_ten_megabytes_are_too_much(api: Api) -> None:

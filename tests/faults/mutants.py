@@ -34,6 +34,7 @@ from tests.faults.mutant import (
     Mutant,
 )
 from tests.faults.mutants_away import AWAY
+from tests.faults.mutants_door import DOOR
 from tests.faults.mutants_offers import OFFERS
 from tests.faults.mutants_room import ROOM
 
@@ -45,6 +46,7 @@ MUTANTS = [
     *ROOM,
     *AWAY,
     *OFFERS,
+    *DOOR,
     # -- the record ------------------------------------------------------------------------------------------
     Mutant(
         "a transition asks for no state",

@@ -12,7 +12,7 @@ WANTED := setup.cfg pyproject.toml constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 PYTEST_ARGS ?=
 
-.PHONY: help setup setup-dev run demo test check format bench clean
+.PHONY: help setup setup-dev run demo test attack check format bench clean
 
 help: ## Show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -36,6 +36,9 @@ check: setup-dev ## Format, lint, types, import contracts, Lua lint, tests
 	step $(BIN)/lint-imports
 	$(lint-lua)
 	step $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+attack: setup-dev ## Attack a Slotkeeper of its own, for minutes, and print a score card (ATTACKS="bodies")
+	@exec $(BIN)/python -m tests.attacks $(ATTACKS)
 
 format: setup-dev ## Format the code and fix what the linter can
 	$(BIN)/ruff format .

@@ -29,11 +29,25 @@ class AppSettings(BaseSettings):
     max_push_bytes: int = Field(16 << 20, gt=0)
     """Largest result that a server may push."""
     web_threads: int = Field(64, ge=1, le=2000)
-    """Threads that answer requests in one process."""
+    """Threads that answer requests in one process; half of them are for requests that wait for a job to end."""
+    max_connections: int = Field(4096, ge=16, le=100_000)
+    """Connections of one process; of more, those go that have been silent for longest."""
+    max_buffered_bytes: int = Field(256 << 20, ge=32 << 20)
+    """Bodies and answers that one process holds; those of one tenant's key, or of one address, may be a fourth."""
+    head_timeout_s: float = Field(10.0, gt=0, le=300)
+    """How long a request's head may take, and a new connection may send nothing."""
+    keep_alive_s: float = Field(30.0, gt=0, le=3600)
+    """How long a connection is kept between two requests."""
+    body_timeout_s: float = Field(10.0, gt=0, le=300)
+    """How long a body may take, beside a second for each `body_min_rate` bytes."""
+    body_min_rate: int = Field(32 << 10, gt=0)
+    """Bytes a second that a body must keep up with, and an answer that is read."""
+    send_timeout_s: float = Field(10.0, gt=0, le=300)
+    """How long a client may read nothing of its answer."""
 
     @property
     def max_waiters(self) -> int:
-        """Requests of one process that may wait for a job to end: half of its threads stay free."""
+        """Requests of one process that may wait for a job to end."""
         return self.web_threads // 2
 
     @cached_property

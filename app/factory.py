@@ -1,4 +1,4 @@
-"""The WSGI application: `granian --interface wsgi --factory app.factory:create_app`."""
+"""The WSGI application, which the process `web` (app.web) serves."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -20,11 +20,12 @@ class Patience:
     def __init__(
         self,
         most: int,
-        pause: Callable[[float], object] = time.sleep,
+        pause: Callable[[float], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._room = threading.BoundedSemaphore(most) if most > 0 else None
-        self._pause = pause
+        self._stopping = threading.Event()
+        self._pause = pause or self._stopping.wait
         self._clock = clock
 
     def wait(self, look: Look, seconds: float) -> None:
@@ -36,11 +37,15 @@ class Patience:
         finally:
             self._room.release()
 
+    def stop(self) -> None:
+        """The process ends: answer those who wait, and let nobody wait any more."""
+        self._stopping.set()
+
     def _watch(self, look: Look, until: float) -> None:
         step_s = _FIRST_LOOK_S
         while _goes_on(look()):
             left_s = until - self._clock()
-            if left_s <= 0:
+            if left_s <= 0 or self._stopping.is_set():
                 return
             self._pause(min(step_s, left_s))
             step_s = min(step_s * _GROWTH, _LONGEST_LOOK_S)

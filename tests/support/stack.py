@@ -141,9 +141,7 @@ class Stack:
         return self.start("beat", self.celery("beat"))
 
     def web(self) -> Process:
-        command = [str(_BIN / "granian"), "--interface", "wsgi", "--factory", "app.factory:create_app"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--blocking-threads", "16", "--no-ws"]
-        process = self.start("web", [*command, "--workers-kill-timeout", "10"])
+        process = self.start("web", [sys.executable, "-m", "app.web"])
         eventually(lambda: self.answers("/health/live"), "the API answers", 30)
         return process
 

@@ -1,0 +1,81 @@
+"""The process `web`: python -m app.web."""
+
+import asyncio
+import gc
+import os
+import resource
+import signal
+import sys
+from typing import NoReturn
+
+import structlog
+from flask import Flask
+
+from app.api.patience import Patience
+from app.config import AppSettings
+from app.factory import create_app
+from app.web.connection import Connection
+from app.web.door import Door
+from app.web.owners import Owners
+from jobs.tenants import Tenants
+from tasks import wiring
+
+log = structlog.get_logger(__name__)
+
+_BACKLOG = 2048
+_SPARE_FILES = 1024  # for the record, Redis, and what the process has open besides connections
+_STOP_S = 8.0
+_TURN_S = 0.001
+_COLLECT_AFTER = 20_000  # new objects; a collection stops all threads, and one large body is many objects
+
+
+def main() -> NoReturn:
+    settings = AppSettings()
+    app = create_app(settings)
+    _share_fairly()
+    owners = Owners(Tenants(wiring.database()).by_key if settings.require_keys else None)
+    asyncio.run(_serve(app, settings, owners, app.extensions["slotkeeper"].patience))
+    # Threads that are still at work would be waited for; the record is safe whenever this ends.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _share_fairly() -> None:
+    """Let no thread that reads a large body keep the others waiting."""
+    sys.setswitchinterval(_TURN_S)
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER)
+
+
+async def _serve(app: Flask, settings: AppSettings, owners: Owners, patience: Patience) -> None:
+    """Until a signal says to stop; then what is begun is answered first."""
+    loop = asyncio.get_running_loop()
+    door = Door(app, settings, owners, loop, _places(settings.max_connections))
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    server = await loop.create_server(lambda: Connection(door), settings.host, settings.port, backlog=_BACKLOG)
+    door.tick()
+    log.info("web_listens", host=settings.host, port=settings.port)
+    await stop.wait()
+    server.close()
+    door.stop()
+    patience.stop()
+    until = loop.time() + _STOP_S
+    while len(door.crowd) and loop.time() < until:
+        await asyncio.sleep(0.02)
+
+
+def _places(wanted: int) -> int:
+    """Connections that there are files for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = wanted + _SPARE_FILES
+    if soft < enough:
+        soft = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return min(wanted, max(soft - _SPARE_FILES, soft // 2))
+
+
+if __name__ == "__main__":
+    main()

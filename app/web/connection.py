@@ -1,0 +1,285 @@
+"""One connection: reads heads and bodies, each within its time and size, and writes answers in their order."""
+
+import asyncio
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, cast
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+
+from app.web.gateway import Answer, BadHead, environ_of
+from app.web.owners import Kind, Owner
+from app.web.request import LONGEST_HEAD, LONGEST_TARGET, MOST_HEADERS, Request
+
+if TYPE_CHECKING:
+    from app.web.door import Door
+
+_LONGEST_FRAMING = 64 << 10  # bytes of a chunked body that are no content, before it goes on
+_HEARD_OUT = 32 << 20  # bytes of a body that is refused; a client that cannot send on never reads why
+_HEARD_OUT_S = 5.0
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class Connection(asyncio.Protocol):
+    """As asyncio has it: called from the event loop's thread only."""
+
+    def __init__(self, door: "Door") -> None:
+        self._door = door
+        self.address = ""
+        self.bytes_owner, self.bytes_held = "", 0
+        self._peer = ("", 0)
+        self._requests: deque[Request] = deque()  # The first is being answered, or read.
+        self._since = door.now()  # of the present pause
+        self._silent = 0  # bytes since the last that were content
+        self._unsent = 0  # bytes of an answer
+        self._any_answered = False
+        self._ended = False  # The client sends no more.
+        self._closing = False
+        self._hearing_out: float | None = None  # since when
+        self._heard_out = 0  # bytes
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]
+        self._parser = HttpRequestParser(self)
+
+    @property
+    def is_served(self) -> bool:
+        """It waits for an answer."""
+        return bool(self._requests) and self._requests[0].served and not self._unsent
+
+    # -- the transport ---------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._peer = (transport.get_extra_info("peername") or ("", 0))[:2]
+        self.address = self._peer[0]
+        self._door.crowd.enter(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._closing = True
+        self._door.crowd.leave(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._closing:
+            return
+        if self._hearing_out is not None:
+            self._forget(data)
+            return
+        self._door.crowd.heard(self)
+        self._silent += len(data)
+        try:
+            with suppress(HttpParserUpgrade):  # To nothing; what follows is not read, as it may be no HTTP.
+                self._parser.feed_data(data)
+        except HttpParserError:
+            self._refuse(400, "malformed_request", "This is no HTTP/1.1.")
+        self._check_silence()
+        self._go_on()
+
+    def eof_received(self) -> bool:
+        """The client sends no more; whether it may still read."""
+        self._ended = True
+        if self._hearing_out is not None or not self._requests:
+            return False
+        if self._requests[-1].complete:
+            self._requests[-1].close = True
+        else:
+            self._refuse(400, "incomplete_body", "The request broke off; nothing was done.  Send it again.")
+            self._go_on()
+        return True
+
+    def resume_writing(self) -> None:
+        """All is sent."""
+        if self._unsent:
+            self._unsent = 0
+            self._end_request()
+
+    def _check_silence(self) -> None:
+        """Heads, chunk extensions and trailers have no end of their own."""
+        if not self._requests or self._requests[-1].complete:
+            return
+        if self._requests[-1].environ is None:
+            if self._silent > LONGEST_HEAD:
+                self._refuse(431, "head_too_large", _LARGE_HEAD)
+        elif self._silent > _LONGEST_FRAMING:
+            self._refuse(400, "malformed_request", "Its chunks hold next to nothing.")
+
+    def _forget(self, data: bytes) -> None:
+        self._heard_out += len(data)
+        if self._heard_out > _HEARD_OUT:
+            self.give_way()
+
+    # -- the parser ------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._requests.append(Request(self._door.now()))
+
+    def on_url(self, target: bytes) -> None:
+        self._requests[-1].target += target
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._requests[-1].add_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        request, parser = self._requests[-1], self._parser
+        self._silent = 0
+        request.began = self._door.now()
+        request.close = not parser.should_keep_alive() or parser.should_upgrade()
+        if len(request.target) > LONGEST_TARGET:
+            self._refuse(414, "address_too_long", f"An address may have {LONGEST_TARGET} bytes.")
+        elif request.is_head_too_large:
+            self._refuse(431, "head_too_large", _LARGE_HEAD)
+        else:
+            self._read_head(request)
+
+    def _read_head(self, request: Request) -> None:
+        method, version = self._parser.get_method().decode("latin-1"), self._parser.get_http_version()
+        try:
+            request.environ = environ_of(method, version, request.target, request.headers, self._peer)
+        except BadHead as error:
+            self._refuse(400, "malformed_request", f"In this request {error}.")
+            return
+        request.limit = self._door.limit_of(request.path)
+        request.owner = self._door.owner_of(self, request)
+
+    def on_body(self, data: bytes) -> None:
+        request = self._requests[-1]
+        self._silent = 0
+        if request.unread:
+            return
+        if len(request.body) + len(data) > request.limit:
+            request.body += data[: request.limit + 1 - len(request.body)]
+            request.unread = True
+        elif self._door.may_hold(self, request, len(data)):
+            request.body += data
+        else:
+            self._refuse(429, "too_many_bytes", "You send too much at once; let what you have begun end first.", 1)
+
+    def on_message_complete(self) -> None:
+        self._silent = 0
+        self._requests[-1].complete = True
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    def owned(self, request: Request, owner: Owner) -> None:
+        """It is known now whose request it is."""
+        request.owner = owner
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Do what can be done for the first request: hand it over, or read on."""
+        if self._closing or self._hearing_out is not None or not self._requests:
+            return
+        request = self._requests[0]
+        if request.served:
+            self._transport.pause_reading()
+        elif request.refusal is not None:
+            request.served = True
+            self.answer(request, request.refusal)
+        elif request.environ is not None and request.owner is None:
+            self._transport.pause_reading()  # until it is known who sends this
+        elif request.environ is not None:
+            self._go_on_with(request)
+
+    def _go_on_with(self, request: Request) -> None:
+        assert request.owner is not None
+        if request.owner.kind in (Kind.OPERATOR, Kind.TENANT):
+            self._door.crowd.trust(self)
+        if self._is_ready(request, request.owner):
+            self._transport.pause_reading()
+            request.served = True
+            self._door.serve(self, request)
+        else:
+            self._invite(request)
+            self._transport.resume_reading()
+
+    def _is_ready(self, request: Request, owner: Owner) -> bool:
+        """Whether the application can answer: all is here, or what is here is enough to be refused."""
+        if not request.complete:
+            request.unread = request.is_too_large or (
+                owner.kind is Kind.STRANGER and self._door.wants_key(request.path)
+            )
+        return request.complete or request.unread
+
+    def _invite(self, request: Request) -> None:
+        """To send the body, if the client waits for that."""
+        assert request.environ is not None
+        if request.environ.pop("HTTP_EXPECT", "").lower() == "100-continue" and not request.body:
+            self._transport.write(_CONTINUE)
+
+    def _refuse(self, status: int, code: str, detail: str, retry_after_s: int | None = None) -> None:
+        """Answer the request that is being read with a refusal, when its turn comes, and read no other."""
+        if not self._requests or self._requests[-1].complete:
+            self._requests.append(Request(self._door.now()))
+        request = self._requests[-1]
+        request.refuse(Answer.problem(status, code, detail, request.path, retry_after_s))
+
+    def answer(self, request: Request, answer: Answer) -> None:
+        """Send it, and go on with the next request."""
+        if self._closing:
+            return
+        self._door.crowd.release(self)
+        if not self._door.hold_answer(self, request, len(answer.body)):
+            self.give_way()
+            return
+        request.close = request.close or request.unread or self._door.stopping
+        self._transport.write(answer.encode(request.method, request.version, close=request.close))
+        self._unsent = self._transport.get_write_buffer_size()
+        self._since = self._door.now()
+        if not self._unsent:
+            self._end_request()
+
+    def _end_request(self) -> None:
+        self._door.crowd.release(self)
+        request = self._requests.popleft()
+        self._since, self._any_answered = self._door.now(), True
+        if request.unread and not request.complete and not self._ended:
+            self._hear_out()
+        elif request.close:
+            self._close()
+        else:
+            self._transport.resume_reading()
+            self._go_on()
+
+    def _hear_out(self) -> None:
+        """Let the client send the rest of what is refused, and keep none of it: else it never reads why."""
+        self._hearing_out = self._door.now()
+        self._transport.write_eof()
+        self._transport.resume_reading()
+
+    # -- time ------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Close what takes too long.  Called about every second."""
+        settings = self._door.settings
+        if self._hearing_out is not None:
+            if now - self._hearing_out > _HEARD_OUT_S:
+                self.give_way()
+        elif self._unsent:
+            self._watch_sending(now)
+        elif not self._requests:
+            if now - self._since > (settings.keep_alive_s if self._any_answered else settings.head_timeout_s):
+                self._close()
+        elif not self._requests[0].served and self._requests[0].is_too_slow(now, settings):
+            self._refuse(408, "request_too_slow", "The request did not arrive in time; nothing was done.")
+            self._go_on()
+
+    def _watch_sending(self, now: float) -> None:
+        settings, left = self._door.settings, self._transport.get_write_buffer_size()
+        if left <= self._unsent - settings.body_min_rate:
+            self._unsent, self._since = left, now
+        elif now - self._since > settings.send_timeout_s:
+            self.give_way()
+
+    def close_if_idle(self) -> None:
+        """The process stops."""
+        if not self._requests:
+            self._close()
+
+    def give_way(self) -> None:
+        self._closing = True
+        self._transport.abort()
+
+    def _close(self) -> None:
+        self._closing = True
+        self._transport.close()
+
+
+_LARGE_HEAD = f"A head may have {MOST_HEADERS} headers, and {LONGEST_HEAD} bytes."

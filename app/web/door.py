@@ -1,0 +1,172 @@
+"""What all connections of the process share: rules, threads, and the application."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import structlog
+
+from app.config import AppSettings
+from app.web.crowd import Crowd
+from app.web.gateway import Answer, Application, answer
+from app.web.hall import Errand, Lane
+from app.web.owners import Kind, Owner, Owners
+from app.web.request import Request
+
+if TYPE_CHECKING:
+    from app.web.connection import Connection
+
+log = structlog.get_logger(__name__)
+
+_TICK_S = 1.0
+_HEAVY = 256 << 10  # bytes of a body that takes long to read
+_MOST_WAITING = 1024  # requests of one owner
+_MOST_LOOKED_UP = 64  # keys at one address
+_PUSH = "/tasks/callback/"
+_LIVE = "/health/live"
+_KEYLESS = ("/health/", _PUSH, "/docs", "/openapi.json")
+
+
+class Door:
+    """Called from the event loop's thread only, but for what runs in the lanes'."""
+
+    def __init__(
+        self,
+        application: Application,
+        settings: AppSettings,
+        owners: Owners,
+        loop: asyncio.AbstractEventLoop,
+        most_connections: int,
+    ) -> None:
+        self._application, self.settings, self._owners, self._loop = application, settings, owners, loop
+        self.crowd = Crowd(most_connections, settings.max_buffered_bytes)
+        self.stopping = False
+        self.now: Callable[[], float] = time.monotonic
+        waiting = settings.max_waiters
+        working = settings.web_threads - waiting
+        # Who shows no key because none is asked for is alone; else half of them stay for the other tenants.
+        self._general = self._lane("web", working, working // 2 if settings.require_keys else working)
+        self._waiting = self._lane("waiting", waiting, waiting)
+        self._operators = self._lane("operators", 4, 4)
+        self._heavy = self._lane("heavy", 2, 1)
+        self._pushes = self._lane("pushes", 8, 6)
+        self._strangers = self._lane("strangers", 2, 1)
+        self._live = self._lane("live", 1, 1)
+        self._keys = self._lane("keys", 2, 1, _MOST_LOOKED_UP)
+        self._told_evicted = 0
+
+    def _lane(self, name: str, threads: int, share: int, most_waiting: int = _MOST_WAITING) -> Lane:
+        return Lane(name, threads, share, self._soon, most_waiting)
+
+    def _soon(self, function: Callable[..., object], *args: object) -> None:
+        """From a lane's thread: run it in the event loop's."""
+        with suppress(RuntimeError):  # The loop is closed: the process ends.
+            self._loop.call_soon_threadsafe(function, *args)
+
+    # -- rules -----------------------------------------------------------------------------------------------
+
+    def limit_of(self, path: str) -> int:
+        """Largest body that is taken at this address."""
+        if path == "/queue/submit-batch":
+            return self.settings.max_batch_bytes
+        return self.settings.max_push_bytes if path.startswith(_PUSH) else self.settings.max_body_bytes
+
+    def wants_key(self, path: str) -> bool:
+        """Whether a stranger is refused there whatever it sends."""
+        return self.settings.require_keys and not path.startswith(_KEYLESS)
+
+    def may_hold(self, connection: "Connection", request: Request, size: int) -> bool:
+        return self.crowd.hold(connection, _payer(connection, request), size, whole=_may_hold_all(request))
+
+    def hold_answer(self, connection: "Connection", request: Request, size: int) -> bool:
+        return self.crowd.hold(connection, _payer(connection, request), size, whole=True)
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    def owner_of(self, connection: "Connection", request: Request) -> Owner | None:
+        """Whose request it is; None: `connection.owned` is called when that is known."""
+        assert request.environ is not None
+        authorization = request.environ.get("HTTP_AUTHORIZATION", "")
+        known = self._owners.known(authorization, connection.address)
+        if known is not None:
+            return known
+
+        def look() -> None:
+            owner = self._owners.look_up(authorization, connection.address)
+            self._soon(told, owner)
+
+        def told(owner: Owner) -> None:
+            self._owners.remember(authorization, owner)
+            connection.owned(request, owner)
+
+        if self._keys.enter(Errand(connection.address, look)):
+            return None
+        return Owner(connection.address, Kind.STRANGER)
+
+    def serve(self, connection: "Connection", request: Request) -> None:
+        """Have it answered, by `connection.answer`."""
+        assert request.environ is not None
+        whole = not request.unread
+        body = bytes(request.body) if whole else b""
+        if not whole:
+            request.environ["CONTENT_LENGTH"] = str(max(request.announced or 0, request.limit + 1))
+            request.environ.pop("HTTP_TRANSFER_ENCODING", None)
+        request.body = bytearray()
+
+        def work() -> None:
+            try:
+                found = answer(self._application, request.environ or {}, body, whole=whole)
+            except Exception as error:  # The application answers its own; this is one of the server's.
+                log.error("request_failed", path=request.path, exc_info=error)
+                found = Answer.problem(500, "internal_error", "This is a fault of the server, and it is in its log.")
+            self._soon(connection.answer, request, found)
+
+        errand = Errand(_payer(connection, request), work)
+        if not self._lane_of(request, len(body)).enter(errand):
+            detail = "Too many of your requests wait already."
+            connection.answer(request, Answer.problem(429, "too_many_requests", detail, request.path, 1))
+
+    def _lane_of(self, request: Request, size: int) -> Lane:
+        assert request.owner is not None
+        if request.path == _LIVE:
+            return self._live
+        if request.path.startswith(_PUSH):
+            return self._pushes
+        if request.owner.kind is Kind.STRANGER:
+            return self._strangers
+        if size > _HEAVY:
+            return self._heavy
+        if request.may_wait and self._waiting.has_room:
+            return self._waiting
+        if request.owner.kind is Kind.OPERATOR and not self._general.has_room:
+            return self._operators
+        return self._general
+
+    # -- time ------------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Close what takes too long, and come back."""
+        now = self.now()
+        for guest in self.crowd.guests():
+            guest.tick(now)
+        if self.crowd.evicted > self._told_evicted:
+            log.warning("connections_gave_way", count=self.crowd.evicted - self._told_evicted, open=len(self.crowd))
+            self._told_evicted = self.crowd.evicted
+        self._loop.call_later(_TICK_S, self.tick)
+
+    def stop(self) -> None:
+        """Take no further requests; those that are being answered are."""
+        self.stopping = True
+        for guest in self.crowd.guests():
+            guest.close_if_idle()
+
+
+def _payer(connection: "Connection", request: Request) -> str:
+    owner = request.owner
+    return f"address {connection.address}" if owner is None or owner.kind is Kind.STRANGER else f"key {owner.name}"
+
+
+def _may_hold_all(request: Request) -> bool:
+    return request.owner is not None and request.owner.kind is Kind.LOCAL

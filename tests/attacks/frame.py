@@ -1,0 +1,125 @@
+"""An attack, and how it is played: its checks before it, again and again while it lasts, and after it."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import Pipe, get_context
+from typing import Any
+
+_PAUSE_S = 0.05
+_BEGINS_WITHIN_S, _ENDS_WITHIN_S = 60, 5
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that must hold.  `look` raises AssertionError, or OSError, where it does not."""
+
+    name: str
+    look: Callable[[Any], object]
+    within_s: float = 1.0
+    """How long looking may take; an answer that comes later is none."""
+
+
+@dataclass(frozen=True)
+class Attack:
+    """`wage` begins it, and what it gives ends it.  `lasts_s`: how long the checks are repeated meanwhile."""
+
+    name: str
+    wage: Callable[[Any], AbstractContextManager[object]]
+    checks: Sequence[Check]
+    lasts_s: float = 2.0
+    quick: bool = True
+    """Whether `make test` plays it."""
+
+
+@dataclass
+class Seen:
+    """What came of one check in one phase."""
+
+    longest_s: float = 0.0
+    looks: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    def look(self, check: Check, stage: Any) -> None:
+        began = time.monotonic()
+        try:
+            check.look(stage)
+        except (AssertionError, OSError) as error:
+            self.wrong.append(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+        took_s = time.monotonic() - began
+        self.longest_s, self.looks = max(self.longest_s, took_s), self.looks + 1
+        if took_s > check.within_s:
+            self.wrong.append(f"took {took_s:.1f} s")
+
+
+@contextmanager
+def _elsewhere(attack: Attack, stage: Any) -> Iterator[None]:
+    """Wage it from a process of its own, so that what the attacker works does not slow down those who look.
+
+    Raises AssertionError for what it finds wrong itself.
+    """
+    ours, theirs = Pipe()
+
+    def wage() -> None:
+        os.nice(5)
+        try:
+            with attack.wage(stage):
+                theirs.send("")
+                theirs.recv()
+        except Exception as error:
+            theirs.send(f"{type(error).__name__}: {error}")
+        os._exit(0)  # Without a word about sockets that are left.
+
+    attacker = get_context("fork").Process(target=wage)
+    attacker.start()
+    try:
+        assert ours.poll(_BEGINS_WITHIN_S), "the attack does not begin"
+        wrong = ours.recv()
+        assert not wrong, wrong
+        yield
+        ours.send("end")
+        attacker.join(_ENDS_WITHIN_S)
+    finally:
+        attacker.kill()
+        attacker.join()
+
+
+PHASES = ("before", "during", "after")
+
+
+@dataclass
+class Played:
+    """What came of an attack: by check, what was seen in each phase."""
+
+    attack: Attack
+    seen: dict[str, dict[str, Seen]]
+
+    @property
+    def wrong(self) -> list[str]:
+        return [
+            f"{check}, {phase}: {words}"
+            for check, phases in self.seen.items()
+            for phase, seen in phases.items()
+            for words in seen.wrong[:3]
+        ]
+
+
+def play(attack: Attack, stage: Any) -> Played:
+    """Play it once."""
+    played = Played(attack, {check.name: {phase: Seen() for phase in PHASES} for check in attack.checks})
+
+    def look(phase: str) -> None:
+        for check in attack.checks:
+            played.seen[check.name][phase].look(check, stage)
+
+    look("before")
+    with _elsewhere(attack, stage):
+        until = time.monotonic() + attack.lasts_s
+        look("during")
+        while time.monotonic() < until:
+            time.sleep(_PAUSE_S)
+            look("during")
+    look("after")
+    return played

@@ -1,0 +1,85 @@
+"""What is attacked: the `web` process as the Procfile starts it, with keys; and who is there."""
+
+import json
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from app.up.plan import procfile
+from jobs.db import Database
+from jobs.record import now_ms
+from jobs.tenants import Tenant, Tenants
+from tests.support.stack import _BIN, Stack, eventually
+
+PLACES = 1200
+"""Connections that the process takes."""
+_FILES = 8192
+
+
+@dataclass
+class Stage:
+    """A Slotkeeper under attack.  Mallory, who attacks, and alice have keys; so has the operator."""
+
+    stack: Stack
+    keys: dict[str, str]
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", self.stack.port
+
+    def ask(self, who: str, method: str, path: str, body: Any = None, timeout_s: float = 10.0) -> requests.Response:
+        """By a connection of its own, as somebody does who was not there before."""
+        headers = {"Authorization": f"Bearer {self.keys[who]}"} if who else {}
+        return requests.request(method, self.stack.url + path, json=body, headers=headers, timeout=timeout_s)
+
+    def connect(self) -> socket.socket:
+        made = socket.create_connection(self.address, 10)
+        made.settimeout(10)
+        return made
+
+    def head(self, who: str, path: str, *lines: str, method: str = "POST", kind: str = "application/json") -> bytes:
+        """A request's head, up to its empty line."""
+        head = [f"{method} {path} HTTP/1.1", f"Host: 127.0.0.1:{self.stack.port}", f"Content-Type: {kind}", *lines]
+        if who:
+            head.append(f"Authorization: Bearer {self.keys[who]}")
+        return ("\r\n".join(head) + "\r\n\r\n").encode()
+
+    def jobs_of(self, who: str) -> list[dict[str, Any]]:
+        found = self.ask(who, "GET", "/queue/jobs").json()["jobs"]
+        return [job for job in found if job["tenant"] == who]
+
+
+@contextmanager
+def staged(home: Path, **env: str) -> Iterator[Stage]:
+    """Start it, and end it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _FILES:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (_FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard), hard)
+        )
+    settings = {"SLOTKEEPER_REQUIRE_KEYS": "true", "SLOTKEEPER_MAX_CONNECTIONS": str(PLACES), **env}
+    with Stack(home, settings) as stack:
+        stack.env["PATH"] = f"{_BIN}:{stack.env['PATH']}"
+        stack.start("web", ["sh", "-c", f"exec {procfile()['web']}"])
+        eventually(lambda: stack.answers("/health/live"), "the API answers")
+        stage = Stage(stack, _keys(home))
+        answer = stage.ask("operator", "PUT", "/admin/model-configs/zimg", {})
+        assert answer.ok, answer.text
+        yield stage
+
+
+def _keys(home: Path) -> dict[str, str]:
+    record = Database(f"sqlite:///{home / 'record.db'}")
+    tenants = Tenants(record)
+    made = {name: tenants.add(Tenant(name, name == "operator"), now_ms()) for name in ("operator", "alice", "mallory")}
+    record.close()
+    return made
+
+
+JOB = json.dumps({"model": "zimg", "payload": {"prompt": "a cat"}}).encode()

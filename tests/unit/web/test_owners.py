@@ -1,0 +1,64 @@
+import pytest
+
+from app.web.owners import Kind, Owner, Owners
+from jobs.errors import RecordUnavailable
+from jobs.tenants import Tenant
+
+KNOWN = {"sk_a": Tenant("alice", False), "sk_o": Tenant("operator", True)}
+HERE = "10.0.0.1"
+
+
+class World:
+    now = 0.0
+
+
+def owners(world=World):
+    return Owners(KNOWN.get, lambda: world.now)
+
+
+def test_without_keys_everybody_is_local():
+    assert Owners(None).known("", HERE) == Owner("", Kind.LOCAL)
+
+
+@pytest.mark.parametrize("shown", ["", "Basic abc", "Bearer", "Bearer "])
+def test_who_shows_no_key_is_a_stranger_at_once(shown):
+    assert owners().known(shown, HERE) == Owner(HERE, Kind.STRANGER)
+
+
+@pytest.mark.parametrize(
+    "key, owner",
+    [
+        ("sk_a", Owner("alice", Kind.TENANT)),
+        ("sk_o", Owner("operator", Kind.OPERATOR)),
+        ("sk_x", Owner(HERE, Kind.STRANGER)),
+    ],
+)
+def test_the_record_says_whose_key_it_is(key, owner):
+    asked = owners()
+    assert asked.known(f"Bearer {key}", HERE) is None
+    assert asked.look_up(f"bearer {key}", HERE) == owner
+
+
+def test_a_key_that_was_good_is_remembered_for_minutes_and_one_that_was_not_never():
+    world = World()
+    asked = owners(world)
+    for key in ("Bearer sk_a", "Bearer sk_x"):
+        asked.remember(key, asked.look_up(key, HERE))
+    assert asked.known("Bearer sk_a", HERE) == Owner("alice", Kind.TENANT)
+    assert asked.known("Bearer sk_x", HERE) is None
+    world.now = 301
+    assert asked.known("Bearer sk_a", HERE) is None
+
+
+def test_only_so_many_keys_are_remembered():
+    asked = owners()
+    for n in range(5000):
+        asked.remember(f"Bearer sk_{n}", Owner("alice", Kind.TENANT))
+    assert len(asked._known) == 4096
+
+
+def test_while_the_record_is_away_all_are_strangers():
+    def away(key):
+        raise RecordUnavailable("away")
+
+    assert Owners(away).look_up("Bearer sk_a", HERE) == Owner(HERE, Kind.STRANGER)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from app.drill.accounts import Conduct
 from app.drill.checker import Findings, Overtaken
 from app.drill.schedule import Fault
 from jobs.states import State
@@ -22,7 +23,10 @@ class Card:
     """Everything that is worth knowing afterwards."""
 
     seed: int
+    command: str
+    """Repeats the drill."""
     findings: Findings
+    conduct: Conduct
     disordered: Sequence[Overtaken]
     """Overtaken jobs that no fault excuses."""
     faults: Sequence[Fault]
@@ -56,12 +60,17 @@ class Card:
     """Processes that had to be killed in the end."""
     states: Mapping[str, State | None]
     """Of lost jobs."""
+    lost_commits: int = 0
+    """COMMITs, or answers to them, that were lost on purpose."""
+    twisted: int = 0
+    """Messages that were doubled, delayed or lost."""
 
     @property
     def passed(self) -> bool:
         found = self.findings
         broken = (found.lost, found.unexpected, found.overlaps, found.reversals, self.disordered, self.doubled)
-        return self.balanced and not self.stalled and not any(broken)
+        beside = (self.refusals, self.left)
+        return self.balanced and not self.stalled and self.conduct.clean and not any(broken) and not any(beside)
 
     @property
     def duplicates(self) -> int:
@@ -74,6 +83,7 @@ class Card:
         return {
             "passed": self.passed,
             "seed": self.seed,
+            "command": self.command,
             "faults": dict(Counter(str(fault.kind) for fault in self.faults)),
             "accepted": found.accepted,
             "ended": {state.value: count for state, count in found.ended.items()},
@@ -89,6 +99,9 @@ class Card:
             "refusals": dict(self.refusals),
             "gave_up": self.gave_up,
             "doubled_ids": len(self.doubled),
+            "conduct": {name: len(those) for name, those in self.conduct.found.items()},
+            "lost_commits": self.lost_commits,
+            "twisted_messages": self.twisted,
             "unheard": self.unheard,
             "balanced": self.balanced,
             "stalled": self.stalled,
@@ -119,6 +132,7 @@ class Card:
             f"{(it.started_ns - it.by_started_ns) / 1e9:.3f} s before it"
             for it in self.disordered[:_SHOWN]
         ]
+        lines += [f"{name}: {it}" for name, those in self.conduct.found.items() for it in those[:_SHOWN]]
         lines += [f"ended by itself: {crash}" for crash in self.crashes[:_SHOWN]]
         return lines + [f"left over: {it}" for it in self.left[:_SHOWN]]
 
@@ -133,6 +147,8 @@ class Card:
         for line in self.details():
             console.print(f"  {line}", markup=False)
         console.print("[green]passed[/]" if self.passed else "[red]not passed[/]")
+        if self.command:
+            console.print(f"Again: {self.command}", markup=False, soft_wrap=True)
 
     def _rows(self) -> list[tuple[str, str, bool | None]]:
         """Name, value, whether it is as it should be (None: neither)."""
@@ -153,6 +169,7 @@ class Card:
             ("order violations", f"{len(self.disordered)} ({explained} more by a fault)", not self.disordered),
             ("reversals", str(len(found.reversals)), not found.reversals),
             ("ledger", "balanced" if self.balanced else "does not balance", self.balanced),
+            *((name, str(len(those)), not those) for name, those in self.conduct.found.items()),
             ("answers", _listed(self.answers), not self.refusals),
             ("not submitted", str(self.gave_up), not self.gave_up),
             ("submits per s", "-" if self.submits_per_s is None else f"{self.submits_per_s:.0f}", None),
@@ -160,6 +177,8 @@ class Card:
         rows += [(f"idle after {kind}", _spread(stats), None) for kind, stats in self.recovery.items()]
         if self.rerun is not None:
             rows.append(("lost run again after", _spread(self.rerun), None))
+        if self.lost_commits or self.twisted:
+            rows.append(("lost on purpose", f"{self.lost_commits} COMMITs; {self.twisted} messages twisted", None))
         agreed = "not in time" if self.agreed_s is None else f"after {self.agreed_s:.1f} s"
         rows.append(("leases = servers", agreed, self.agreed_s is not None))
         rows.append(("left over", str(len(self.left)), not self.left))

@@ -1,11 +1,13 @@
 """The command `slotkeeper drill`."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 
 class _Kinds(click.ParamType):
@@ -40,6 +42,9 @@ class _Kinds(click.ParamType):
 )
 @click.option("--workers", default=2, show_default=True, type=click.IntRange(1, 32), help="Worker processes.")
 @click.option("--slots", default=8, show_default=True, type=click.IntRange(4, 256), help="Of all servers together.")
+@click.option(
+    "--database", default="sqlite", show_default=True, help="sqlite, postgresql, or the URL of an empty PostgreSQL."
+)
 @click.option("--keep", is_flag=True, help="Keep journals and logs.  They are kept anyway if it is not passed.")
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the score card there."
@@ -55,22 +60,35 @@ def drill(
     burst: int,
     workers: int,
     slots: int,
+    database: str,
     keep: bool,
     json_file: Path | None,
 ) -> None:
     """Prove on this machine that no job gets lost, whatever is killed.
 
-    Starts a whole Slotkeeper in a temporary folder, submits jobs over HTTP, and meanwhile kills and stops its
-    processes by a seed.  Then compares what clients were promised with what the servers did.
+    Starts a whole Slotkeeper in a temporary folder, submits jobs over HTTP, and meanwhile lets things fail by a seed.
+    Then compares what clients were promised with what servers and receivers saw.
 
     \b
-    Kinds of faults:
-      worker, maintenance, beat, web, redis, server   SIGKILL, and started again
-      stop    SIGSTOP of a worker for longer than a lease, then SIGCONT
-      term    SIGTERM of a worker
-      flush   FLUSHALL
+    Kinds of faults; `all` is every one that the setting allows:
+      worker, maintenance, beat, web, redis, server, database   SIGKILL, and started again
+      stop        SIGSTOP of a worker for longer than a lease, then SIGCONT
+      restarts    SIGTERM of a worker, and a start
+      flush       FLUSHALL
+      stale       Redis fails over to a replica that lacks the latest writes
+      messages    the broker's messages are doubled, delayed, lost
+      silence     connections stay and carry nothing, in one way or in both
+      cuts        connections are reset
+      delays      whatever is sent arrives late
+      commits     COMMITs are lost, or only their answers (PostgreSQL)
+      revokes     Celery's revoke of jobs that wait or run
+      clock       a process's clock is wrong by seconds or by an hour (libfaketime)
+      receivers   webhook receivers are slow, or dead
+      deadlines   many jobs have the same deadline
+      operator    slots, servers, policies and limits are changed
 
-    Exit status 0: nothing was lost, nothing ran twice at once, nothing was out of order that no fault explains.
+    Exit status 0: nothing was lost, nothing ran twice at once, nothing was out of order that no fault explains, nothing
+    stood still, nobody paid for what was not his fault, and nobody was told what is not so.
     """
     import secrets
 
@@ -79,15 +97,18 @@ def drill(
     from app.drill.launcher import drill as run
     from app.up.errors import Stopped
 
+    faults = _possible(faults, database)
     if kills is not None and not faults:
         raise click.UsageError("--kills needs at least one kind of --faults.")
     if seed is None:
         seed = secrets.randbelow(1_000_000)
     out = console()
+    command = _again(click.get_current_context(), seed)
+    wishes = Wishes(
+        jobs, seconds, seed, kill_every, faults, clients, burst / 100, keep, kills, workers, slots, database, command
+    )
     try:
-        card = run(
-            Wishes(jobs, seconds, seed, kill_every, faults, clients, burst / 100, keep, kills, workers, slots), out
-        )
+        card = run(wishes, out)
     except Stopped:
         out.print("Stopped; nothing is left running.")
         sys.exit(130)
@@ -95,3 +116,29 @@ def drill(
         json_file.write_text(json.dumps(card.data(), indent=2) + "\n")
     card.show(out)
     sys.exit(0 if card.passed else 1)
+
+
+def _possible(kinds: tuple[Any, ...], database: str) -> tuple[Any, ...]:
+    """Those that can happen here; says why the others cannot."""
+    from app.drill.setting import hindrance
+
+    hindered = {kind: why for kind in kinds if (why := hindrance(kind, database)) is not None}
+    for kind, why in hindered.items():
+        click.echo(f"Without {kind}: {why}.", err=True)
+    return tuple(kind for kind in kinds if kind not in hindered)
+
+
+def _again(context: click.Context, seed: int) -> str:
+    """The command that repeats this drill."""
+    words = ["slotkeeper", "drill", "--seed", str(seed)]
+    for option in context.command.params:
+        name = option.name or ""
+        if name in ("seed", "keep", "json_file") or _is_default(context, name):
+            continue
+        value = context.params[name]
+        words += [option.opts[0], ",".join(value) if isinstance(value, tuple) else str(value)]
+    return shlex.join(words)
+
+
+def _is_default(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is ParameterSource.DEFAULT

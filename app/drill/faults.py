@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from redis.exceptions import RedisError
-
+from app.drill.acts import ACTS, Mend, NotNow
 from app.drill.schedule import Fault, Kind
 from app.drill.stack import Stack
 
@@ -20,7 +19,16 @@ class Struck:
     fault: Fault
     at_ns: int
     at_ms: int
+    effect_ns: int = 0
+    """When it had been done, and lasted until …"""
+    mending_ns: int = 0
+    """… this moment, and was over at …"""
     mended_ns: int = 0
+    """… this."""
+    last_event: int | None = None
+    """The latest event of the record by then, where what Redis knew was lost."""
+    killed: bool = False
+    """What should have ended by itself had to be killed."""
 
 
 class Saboteur(threading.Thread):
@@ -34,6 +42,7 @@ class Saboteur(threading.Thread):
         self._acts = sorted(acts, key=lambda act: act[:2])
         self._told = threading.Event()
         self._struck: dict[Fault, Struck] = {}
+        self._mends: dict[Fault, Mend] = {}
         self.error: Exception | None = None
 
     @property
@@ -63,29 +72,17 @@ class Saboteur(threading.Thread):
     def _strike(self, fault: Fault) -> None:
         self._tell(fault)
         self._struck[fault] = Struck(fault, time.monotonic_ns(), time.time_ns() // 1_000_000)
-        match fault.kind:
-            case Kind.STOP:
-                self._stack.freeze(fault.target)
-            case Kind.TERM:
-                self._stack.terminate(fault.target)
-            case Kind.FLUSH:
-                self._flush(fault)
-            case _:
-                self._stack.kill(fault.target)
+        try:
+            self._mends[fault] = ACTS[fault.kind](self._stack, fault)
+            self._struck[fault].effect_ns = time.monotonic_ns()
+        except NotNow:
+            del self._struck[fault]
 
     def _mend(self, fault: Fault) -> None:
-        match fault.kind:
-            case Kind.STOP:
-                self._stack.thaw(fault.target)
-            case Kind.FLUSH:
-                pass
-            case _:
-                self._stack.start_again(fault.target)
-        if fault in self._struck:
-            self._struck[fault].mended_ns = time.monotonic_ns()
-
-    def _flush(self, fault: Fault) -> None:
-        try:
-            self._stack.flush()
-        except RedisError:  # it is still loading its file: this one has not happened
-            del self._struck[fault]
+        if fault in self._mends:
+            struck = self._struck[fault]
+            struck.mending_ns = time.monotonic_ns()
+            struck.killed = self._mends.pop(fault)() is True
+            struck.mended_ns = time.monotonic_ns()
+            if fault.kind in (Kind.FLUSH, Kind.STALE):
+                struck.last_event = self._stack.latest_event()

@@ -1,17 +1,19 @@
 """The jobs that the drill submits: a pure function of the seed."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _RUN_S = (0.02, 0.2)
+_MASS_RUN_S = (0.5, 1.5)
 _MEAN_S = sum(_RUN_S) / 2
 _LONGEST_STRETCH = 20.0
 _BUSY = 0.7  # of the slots' time until the faults end
 _LONG_S = 16.0  # a lease that is not renewed has been taken away by then, and the server is still at work
 _LONG_EVERY = 100
 _FAILS_EVERY = 50
+_HOOKED_EVERY = 4
 _TIERS = (5, 5, 5, 1, 9)
 
 
@@ -24,6 +26,10 @@ class Order:
     model: str
     tier: int
     payload: Mapping[str, Any]
+    hooked: bool = False
+    """Its end shall be told to a receiver."""
+    expires_s: float | None = None
+    """When it does, seconds from the drill's start like `at_s`."""
 
     @property
     def seconds(self) -> float:
@@ -31,12 +37,19 @@ class Order:
 
 
 def orders(
-    seed: int, count: int, models: Sequence[str], slots: int, seconds: float, burst: float, long: bool = True
+    seed: int,
+    count: int,
+    models: Sequence[str],
+    slots: int,
+    seconds: float,
+    burst: float,
+    long: bool = True,
+    hooks: bool = False,
 ) -> list[Order]:
     """`burst` of them (0 … 1) at once, the others evenly until four fifths of the time are over.
 
     Runs take 20 to 200 ms, or longer in proportion if all would be over before the faults are.  One in a hundred
-    outlives a lease, if `long`; one in fifty fails at its first attempt.
+    outlives a lease, if `long`; one in fifty fails at its first attempt; a quarter has a webhook, if `hooks`.
     """
     chance = random.Random(f"{seed} orders")
     longs = set(range(_LONG_EVERY // 2, count, _LONG_EVERY)) if long else set()
@@ -51,5 +64,30 @@ def orders(
         if chance.randrange(_FAILS_EVERY) == 0:
             payload["fails"] = 1
         late = max(number - at_once, 0) / max(count - at_once, 1)
-        found.append(Order(number, round(late * seconds * 0.8, 3), model, tier, payload))
+        hooked = hooks and number % _HOOKED_EVERY == 0
+        found.append(Order(number, round(late * seconds * 0.8, 3), model, tier, payload, hooked))
     return found
+
+
+def masses(
+    seed: int, first: int, moments: Iterable[tuple[float, float]], size: int, models: Sequence[str], hooks: bool = False
+) -> list[Order]:
+    """For each moment (when, until when), seconds from the start, `size` jobs with the same deadline.
+
+    `first`: the number of the first.  They are the most urgent, or they would be refused as hopeless, and take too long
+    for all of them to have their turn in time.
+    """
+    chance = random.Random(f"{seed} masses")
+    return [
+        Order(
+            number=first + mass * size + one,
+            at_s=at_s,
+            model=chance.choice(models),
+            tier=min(_TIERS),
+            payload={"number": first + mass * size + one, "seconds": round(chance.uniform(*_MASS_RUN_S), 3)},
+            hooked=hooks and one % _HOOKED_EVERY == 0,
+            expires_s=until_s,
+        )
+        for mass, (at_s, until_s) in enumerate(moments)
+        for one in range(size)
+    ]

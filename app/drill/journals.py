@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from sqlalchemy import select
+from sqlalchemy import func, select
 
+from app.drill.accounts import Owed
 from app.drill.checker import Receipt, Recorded, Run
 from jobs import events
 from jobs.db import Database
 from jobs.models import events as _events
 from jobs.models import jobs as _jobs
+from jobs.models import webhooks as _webhooks
 from jobs.record import Event
 from jobs.states import State
 
@@ -74,19 +76,54 @@ def states(database: Database) -> dict[str, State]:
 
 
 def recorded(
-    states: Mapping[str, State], trails: Mapping[str, Sequence[Event]], emptied_ms: Sequence[int]
+    states: Mapping[str, State], trails: Mapping[str, Sequence[Event]], emptied: Sequence[int]
 ) -> dict[str, Recorded]:
-    """The record as the checker wants it.  `emptied_ms`: when Redis was emptied, and counted from 1 again."""
+    """The record as the checker wants it.
+
+    `emptied`: the latest event of the record each time that Redis had forgotten what it knew, and counted anew.
+    """
     return {
         job_id: Recorded(
-            state, tuple(event.type for event in trails.get(job_id, ())), _turn(trails.get(job_id, ()), emptied_ms)
+            state, tuple(event.type for event in trails.get(job_id, ())), _turn(trails.get(job_id, ()), emptied)
         )
         for job_id, state in states.items()
     }
 
 
-def _turn(trail: Iterable[Event], emptied_ms: Sequence[int]) -> tuple[int, int] | None:
+def _turn(trail: Iterable[Event], emptied: Sequence[int]) -> tuple[int, int] | None:
     started = next((event for event in trail if event.type == _STARTED), None)
     if started is None or not started.data.get("offer"):
         return None
-    return sum(at <= started.at_ms for at in emptied_ms), int(started.data["offer"])
+    return sum(event < started.id for event in emptied), int(started.data["offer"])
+
+
+def latest_event(database: Database) -> int:
+    """Its number; 0: there is none."""
+    with database.read() as connection:
+        return connection.execute(select(func.max(_events.c.id))).scalar() or 0
+
+
+def numbers(database: Database) -> dict[str, int]:
+    """Job -> the number of its order."""
+    with database.read() as connection:
+        rows = connection.execute(select(_jobs.c.id, _jobs.c.payload)).all()
+    return {row.id: int(orjson.loads(row.payload)["number"]) for row in rows}
+
+
+def owed(database: Database, overdue_ms: int) -> list[Owed]:
+    """The record's webhooks.  Those whose next try was due before `overdue_ms` are overdue."""
+    query = select(_webhooks.c.id, _webhooks.c.job_id, _webhooks.c.state, _webhooks.c.next_ms)
+    with database.read() as connection:
+        rows = connection.execute(query).all()
+    return [Owed(row.id, row.job_id, row.state, row.state == "pending" and row.next_ms < overdue_ms) for row in rows]
+
+
+def going_on(database: Database) -> tuple[dict[str, str], dict[str, str]]:
+    """(those that are queued, those that run): job -> model."""
+    query = select(_jobs.c.id, _jobs.c.model, _jobs.c.state).where(_jobs.c.state.in_([State.QUEUED, State.RUNNING]))
+    with database.read() as connection:
+        rows = connection.execute(query).all()
+    found: dict[str, dict[str, str]] = {State.QUEUED: {}, State.RUNNING: {}}
+    for row in rows:
+        found[row.state][row.id] = row.model
+    return found[State.QUEUED], found[State.RUNNING]

@@ -58,9 +58,9 @@ def test_a_line_that_a_kill_has_torn_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_turns_are_numbered_anew_after_redis_was_emptied() -> None:
-    def trail(at_ms: int, offer: int) -> list[Event]:
+    def trail(event: int, offer: int) -> list[Event]:
         placed = {"offer": offer}
-        return [Event(1, "j", "job.enqueued", 1, 0), Event(2, "j", "job.started", at_ms, 1, placed)]
+        return [Event(1, "j", "job.enqueued", 1, 0), Event(event, "j", "job.started", 1, 1, placed)]
 
     found = recorded(
         {"j1": State.COMPLETED, "j2": State.COMPLETED, "j3": State.QUEUED},

@@ -4,12 +4,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from app.drill import clocks
 from app.drill.command import drill
-from app.drill.jobs import orders
-from app.drill.schedule import Kind, schedule, targets
+from app.drill.jobs import masses, orders
+from app.drill.proxy import Proxy
+from app.drill.schedule import Change, Kind, schedule, targets
+from app.drill.setting import Setting, hindrance
 from app.drill.stack import Stack
 
-AMONG = targets(["worker-1", "worker-2"], ["a", "b", "c"])
+AMONG = targets(["worker-1", "worker-2"], ["a", "b", "c"], doors=["redis", "broker", "database", "a", "b", "c"])
 
 
 def test_the_same_seed_brings_the_same_faults() -> None:
@@ -60,11 +63,39 @@ def test_a_worker_is_stopped_for_longer_than_a_lease() -> None:
     assert stops and all(fault.lasts_s > lease_s for fault in stops)
 
 
+def test_a_fault_with_several_manners_shows_all_of_them() -> None:
+    faults = schedule(1, (Kind.OPERATOR, Kind.CLOCK, Kind.WORKER), AMONG, 1, 5, count=120)
+    assert {fault.how for fault in faults if fault.kind is Kind.OPERATOR} == set(Change)
+    assert {fault.how for fault in faults if fault.kind is Kind.CLOCK} == {"+30", "-30", "+3600", "-3600"}
+    assert {fault.how for fault in faults if fault.kind is Kind.WORKER} == {""}
+
+
+@pytest.mark.parametrize("kind", [Kind.COMMITS, Kind.DATABASE])
+def test_what_only_postgresql_can_suffer_is_left_out_on_sqlite_with_a_sentence(kind: Kind) -> None:
+    assert "--database postgresql" in str(hindrance(kind, "sqlite"))
+    assert hindrance(kind, "postgresql") is None
+
+
+def test_a_database_of_somebody_else_is_not_killed() -> None:
+    assert hindrance(Kind.DATABASE, "postgresql://somewhere/else") is not None
+    assert hindrance(Kind.COMMITS, "postgresql://somewhere/else") is None
+
+
+def test_clocks_are_left_out_with_a_sentence_where_libfaketime_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clocks, "library", lambda: None)
+    assert "apt-get install faketime" in str(hindrance(Kind.CLOCK, "sqlite"))
+
+
+def test_a_proxy_stands_between_only_where_a_fault_needs_one() -> None:
+    assert not Setting(kinds=(Kind.WORKER, Kind.CLOCK)).has_doors
+    assert Setting(kinds=(Kind.WORKER, Kind.SILENCE)).has_doors
+
+
 def test_a_drill_has_the_workers_and_slots_that_were_asked_for(tmp_path: Path) -> None:
     from app.up.guardian import Guardian
 
-    with Guardian() as guardian:
-        stack = Stack(tmp_path, guardian, workers=4, slots=18)
+    with Guardian() as guardian, Proxy() as proxy:
+        stack = Stack(tmp_path, guardian, proxy, Setting(workers=4, slots=18))
     assert stack.workers == ("worker-1", "worker-2", "worker-3", "worker-4")
     assert [server.slots for server in stack.servers] == [4, 4, 10]
 
@@ -95,3 +126,15 @@ def test_runs_are_short_unless_all_would_be_over_before_the_faults_are() -> None
     few = [order.seconds for order in orders(3, 100, ["a"], 8, 40, 0.5, long=False)]
     assert min(many) >= 0.02 and max(many) <= 0.2
     assert sum(few) > 0.5 * 8 * 40
+
+
+def test_a_mass_has_one_deadline_and_numbers_of_its_own() -> None:
+    found = masses(3, 1000, [(5.0, 8.0), (20.0, 24.0)], 50, ["a", "b"])
+    assert [order.number for order in found] == list(range(1000, 1100))
+    assert {(order.at_s, order.expires_s) for order in found} == {(5.0, 8.0), (20.0, 24.0)}
+    assert found == masses(3, 1000, [(5.0, 8.0), (20.0, 24.0)], 50, ["a", "b"])
+
+
+def test_a_quarter_of_the_jobs_is_told_to_a_receiver_if_there_is_one() -> None:
+    assert sum(order.hooked for order in orders(3, 400, ["a"], 8, 40, 0.5, hooks=True)) == 100
+    assert not any(order.hooked for order in orders(3, 400, ["a"], 8, 40, 0.5))

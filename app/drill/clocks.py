@@ -1,0 +1,38 @@
+"""Processes whose clocks can be wrong: libfaketime, told by a file.
+
+Only the time of day is changed.  Threads wait by the monotonic clock, and how long they wait is no matter of what time
+it is.
+"""
+
+import os
+from pathlib import Path
+
+_LIBRARIES = ("usr/lib/*/faketime", "usr/lib/faketime", "usr/lib64/faketime", "usr/local/lib/faketime")
+_CLOCKED = Path(__file__).parent / "clocked"
+RIGHT = "+0"
+
+
+def library() -> Path | None:
+    """libfaketime, that for programs with threads; None: it is not installed."""
+    for pattern in _LIBRARIES:
+        if found := sorted(Path("/").glob(f"{pattern}/libfaketimeMT.so.1")):
+            return found[0]
+    return None
+
+
+def environment(preload: Path, clock: Path) -> dict[str, str]:
+    """Of a Python process that reads in `clock` how wrong its time is, once a second."""
+    return {
+        "LD_PRELOAD": str(preload),
+        "FAKETIME_TIMESTAMP_FILE": str(clock),
+        "FAKETIME_CACHE_DURATION": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_CLOCKED), os.environ.get("PYTHONPATH")])),
+    }
+
+
+def set_clock(clock: Path, offset_s: str) -> None:
+    """Let it be `offset_s` later, such as "-30"."""
+    draft = clock.with_suffix(".new")
+    draft.write_text(f"{offset_s}\n")
+    draft.replace(clock)  # no process may read half of it

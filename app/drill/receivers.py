@@ -1,0 +1,64 @@
+"""A receiver of webhooks that notes what it gets.  How slow or dead it is is the proxy's part."""
+
+import threading
+import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Self
+
+import orjson
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One message that came in.  `id`: the header webhook-id."""
+
+    id: str
+    job_id: str
+    status: str
+    at_ns: int
+
+
+class Receiver:
+    """While entered: listens on a free port of the loopback address."""
+
+    def __init__(self) -> None:
+        self.deliveries: list[Delivery] = []
+        self._server = _Server(("127.0.0.1", 0), _handler(self.deliveries))
+        self.port = int(self._server.server_address[1])
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, name="receiver", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+    def handle_error(self, *_: object) -> None:
+        """A connection that was cut is no news."""
+
+
+def _handler(deliveries: list[Delivery]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 30
+
+        def do_POST(self) -> None:
+            body = orjson.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            told = Delivery(self.headers["webhook-id"], body["job_id"], body["status"], time.monotonic_ns())
+            deliveries.append(told)
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """There is a journal."""
+
+    return Handler

@@ -1,0 +1,185 @@
+"""COMMITs that are lost for certain, and messages that are doubled, late, or lost."""
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import OperationalError
+
+from app.drill import postgres
+from app.drill.proxy import Cut, Proxy, Way
+from app.drill.wire import LostCommits, Mail, Twist
+from app.up import ports
+from app.up.children import Child
+from app.up.errors import UpError
+from tests.support.valkey import Valkey
+
+# -- PostgreSQL --------------------------------------------------------------------------------------------
+
+
+def message(kind: bytes, body: bytes) -> bytes:
+    return kind + (len(body) + 4).to_bytes(4) + body
+
+
+def startup() -> bytes:
+    body = (3 << 16).to_bytes(4) + b"user\0me\0\0"
+    return (len(body) + 4).to_bytes(4) + body
+
+
+COMMIT = message(b"P", b"\0COMMIT\0\0\0") + message(b"S", b"")
+COMMITTED = message(b"1", b"") + message(b"C", b"COMMIT\0") + message(b"Z", b"I")
+
+
+@pytest.fixture
+def plan() -> LostCommits:
+    return LostCommits(random.Random(1))
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_the_answer_to_a_commit_is_lost_however_it_is_cut_up(plan: LostCommits, size: int) -> None:
+    plan.lose(Way.ANSWERS, 1.0)
+    sieve = plan.sieve(lambda *_: None)
+    sent, told = startup() + COMMIT, message(b"C", b"INSERT 0 1\0") + COMMITTED
+    assert b"".join(sieve.requests(sent[n : n + size]) for n in range(0, len(sent), size)) == sent
+    with pytest.raises(Cut):
+        for n in range(0, len(told), size):
+            sieve.answers(told[n : n + size])
+    assert plan.lost == 1
+
+
+def test_a_commit_can_be_lost_on_its_way_in(plan: LostCommits) -> None:
+    plan.lose(Way.REQUESTS, 1.0)
+    for commit in (COMMIT, message(b"Q", b"COMMIT\0"), message(b"Q", b"commit\0")):
+        sieve = plan.sieve(lambda *_: None)
+        assert sieve.requests(startup()) == startup()
+        assert sieve.requests(message(b"Q", b"SELECT 'COMMIT'\0"))
+        with pytest.raises(Cut):
+            sieve.requests(commit)
+
+
+def test_other_answers_pass_and_all_do_when_it_is_over(plan: LostCommits) -> None:
+    plan.lose(Way.ANSWERS, 1.0)
+    other = message(b"C", b"ROLLBACK\0")
+    assert plan.sieve(lambda *_: None).answers(other) == other
+    plan.stop()
+    assert plan.sieve(lambda *_: None).answers(COMMITTED) == COMMITTED
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize(("way", "stored"), [(Way.ANSWERS, 1), (Way.REQUESTS, 0)])
+def test_what_a_lost_commit_wrote_is_there_if_only_its_answer_was_lost(
+    a_postgres: int, proxy: Proxy, plan: LostCommits, way: Way, stored: int
+) -> None:
+    door = proxy.open("database", ("127.0.0.1", a_postgres)).screen(plan.sieve)
+    direct, by_door = create_engine(postgres.url(a_postgres)), create_engine(postgres.url(door.port))
+    with direct.begin() as connection:
+        connection.execute(text("CREATE TABLE IF NOT EXISTS t (n INTEGER)"))
+        connection.execute(text("DELETE FROM t"))
+    plan.lose(way, 1.0)
+    with pytest.raises(OperationalError), by_door.begin() as connection:
+        connection.execute(text("INSERT INTO t VALUES (1)"))
+    plan.stop()
+    with by_door.begin() as connection:
+        assert connection.execute(text("SELECT count(*) FROM t")).scalar() == stored
+    direct.dispose()
+    by_door.dispose()
+
+
+@pytest.fixture(scope="module")
+def a_postgres() -> Iterator[int]:
+    """The port of one that the drill has started."""
+    port = ports.free_port()
+    with tempfile.TemporaryDirectory(prefix="slotkeeper-drill-") as home:  # `nobody` cannot enter pytest's own folder
+        Path(home).chmod(0o711)
+        try:
+            programs = postgres.prepare(Path(home) / "postgres")
+        except UpError as error:
+            pytest.skip(str(error))
+        role = postgres.role(programs, Path(home) / "postgres", port, 1)
+        child = Child(role, os.environ, Path.cwd(), Path(home) / "log")
+        child.start()
+        try:
+            until = time.monotonic() + 30
+            while not postgres.answers(port):
+                assert child.look() is None and time.monotonic() < until, child.last_words()
+                time.sleep(0.02)
+            yield port
+        finally:
+            child.terminate()
+            while child.look() is None:
+                time.sleep(0.02)
+
+
+# -- the broker --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
+    with Valkey(tmp_path_factory.mktemp("broker")) as valkey:
+        yield valkey
+
+
+@pytest.fixture
+def mail() -> Mail:
+    return Mail(random.Random(1))
+
+
+@pytest.fixture
+def client(broker: Valkey, proxy: Proxy, mail: Mail) -> Iterator[Redis]:
+    broker.flush()
+    door = proxy.open("broker", ("127.0.0.1", broker.port)).screen(mail.sieve)
+    with Redis(port=door.port, socket_timeout=5) as client:
+        yield client
+
+
+def waits_until(condition: object, within_s: float = 5) -> None:
+    until = time.monotonic() + within_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_mail_passes_as_it_is_while_nothing_is_twisted(client: Redis) -> None:
+    assert client.lpush("gpu.zimg", b"m" * 100_000) == 1
+    assert client.lrange("gpu.zimg", 0, -1) == [b"m" * 100_000]
+
+
+def test_a_lost_message_is_answered_as_if_it_had_arrived(client: Redis, mail: Mail) -> None:
+    mail.twist(Twist.LOST, 1.0, 0.0)
+    with client.pipeline() as pipe:
+        assert pipe.set("a", 1).lpush("gpu.zimg", "m").get("a").execute() == [True, 0, b"1"]
+    assert client.llen("gpu.zimg") == 0
+    assert mail.twisted == 1
+
+
+def test_a_doubled_message_comes_twice(client: Redis, mail: Mail) -> None:
+    mail.twist(Twist.DOUBLED, 1.0, 0.1)
+    client.lpush("gpu.zimg", "m")
+    waits_until(lambda: client.lrange("gpu.zimg", 0, -1) == [b"m", b"m"])
+
+
+def test_a_delayed_message_comes_later_even_when_the_fault_is_over(client: Redis, mail: Mail) -> None:
+    mail.twist(Twist.DELAYED, 1.0, 0.4)
+    assert client.lpush("gpu.zimg", "m") == 0
+    mail.stop()
+    waits_until(lambda: client.lrange("gpu.zimg", 0, -1) == [b"m"])
+
+
+def test_what_is_no_message_passes(client: Redis, mail: Mail) -> None:
+    mail.twist(Twist.LOST, 1.0, 0.0)
+    assert client.lpush("something-else", "m") == 1
+    assert client.rpush("gpu.zimg", "m") == 1
+    assert mail.twisted == 0
+
+
+def test_about_the_share_that_was_asked_for_is_lost(client: Redis, mail: Mail) -> None:
+    mail.twist(Twist.LOST, 0.5, 0.0)
+    for _ in range(200):
+        client.lpush("webhooks", "m")
+    assert 70 < client.llen("webhooks") < 130

@@ -29,7 +29,35 @@ class _Kinds(click.ParamType):
         return tuple(Kind(name) for name in names)
 
 
-@click.command()
+_HELP = """Prove on this machine that no job gets lost, whatever is killed.
+
+Starts a whole Slotkeeper in a temporary folder, submits jobs over HTTP, and meanwhile lets things fail by a seed.
+Then compares what clients were promised with what servers and receivers saw.
+
+\b
+Kinds of faults; `all` is every one that the setting allows:
+  worker, maintenance, beat, web, redis, server, database   SIGKILL, and started again
+  stop        SIGSTOP of a worker for longer than a lease, then SIGCONT
+  restarts    SIGTERM of a worker, and a start
+  flush       FLUSHALL
+  stale       Redis fails over to a replica that lacks the latest writes
+  messages    the broker's messages are doubled, delayed, lost
+  silence     connections stay and carry nothing, in one way or in both
+  cuts        connections are reset
+  delays      whatever is sent arrives late
+  commits     COMMITs are lost, or only their answers (PostgreSQL)
+  revokes     Celery's revoke of jobs that wait or run
+  clock       a process's clock is wrong by seconds or by an hour (libfaketime)
+  receivers   webhook receivers are slow, or dead
+  deadlines   many jobs have the same deadline
+  operator    slots, servers, policies and limits are changed
+
+Exit status 0: nothing was lost, nothing ran twice at once, nothing was out of order that no fault explains, nothing
+stood still, nobody paid for what was not his fault, and nobody was told what is not so.
+"""
+
+
+@click.command(help=_HELP)
 @click.option("--jobs", default=1000, show_default=True, type=click.IntRange(1, 1_000_000), help="Jobs to submit.")
 @click.option("--seconds", default=60.0, show_default=True, type=click.FloatRange(1), help="How long faults go on.")
 @click.option("--kills", type=click.IntRange(1), help="So many faults, however long that takes, instead of --seconds.")
@@ -64,32 +92,7 @@ def drill(
     keep: bool,
     json_file: Path | None,
 ) -> None:
-    """Prove on this machine that no job gets lost, whatever is killed.
-
-    Starts a whole Slotkeeper in a temporary folder, submits jobs over HTTP, and meanwhile lets things fail by a seed.
-    Then compares what clients were promised with what servers and receivers saw.
-
-    \b
-    Kinds of faults; `all` is every one that the setting allows:
-      worker, maintenance, beat, web, redis, server, database   SIGKILL, and started again
-      stop        SIGSTOP of a worker for longer than a lease, then SIGCONT
-      restarts    SIGTERM of a worker, and a start
-      flush       FLUSHALL
-      stale       Redis fails over to a replica that lacks the latest writes
-      messages    the broker's messages are doubled, delayed, lost
-      silence     connections stay and carry nothing, in one way or in both
-      cuts        connections are reset
-      delays      whatever is sent arrives late
-      commits     COMMITs are lost, or only their answers (PostgreSQL)
-      revokes     Celery's revoke of jobs that wait or run
-      clock       a process's clock is wrong by seconds or by an hour (libfaketime)
-      receivers   webhook receivers are slow, or dead
-      deadlines   many jobs have the same deadline
-      operator    slots, servers, policies and limits are changed
-
-    Exit status 0: nothing was lost, nothing ran twice at once, nothing was out of order that no fault explains, nothing
-    stood still, nobody paid for what was not his fault, and nobody was told what is not so.
-    """
+    """Prove on this machine that no job gets lost, whatever fails."""
     import secrets
 
     from app.commands.common import console

@@ -7,7 +7,7 @@ transaction.  What may follow what is read from states.TRANSITIONS and nowhere e
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from sqlalchemy import (
@@ -37,6 +37,8 @@ Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are nam
 
 # A worker may die and its job go on at the server: these transitions keep what is needed to resume it.
 _KEEPS_REMOTE = frozenset({Why.LEASE_EXPIRED, Why.HANDED_BACK})
+# Where a run ends without a result; a job that shall be canceled does not go there.
+_UNFINISHED = frozenset({State.QUEUED, State.DELAYED, State.DEAD})
 _MAX_ERROR = 2000
 
 _WAITING_COLUMNS = (
@@ -158,6 +160,8 @@ def _move(state: State, why: Why) -> _Move:
     statement = update(jobs).where(jobs.c.id == bindparam("p_id"), jobs.c.state == state.value)
     if state is State.RUNNING:  # LEASE-3: only under the token of this very run
         statement = statement.where(jobs.c.attempt == bindparam("p_attempt"))
+    if state is State.RUNNING and found.to in _UNFINISHED:
+        statement = statement.where(jobs.c.cancel_requested_ms.is_(None))
     values = _values(state, why, found.to)
     if found.costs is not Budget.NOTHING:
         values[found.costs.value] = jobs.c[found.costs.value] + 1
@@ -188,6 +192,7 @@ _REQUEST_CANCEL = (
     .where(jobs.c.id == bindparam("p_id"), jobs.c.state == State.RUNNING.value)
     .values(cancel_requested_ms=func.coalesce(jobs.c.cancel_requested_ms, bindparam("p_now")))
 )
+_CANCEL_WANTED = select(jobs.c.cancel_requested_ms).where(jobs.c.id == bindparam("p_id"))
 _BRIEF = select(jobs.c.id, jobs.c.seq, jobs.c.state).where(jobs.c.id == bindparam("p_id"))
 _LISTED = select(*_LISTED_COLUMNS)
 _WHOLE = select(jobs).where(jobs.c.id == bindparam("p_id"))
@@ -269,13 +274,27 @@ class Store:
     ) -> Moved | None:
         """End the run `attempt` for the reason `why`; None: that run is over already, nothing was changed.
 
+        A job that shall be canceled, and whose run comes to no result, is canceled, whatever `why` says.
         `result`: JSON text, for FINISHED.  `due_ms`: when a delayed job may run again, for SERVER_ERROR.
         """
         if why is Why.SERVER_ERROR and due_ms is None:
             raise ValueError("due_ms is missing: a delayed job without it would never be queued again")
         params = _fields(result, error, due_ms) | {"p_attempt": attempt}
         act = _Act(State.RUNNING, why, job_id, now, _event_data(error, due_ms, now), params)
-        return self.database.write(lambda tx: self._moved(tx, act))
+        if edge(State.RUNNING, why).to not in _UNFINISHED:
+            return self.database.write(lambda tx: self._moved(tx, act))
+        wanted = Error("canceled", "Canceled; its run came to no result.")
+        canceled = replace(
+            act,
+            why=Why.CANCEL_REQUESTED,
+            data=_event_data(wanted, None, now),
+            params=_fields(None, wanted, None) | {"p_attempt": attempt},
+        )
+        return self.database.write(lambda tx: self._moved(tx, act) or self._moved_if_canceled(tx, canceled))
+
+    def _moved_if_canceled(self, tx: Transaction, act: _Act) -> Moved | None:
+        wanted = tx.connection.execute(_CANCEL_WANTED, {"p_id": act.job_id}).scalar()
+        return None if wanted is None else self._moved(tx, act)
 
     def end_waiting(self, job_id: str, why: Why, now: int, error: Error | None = None) -> Moved | None:
         """End a queued or delayed job (CANCEL_REQUESTED, DEADLINE_PASSED); None: it is neither."""

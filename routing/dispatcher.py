@@ -265,8 +265,9 @@ class Dispatcher:
             due_ms = now + retry.delay_ms(run.failures, config, random.random(), wish_s)
         moved = self.store.settle(run.job.id, run.attempt, verdict.why, now, result=result, error=error, due_ms=due_ms)
         crash_at("settle_committed")
-        back = moved is not None and moved.to is State.QUEUED
-        following = self.free(task.held, verdict, back=back, taker=taker)
+        # The answer to a commit may have been lost: then this run's own end is found in the record.
+        now_in = moved.to if moved is not None else self.store.state_of(run.job.id)
+        following = self.free(task.held, verdict, back=now_in is State.QUEUED, taker=taker)
         crash_at("settle_released")
         if moved is not None:  # after the slot is free (R132)
             self.announce_end(moved, by_worker=True)
@@ -277,10 +278,12 @@ class Dispatcher:
         """Let another worker resume a run that its server goes on with: the slot stays taken, the offer is open."""
         moved = self.store.settle(task.run.job.id, task.run.attempt, Why.HANDED_BACK, now_ms())
         crash_at("hand_back_committed")
-        if moved is None:
-            self.free(task.held, back=False)
-        else:
+        if moved is not None and moved.to is State.QUEUED:
             self.offer_again(task.held, task.run.job.model)
+            return True
+        self.free(task.held, back=False)
+        if moved is not None:
+            self.announce_end(moved)
         return moved is not None
 
     def offer_again(self, held: Held, model: str) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import structlog
 from redis.exceptions import RedisError
@@ -25,8 +26,20 @@ class Hold:
         self.lost = False  # another has the lease: whatever comes of this run does not count
         self.cancel = False  # the job shall be canceled
         self.stop = False  # this worker is going down: hand the job back if that can be done
-        self.on_cancel: Callable[[], None] | None = None  # how to tell the server, from another thread
+        self._on_cancel: Callable[[], None] | None = None
+        self._on_end: Callable[[], None] | None = None
         self._wake = threading.Event()
+
+    def listen(self, on_cancel: Callable[[], None], on_end: Callable[[], None]) -> None:
+        """What to do, from another thread, when the job shall be canceled, and when nothing shall be waited for.
+
+        What has been raised before is heard, too.
+        """
+        self._on_cancel, self._on_end = on_cancel, on_end
+        if self.cancel:
+            self._tell_of_cancel()
+        if self.lost or self.stop:
+            on_end()
 
     def wait(self, seconds: float) -> None:
         """Sleep, but not past the moment in which one of the flags is raised."""
@@ -37,14 +50,24 @@ class Hold:
         """Somebody wants the job canceled: its run learns of it, and its server."""
         if self.cancel:
             return
-        self.raise_flag("cancel")
-        if self.on_cancel is not None:
-            threading.Thread(target=self.on_cancel, name="cancel", daemon=True).start()
+        self._raise("cancel")
+        self._tell_of_cancel()
 
-    def raise_flag(self, name: str) -> None:
-        if not getattr(self, name):
-            setattr(self, name, True)
-            self._wake.set()
+    def end(self, why: Literal["lost", "stop"]) -> None:
+        """This run is over for this worker."""
+        if getattr(self, why):
+            return
+        self._raise(why)
+        if self._on_end is not None:
+            self._on_end()
+
+    def _raise(self, flag: str) -> None:
+        setattr(self, flag, True)
+        self._wake.set()
+
+    def _tell_of_cancel(self) -> None:
+        if self._on_cancel is not None:
+            threading.Thread(target=self._on_cancel, name="cancel", daemon=True).start()
 
 
 class Heartbeat:
@@ -100,7 +123,7 @@ class Heartbeat:
     def stop_all(self) -> None:
         """Tell all runs that this worker is going down."""
         for hold in self.holds():
-            hold.raise_flag("stop")
+            hold.end("stop")
 
     def beat(self) -> None:
         """Renew everything once."""
@@ -137,6 +160,6 @@ class Heartbeat:
 
 def _tell(hold: Hold, answer: Renewal) -> None:
     if answer is Renewal.LOST:
-        hold.raise_flag("lost")
+        hold.end("lost")
     elif answer is Renewal.CANCEL:
         hold.ask_to_cancel()

@@ -6,7 +6,6 @@ What a worker receives is a wake-up for an offer, with the job's id as the task'
 without this code carries no offer; the worker that gets it submits the job in its stead.
 """
 
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -28,7 +27,7 @@ from tasks import messages
 from tasks.announce import JobFailed
 from tasks.celery_app import celery
 from tasks.heartbeat import Hold
-from tasks.runner import HandBack, LeaseLost, Watch
+from tasks.runner import HandBack, LeaseLost, Watch, when_stored
 from tasks.settlement import settle
 from tasks.wiring import dispatcher
 from tasks.worker import this_worker
@@ -40,11 +39,7 @@ _ADMIT_TRIES = 30
 
 
 class ServerFault(Exception):
-    """The server answered with an error or with nonsense: (code, message).  Costs one of max_retries."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(code, message)
-        self.run: tuple[Task, Hold, Outcome] | None = None
+    """The server answered with an error or with nonsense, and the job waits to be tried again: (code, message)."""
 
 
 class InferRequest(Request):
@@ -104,14 +99,11 @@ class InferTask(CeleryTask):
     def retry(  # type: ignore[override]
         self, args: Any = None, kwargs: Any = None, exc: Any = None, **options: Any
     ) -> Retry:
-        """Settle a run that went wrong; Celery's autoretry calls this.  Always raises: Retry, or `exc` at the end."""
-        if not isinstance(exc, ServerFault) or exc.run is None:
+        """Say that the job waits in the record; Celery's autoretry calls this.  Always raises Retry."""
+        if not isinstance(exc, ServerFault):
             raise exc or RuntimeError("infer is retried by its own faults only")
-        settled = _settle(*exc.run)
         crash_at("retry_committed")
-        if settled.moved is not None and settled.moved.to is State.DELAYED:
-            raise Retry("The server answered wrongly; the job waits in the record.", exc)
-        raise exc
+        raise Retry("The server answered wrongly; the job waits in the record.", exc)
 
 
 def _signatures(link: Any) -> list[Any] | None:
@@ -174,9 +166,8 @@ def infer(self: InferTask, *args: Any, **kwargs: Any) -> Any:
     if task is None:
         raise Ignore
     with worker.holding(task) as hold:
-        outcome = _carry_out(task, hold)
         try:
-            return _conclude(self, task, hold, outcome)
+            return _conclude(self, task, hold, _carry_out(task, hold))
         except RecordUnavailable as error:  # The lease is gone, or this worker is: another will run it again.
             log.error("result_not_stored", job_id=task.run.job.id, error=str(error))
             raise Ignore from None
@@ -221,71 +212,70 @@ def _carry_out(task: Task, hold: Hold) -> Outcome:
     try:
         if task.run.cancel_requested:
             return Outcome(Kind.CANCELED, message="Canceled before it was sent.")
-        return Watch(task, hold, dispatcher().store, dispatcher().fleet).outcome()
+        watch = when_stored(lambda: Watch(task, hold, dispatcher().store, dispatcher().fleet), hold)
+        return watch.outcome()
     except HandBack:
-        _hand_back(task)
+        _hand_back(task, hold)
         raise Ignore from None
     except LeaseLost:
         return Outcome(Kind.UNKNOWN, code="lease_lost")
+    except RecordUnavailable:
+        raise  # It says nothing of the server, nor of the job.
     except Exception as error:
         log.exception("run_failed", job_id=task.run.job.id)
         return Outcome(Kind.LOST, code="internal_error", message=f"The worker failed under it: {type(error).__name__}.")
 
 
-def _hand_back(task: Task) -> None:
+def _hand_back(task: Task, hold: Hold) -> None:
     """Let another worker resume: the server goes on with the job, the slot stays taken."""
-    settled = dispatcher().hand_back(task)
+    settled = when_stored(lambda: dispatcher().hand_back(task), hold)
     log.info("handed_back", job_id=task.run.job.id, stored=settled)
 
 
 def _conclude(self: InferTask, task: Task, hold: Hold, outcome: Outcome) -> Any:
     """Settle, hand on, and say in Celery's words what came of it."""
     if outcome.kind is Kind.UNKNOWN:
-        return _ended_elsewhere(self, task)
-    if outcome.kind is Kind.RETRY or (outcome.kind is Kind.CANCELED and not _canceling(task, hold)):
-        fault = ServerFault(outcome.code or "server_error", outcome.message)
-        fault.run = task, hold, outcome
-        raise fault  # on to InferTask.retry, by Celery's autoretry
-    settled = _settle(task, hold, outcome, canceling=_canceling(task, hold))
+        return _ended_elsewhere(task)
+    settled = _settle(task, hold, outcome)
     if settled.moved is None:
-        return _ended_elsewhere(self, task)
+        return _ended_elsewhere(task)
     match settled.moved.to:
         case State.COMPLETED:
             return outcome.result
         case State.QUEUED:
             raise Retry(f"Back to its place: {outcome.message or outcome.kind}")
+        case State.DELAYED:
+            # On to InferTask.retry, by Celery's autoretry.
+            raise ServerFault(outcome.code or "server_error", outcome.message)
         case State.CANCELED | State.EXPIRED as ended:
-            self.send_event("task-revoked", terminated=False, signum=None, expired=ended is State.EXPIRED)
             dispatcher().announce_end(settled.moved)  # Nothing that this task may return would say so.
+            _show_revoked(self, expired=ended is State.EXPIRED)
             raise Ignore
         case _:
             raise JobFailed(outcome.code or outcome.kind.value, outcome.message)
 
 
-def _canceling(task: Task, hold: Hold) -> bool:
-    return hold.cancel or task.run.cancel_requested
+def _show_revoked(self: InferTask, *, expired: bool) -> None:
+    """To Flower.  That nobody can be shown it changes nothing."""
+    try:
+        self.send_event("task-revoked", terminated=False, signum=None, expired=expired)
+    except Exception as error:
+        log.warning("event_not_sent", error=str(error))
 
 
-def _settle(task: Task, hold: Hold, outcome: Outcome, canceling: bool = False) -> Settled:
+def _settle(task: Task, hold: Hold, outcome: Outcome) -> Settled:
     worker = this_worker()
-    settled = _when_stored(lambda: settle(task, outcome, canceling=canceling, taker=worker.taker), hold)
+    canceling = hold.cancel or task.run.cancel_requested
+    settled = when_stored(lambda: settle(task, outcome, canceling=canceling, taker=worker.taker), hold)
     worker.go_on(task.held.fleet, settled.next)
     return settled
 
 
-def _when_stored(store: Callable[[], Settled], hold: Hold) -> Settled:
-    """Keep a result while the database is away, for as long as the lease is held.  Raises RecordUnavailable."""
-    while True:
-        try:
-            return store()
-        except RecordUnavailable:
-            if hold.lost or hold.stop:
-                raise
-            hold.wait(_STORE_AGAIN_S)
+def _ended_elsewhere(task: Task) -> Any:
+    """This run counts no more: its lease was lost, or the server's push was quicker than the poll.
 
-
-def _ended_elsewhere(self: InferTask, task: Task) -> Any:
-    """This run no longer counts: its lease was lost, or the server's push was quicker than the poll."""
+    Whoever ended it has told everybody.  Only the result of a push is left for this task to say.
+    """
     worker = this_worker()
     worker.go_on(task.held.fleet, dispatcher().free(task.held, back=False, taker=worker.taker))
     job = dispatcher().store.get(task.run.job.id)

@@ -1,14 +1,18 @@
 """One run: a job is handed to its server, and watched until something final can be said about it."""
 
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import orjson
 import structlog
 
 from jobs.config import ModelConfig
 from jobs.crash import crash_at
+from jobs.errors import RecordUnavailable
 from jobs.record import Run, now_ms
 from jobs.store import Store
 from routing.dispatcher import Task
@@ -16,7 +20,9 @@ from routing.fleet import Fleet
 from routing.outcome import Kind, Outcome
 from tasks import callbacks
 from tasks.heartbeat import Hold
-from tasks.servers import Call, Health, HealthKind, Plan, Server, compile_plan, for_model
+from tasks.servers import Call, Health, HealthKind, Line, Plan, Server, compile_plan, for_model
+
+T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -24,6 +30,9 @@ log = structlog.get_logger(__name__)
 _DOWN_PATIENCE_S = 10.0
 _CANCEL_PATIENCE_S = 5.0
 _FIND_OUT_EVERY_S = 1.0
+_ASK_S = 30.0  # A question takes no longer than this, and may take as long although the run's own time is over.
+_STORE_AGAIN_S = 1.0
+_LAST_TRIES_S = 3.0  # A worker that is told to stop goes on trying for so long: another can resume what is stored.
 
 
 class LeaseLost(Exception):
@@ -32,6 +41,20 @@ class LeaseLost(Exception):
 
 class HandBack(Exception):
     """This worker is going down; another can go on with the job."""
+
+
+def when_stored(write: Callable[[], T], hold: Hold) -> T:
+    """Try until the record takes it, for as long as the run is this worker's.  Raises RecordUnavailable."""
+    ends: float | None = None
+    while True:
+        try:
+            return write()
+        except RecordUnavailable:
+            if hold.stop:
+                ends = ends or time.monotonic() + _LAST_TRIES_S
+            if hold.lost or (ends is not None and time.monotonic() >= ends):
+                raise
+            hold.wait(_STORE_AGAIN_S)
 
 
 @cache
@@ -59,8 +82,11 @@ class Watch:
         self._config = fleet.model(task.run.job.model).config
         self._server = _find_server(fleet, task.run, self._config)
         self._end = time.monotonic() + _seconds_left(task.run, self._config)
+        self._line = Line()
         self._call = self._new_call()
+        self._question = replace(self._call, deadline_s=max(self._call.deadline_s, _ASK_S))
         self._remote_id = task.run.remote_id
+        self._answered = threading.Event()
         self._cancel_until: float | None = None
         self._gone_since: float | None = None
 
@@ -69,18 +95,26 @@ class Watch:
 
         Raises LeaseLost, HandBack, RecordUnavailable.
         """
-        self._hold.on_cancel = self._tell_server
         if self._server is None:
             return Outcome(Kind.UNREACHABLE, code="server_removed", message="The server was removed.")
-        if self._remote_id is None:
-            outcome = self._server.submit(self._call)
-            crash_at("run_sent")
-        else:
-            outcome = Outcome(Kind.PENDING, remote_id=self._remote_id)
+        self._hold.listen(on_cancel=self._end_by_cancel, on_end=self._line.cut)
+        outcome = self._begin(self._server)
         while outcome.kind in (Kind.PENDING, Kind.UNKNOWN):
             self._keep_remote_id(outcome)
             step = self._poll if self._remote_id is not None else self._find_out
             outcome = self._pause(outcome) or step(self._server)
+        return outcome
+
+    def _begin(self, server: Server) -> Outcome:
+        """Hand the job over; or ask for what an earlier worker began, which may have ended long ago."""
+        if self._remote_id is not None:
+            return self._poll(server)
+        self._look_up()  # Nothing has been sent: who shall not go on has nothing to wait for.
+        if self._hold.cancel:
+            return Outcome(Kind.CANCELED, message="Canceled before it was sent.")
+        outcome = server.submit(self._call)
+        self._answered.set()
+        crash_at("run_sent")
         return outcome
 
     def _new_call(self) -> Call:
@@ -92,26 +126,34 @@ class Watch:
             callback_url=callbacks.url(run.job.id),
             callback_token=callbacks.token(run.job.id, run.attempt),
             deadline_s=max(self._end - time.monotonic(), 0.001),
+            line=self._line,
         )
 
     def _keep_remote_id(self, outcome: Outcome) -> None:
         """The server's id goes into the record before the first poll, so that another worker can resume."""
-        if outcome.remote_id is None or outcome.remote_id == self._remote_id:
+        found = outcome.remote_id
+        if found is None or found == self._remote_id:
             return
-        if not self._store.note_remote(self._run.job.id, self._run.attempt, outcome.remote_id, now_ms()):
+        run = self._run
+        if not when_stored(lambda: self._store.note_remote(run.job.id, run.attempt, found, now_ms()), self._hold):
             raise LeaseLost
-        self._remote_id = outcome.remote_id
+        self._remote_id = found
         crash_at("run_remote_noted")
+
+    def _look_up(self) -> None:
+        """Raises LeaseLost, HandBack: this worker shall not go on with the run."""
+        if self._hold.lost:
+            raise LeaseLost
+        if self._hold.stop:
+            raise HandBack
 
     def _pause(self, last: Outcome) -> Outcome | None:
         """Wait one interval; answers an outcome if the waiting itself has come to an end."""
         left = self._end - time.monotonic()
         every_s = self._config.poll_interval if last.kind is Kind.PENDING else _FIND_OUT_EVERY_S
-        self._hold.wait(max(min(every_s, left), 0))
-        if self._hold.lost:
-            raise LeaseLost
-        if self._hold.stop and self._remote_id is not None:
-            raise HandBack
+        if not (self._hold.lost or self._hold.stop):
+            self._hold.wait(max(min(every_s, left), 0))
+        self._look_up()
         if self._hold.cancel:
             return self._cancel()
         if time.monotonic() < self._end:
@@ -119,17 +161,26 @@ class Watch:
         return self._give_up(last)
 
     def _cancel(self) -> Outcome | None:
-        """The server has been told (`_tell_server`); watch for a moment whether it lets go."""
+        """The server has been told, or is being told; watch for a moment whether it lets go."""
         if self._cancel_until is None:
             self._cancel_until = time.monotonic() + _CANCEL_PATIENCE_S
         elif time.monotonic() > self._cancel_until:
             return Outcome(Kind.CANCELED, message="Canceled; the server did not confirm it.")
         return None
 
+    def _end_by_cancel(self) -> None:
+        """Ask the server to let go, in a thread of its own: the run's own one may be waiting for the answer.
+
+        A server that goes on regardless is not waited for any longer.
+        """
+        self._cancel_until = time.monotonic() + _CANCEL_PATIENCE_S
+        self._tell_server()
+        if self._remote_id is None and not self._answered.wait(_CANCEL_PATIENCE_S):
+            self._line.cut()
+
     def _tell_server(self) -> None:
-        """Ask the server to let go.  Not from the thread of the run, which may be waiting for the answer."""
         if self._server is not None:
-            self._server.cancel(self._call, self._remote_id)
+            self._server.cancel(self._question, self._remote_id)
 
     def _give_up(self, last: Outcome) -> Outcome:
         self._tell_server()
@@ -138,7 +189,7 @@ class Watch:
 
     def _poll(self, server: Server) -> Outcome:
         assert self._remote_id is not None
-        return server.status(self._call, self._remote_id)
+        return server.status(self._question, self._remote_id)
 
     def _find_out(self, server: Server) -> Outcome:
         """The request was sent and never answered: the server may be running it, so its slot is kept.

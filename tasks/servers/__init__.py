@@ -8,11 +8,13 @@ routing.outcome; never jobs, Redis, Celery, Flask or SQL (setup.cfg, importlinte
   templates    values put into a request                 rules      an answer -> an Outcome
   plan         a description compiled                     health     an answer -> a Health
   wire         one bounded HTTP exchange                  client     Server
+  line         how such an exchange is cut short
 """
 
 from tasks.servers.call import Call, Health, HealthKind
 from tasks.servers.client import Server
 from tasks.servers.description import DEFAULT, Description, for_model
+from tasks.servers.line import Line
 from tasks.servers.plan import Plan, compile_plan
 from tasks.servers.wire import new_session
 
@@ -22,6 +24,7 @@ __all__ = [
     "Description",
     "Health",
     "HealthKind",
+    "Line",
     "Plan",
     "Server",
     "compile_plan",

@@ -11,6 +11,7 @@ from routing.outcome import Kind, Outcome
 from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.call import Call, Health, HealthKind
 from tasks.servers.description import DEFAULT, Description
+from tasks.servers.line import Line
 from tasks.servers.plan import Plan, Request, Step, compile_plan
 from tasks.servers.rules import About
 from tasks.servers.templates import SecretLookup, TemplateError, Values, to_json
@@ -66,7 +67,8 @@ class Server:
         """Hand the job over, once.
 
         UNREACHABLE: certainly nothing was sent, or a gateway said 502/504 (`bad_gateway`).
-        UNKNOWN: it may be running there; do not send it again before that is known.
+        UNKNOWN: it may be running there; do not send it again before that is known.  The same if `call.line` was
+        cut before the answer was there.
         """
         asked = self.known_id(call)
         values = Values(call, asked, self._secret)
@@ -151,21 +153,29 @@ class Server:
     def _ask(self, step: Step, values: Values, end: float) -> Outcome | None:
         """One step, asked and judged.  Raises TemplateError; then nothing was sent."""
         assert values.call is not None
-        headers = _job_headers(values.call)
+        headers, line = _job_headers(values.call), None
         if step is self._plan.submit:
-            headers |= _submit_headers(values.call)
-        reply = self._send(step.request, values, headers, end, self._max_bytes)
+            headers, line = headers | _submit_headers(values.call), values.call.line
+        reply = self._send(step.request, values, headers, end, self._max_bytes, line)
+        if isinstance(reply, Broken) and line is not None and line.is_cut:
+            return Outcome(Kind.UNKNOWN, code="cut_short", message="The call was cut short.")
         return step.judge.outcome(reply, self._about(values))
 
     def _send(
-        self, request: Request, values: Values, headers: dict[str, str], end: float, max_bytes: int
+        self,
+        request: Request,
+        values: Values,
+        headers: dict[str, str],
+        end: float,
+        max_bytes: int,
+        line: Line | None = None,
     ) -> Answer | Broken:
         url = self._endpoint if request.path is None else self._base + request.path.fill(values)
         body = self._body(request, values, headers)
         if request.headers is not None:
             headers |= request.headers.fill(values)
         limits = Limits(request.connect_s, request.read_s, end, max_bytes)
-        return exchange(self._session or shared_session(), request.method, url, headers, body, limits)
+        return exchange(self._session or shared_session(), request.method, url, headers, body, limits, line)
 
     def _body(self, request: Request, values: Values, headers: dict[str, str]) -> bytes | None:
         is_payload = request is self._plan.submit.request and request.body is None and request.method != "GET"

@@ -544,6 +544,10 @@ def test_a_waiting_job_is_canceled_at_once(store, state):
     assert store.promote_due(LATER * 2) == []
 
 
+def _comes_to_nothing(state: State | None, to: State) -> bool:
+    return state is State.RUNNING and to in {State.QUEUED, State.DELAYED, State.DEAD}
+
+
 def test_a_cancel_of_a_running_job_is_a_fact_beside_its_state(store):
     run = a_running_job(store)
     assert store.end_waiting(run.job.id, Why.CANCEL_REQUESTED, LATER) is None
@@ -555,11 +559,22 @@ def test_a_cancel_of_a_running_job_is_a_fact_beside_its_state(store):
     assert store.get(run.job.id).state is State.CANCELED
 
 
-def test_a_cancel_is_not_forgotten_when_the_run_ends_without_it(store):
+_ENDS_WITHOUT_RESULT = sorted(why for (state, why), edge in TRANSITIONS.items() if _comes_to_nothing(state, edge.to))
+
+
+@pytest.mark.parametrize("why", _ENDS_WITHOUT_RESULT)
+def test_a_job_that_shall_be_canceled_is_canceled_when_its_run_comes_to_no_result(store, why):
     run = a_running_job(store)
     store.request_cancel(run.job.id, T0)
-    store.settle(run.job.id, run.attempt, Why.LEASE_EXPIRED, T0)
-    assert a_start(store, run.job.id).cancel_requested
+    assert store.settle(run.job.id, run.attempt + 1, why, T0, due_ms=LATER) is None
+    moved = store.settle(run.job.id, run.attempt, why, T0, error=Error("busy", "come again"), due_ms=LATER)
+    job = store.get(run.job.id)
+    assert (moved.to, job.state, job.why, job.due_ms) == (*[State.CANCELED] * 2, Why.CANCEL_REQUESTED, None)
+    assert (job.waits, job.failures, job.crashes, job.error_code) == (0, 0, 0, "canceled")
+    assert trail_of(store, run.job.id)[1:] == [
+        ("job.started", "started", 1),
+        ("job.canceled", "cancel_requested", 1),
+    ]
 
 
 @pytest.mark.parametrize("state", sorted(set(State) - {State.RUNNING}))

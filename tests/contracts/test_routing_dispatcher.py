@@ -436,13 +436,38 @@ def test_a_cancel_that_came_too_late_does_not_undo_a_result(stage):
     assert stage.state(job_id) is State.COMPLETED
 
 
-def test_a_canceled_run_that_ends_in_a_retry_is_known_as_canceled_at_its_next_start(stage):
-    stage.register()
-    job_id = stage.submit()
+@pytest.mark.parametrize("kind", [Kind.BUSY, Kind.RETRY, Kind.LOST, Kind.UNREACHABLE, None])
+def test_a_canceled_run_that_comes_to_no_result_is_canceled_and_waits_for_nothing(stage, kind):
+    stage.register(1, max_retries=0)
+    job_id = stage.submit(callback_url=CALLBACK)
     task = stage.start()
     stage.dispatcher.cancel(job_id)
-    stage.settle(task, Kind.BUSY, retry_after_s=0.0)
-    assert stage.start().run.cancel_requested is True
+    if kind is None:
+        stage.dispatcher.hand_back(task)
+    else:
+        stage.settle(task, kind)
+    assert stage.state(job_id) is State.CANCELED
+    assert stage.room.taken() == {} and stage.room.waiting() == []
+    assert [(told, state) for told, state, _ in stage.told.ends] == [(job_id, State.CANCELED)]
+
+
+def test_a_settle_whose_answer_was_lost_leaves_its_job_in_its_place(stage, monkeypatch):
+    """The commit is done and nobody knows; done again it finds nothing to do."""
+    stage.register()
+    first, second = stage.submit(), stage.submit()
+    task = stage.start()
+    settle = stage.store.settle
+    with monkeypatch.context() as lost:
+        lost.setattr(stage.store, "settle", lambda *args, **more: settle(*args, **more) and _is_away())
+        with pytest.raises(RecordUnavailable):
+            stage.settle(task, Kind.BUSY, retry_after_s=0.0)
+    assert stage.settle(task, Kind.BUSY, retry_after_s=0.0).moved is None
+    reconcile.sweep(stage.dispatcher)
+    assert stage.run_all() == [first, second]
+
+
+def _is_away() -> None:
+    raise RecordUnavailable("the answer was lost")
 
 
 @pytest.mark.parametrize("state", sorted(FINAL))

@@ -142,7 +142,7 @@ class Life:
 
         def stopped(held: Held) -> Hold:
             hold = add(held)
-            hold.raise_flag("stop")
+            hold.end("stop")
             return hold
 
         with mock.patch.object(heartbeat, "add", stopped):

@@ -16,6 +16,7 @@ POLICIES = "tests/unit/routing/test_policies.py::"
 IDENTITY = "tests/unit/routing/test_identity.py::"
 GUARDS = "tests/faults/test_guards.py::"
 WORKERS = "tests/faults/test_workers.py::"
+RUNS = "tests/faults/test_runs.py::"
 OUTAGES = "tests/faults/test_outages.py::"
 PLACES = "tests/lua/test_policies.py::"
 

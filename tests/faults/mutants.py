@@ -37,6 +37,7 @@ from tests.faults.mutants_away import AWAY
 from tests.faults.mutants_door import DOOR
 from tests.faults.mutants_offers import OFFERS
 from tests.faults.mutants_room import ROOM
+from tests.faults.mutants_run import RUN
 
 REPO = Path(__file__).resolve().parents[2]
 _COPIED = ("jobs", "routing", "tasks", "app", "reference_server", "migrations", "tests", "celeryconfig.py", "setup.cfg")
@@ -47,6 +48,7 @@ MUTANTS = [
     *AWAY,
     *OFFERS,
     *DOOR,
+    *RUN,
     # -- the record ------------------------------------------------------------------------------------------
     Mutant(
         "a transition asks for no state",

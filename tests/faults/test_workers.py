@@ -453,7 +453,7 @@ def test_what_a_worker_could_not_be_told_while_redis_was_away_it_reads_in_the_re
     tasks = [worker.start(offer) for offer in stage.told.offers]
     holds = [worker.heartbeat.add(task.held) for task in tasks if task is not None]
     told: Queue[str] = Queue()
-    holds[0].on_cancel = lambda: told.put("server")
+    holds[0].listen(lambda: told.put("server"), lambda: None)
     with monkeypatch.context() as away:
         away.setattr(worker._leases, "renew", _renewals_fail)
         worker.heartbeat.beat()

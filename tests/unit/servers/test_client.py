@@ -8,7 +8,7 @@ import pytest
 import requests
 
 from routing.outcome import Kind, Outcome
-from tasks.servers import Call, Description, HealthKind, Server, wire
+from tasks.servers import Call, Description, HealthKind, Line, Server, wire
 from tests.unit.servers.scripted import Scripted, always, answer, hang_up, refused_url, reset
 
 DONE = {"status": "success", "result": {"image": "x"}}
@@ -588,3 +588,45 @@ def test_an_endless_health_is_garbage(serving):
 def test_a_server_without_a_health_check_is_unknown(serving):
     server, there = serving(always(answer(b"")), described(health=None))
     assert server.health().kind is HealthKind.UNKNOWN and there.connections == 0
+
+
+# -- cut short -------------------------------------------------------------------------------------
+
+
+def test_a_call_that_is_cut_ends_at_once_and_leaves_the_outcome_unknown(serving):
+    line, seen = Line(), threading.Event()
+
+    def act(_seen):
+        seen.set()
+        return lambda _sock: there.stopped.wait()
+
+    server, there = serving(act, described(submit={"rules": [{"if": {"connection": "reset"}, "then": "retry"}]}))
+    cutter = threading.Thread(target=lambda: (seen.wait(10), line.cut()))
+    cutter.start()
+    outcome = server.submit(a_call(line=line, deadline_s=60.0))
+    cutter.join()
+    assert (outcome.kind, outcome.code) == (Kind.UNKNOWN, "cut_short"), "whatever a reset would mean otherwise"
+
+
+def test_a_line_that_is_cut_sends_nothing(serving):
+    server, there = serving(always(answer(DONE)))
+    line = Line()
+    line.cut()
+    assert server.submit(a_call(line=line)).kind is Kind.UNKNOWN
+    assert there.seen == []
+
+
+def test_a_line_that_is_cut_after_the_answer_does_not_touch_the_connection(serving):
+    server, there = serving(always(answer(DONE)))
+    line = Line()
+    assert server.submit(a_call(line=line)).kind is Kind.DONE
+    line.cut()
+    assert server.submit(a_call()).kind is Kind.DONE
+    assert there.connections == 1
+
+
+def test_the_line_of_a_run_does_not_cut_questions_about_it(serving):
+    server, _ = serving(always(answer({"status": "completed", "result": 1})))
+    line = Line()
+    line.cut()
+    assert server.status(a_call(line=line), "r-1").kind is Kind.DONE

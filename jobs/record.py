@@ -141,6 +141,17 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class Brief:
+    """Where a job stands, without what it carries.  `lease`: of a running one, the name and owner of its lease."""
+
+    job: Waiting
+    state: State
+    attempt: int
+    lease: str | None
+    cancel_requested: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Past:
     """A job that has started or ended, as far as order and placement are concerned.  `started_ms`: its last start."""
 

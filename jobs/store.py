@@ -30,7 +30,7 @@ from jobs.db import Database, Transaction
 from jobs.errors import Conflict
 from jobs.models import counters, jobs, webhooks
 from jobs.models import events as _events
-from jobs.record import Accepted, Event, Job, NewJob, Past, Run, Waiting, storable
+from jobs.record import Accepted, Brief, Event, Job, NewJob, Past, Run, Waiting, storable
 from jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, Edge, State, Why, edge
 
 Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are named at the statements
@@ -50,6 +50,7 @@ _WAITING_COLUMNS = (
     jobs.c.created_ms,
     jobs.c.needs,
 )
+_BRIEF_COLUMNS = (*_WAITING_COLUMNS, jobs.c.state, jobs.c.attempt, jobs.c.lease, jobs.c.cancel_requested_ms)
 _MOVED_COLUMNS = (
     *_WAITING_COLUMNS,
     jobs.c.attempt,
@@ -283,13 +284,9 @@ class Store:
         act = _Act(State.RUNNING, why, job_id, now, _event_data(error, due_ms, now), params)
         if edge(State.RUNNING, why).to not in _UNFINISHED:
             return self.database.write(lambda tx: self._moved(tx, act))
-        wanted = Error("canceled", "Canceled; its run came to no result.")
-        canceled = replace(
-            act,
-            why=Why.CANCEL_REQUESTED,
-            data=_event_data(wanted, None, now),
-            params=_fields(None, wanted, None) | {"p_attempt": attempt},
-        )
+        error = Error("canceled", "Canceled; its run came to no result.")
+        params = _fields(None, error, None) | {"p_attempt": attempt}
+        canceled = replace(act, why=Why.CANCEL_REQUESTED, data=_event_data(error, None, now), params=params)
         return self.database.write(lambda tx: self._moved(tx, act) or self._moved_if_canceled(tx, canceled))
 
     def _moved_if_canceled(self, tx: Transaction, act: _Act) -> Moved | None:
@@ -385,6 +382,16 @@ class Store:
         with self.database.read() as connection:
             row = connection.execute(_BRIEF, {"p_id": job_id}).first()
         return None if row is None else State(row.state)
+
+    def briefs(self, job_ids: Sequence[str]) -> dict[str, Brief]:
+        """Where these jobs stand, in one look; those that there are not are left out."""
+        query = select(*_BRIEF_COLUMNS).where(jobs.c.id.in_(job_ids))
+        with self.database.read() as connection:
+            rows = connection.execute(query).all()
+        return {
+            it.id: Brief(_waiting(it), State(it.state), it.attempt, it.lease, it.cancel_requested_ms is not None)
+            for it in rows
+        }
 
     def headers(self, job_id: str) -> tuple[str, int, int, str | None] | None:
         """(model, tier, failures, envelope): what a task message says about a job."""

@@ -13,7 +13,7 @@ FLEET_KEYS = (
     "rules",  # hash  "model <m>", "account <t>|<m>", "tenant <t>" -> what is configured, see lua/lib/order.lua
     "free",  # zset  slot -> since when it is free, ms
     "resting",  # zset  slot -> until when it rests, ms
-    "slots",  # hash  slot -> job, of the slots that hold a lease
+    "slots",  # hash  slot -> job, of the slots that hold a lease; slots:<slot> list of jobs with a lease beside that
     "leases",  # zset  job -> when its lease expires, ms; leases:<job> hash of the lease
     "servers",  # hash  server -> "<state> <slots> <weight>\n<model>\n…\n@<attribute>=<value>\n…"
     "tags",  # tags:<model> zset tenant -> virtual ms at which its next job starts (policy fair)

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 
 import structlog
 
-from jobs.catalog import Snapshot
 from jobs.crash import crash_at
 from jobs.record import Job, Server, now_ms
 from jobs.states import State, Why
 from jobs.store import Error
+from routing import runs
 from routing.dispatcher import Dispatcher
-from routing.leases import Held, Restored
+from routing.leases import Held
 from routing.policies import identity
 from routing.policies.identity import LeaseView, ServerReport
 from routing.policies.verdict import crashed
@@ -181,10 +181,11 @@ def _lost_why(dispatcher: Dispatcher, job: Job) -> Why:
 
 def reconcile(dispatcher: Dispatcher) -> int:
     """Bring back what the record knows and Redis does not; answers how many jobs (QUEUE-1)."""
-    found = 0
-    for fleet in dispatcher.fleet.refresh().fleets():
+    fleets = dispatcher.fleet.refresh().fleets()
+    found = runs.restore_missing(dispatcher)
+    for fleet in fleets:
         if dispatcher.queues.depths(fleet).open:
-            found += _requeue_lost_runs(dispatcher, fleet) + _fill(dispatcher, fleet)[0]
+            found += _fill(dispatcher, fleet)[0]
             crash_at("reconcile_filled")
         else:
             found += rebuild(dispatcher, fleet)
@@ -197,11 +198,13 @@ def rebuild(dispatcher: Dispatcher, fleet: str) -> int:
     Until it is open it offers nothing, so no late job overtakes an early one that is not back yet (ORDER-1).
     """
     catalog = dispatcher.fleet.snapshot()
-    dispatcher.leases.restore(fleet, _running_leases(dispatcher, catalog, fleet))
+    dispatcher.leases.restore(fleet, runs.recorded(dispatcher)[fleet])
     crash_at("rebuild_leases")
     dispatcher.slots.sync(fleet, catalog)
     filled, _ = _fill(dispatcher, fleet)
     crash_at("rebuild_filled")
+    # Once more: of runs that began after the first look, their start was on its way when Redis was emptied.
+    dispatcher.leases.restore(fleet, runs.recorded(dispatcher)[fleet])
     if dispatcher.queues.open(fleet):
         log.info("room_rebuilt", fleet=fleet, jobs=filled)
     dispatcher.publish(dispatcher.queues.offer(fleet))
@@ -229,24 +232,6 @@ def _fill(dispatcher: Dispatcher, fleet: str, seq: int = 0) -> tuple[int, int]:
         dispatcher.publish(dispatcher.queues.enqueue(fleet, batch))
         seq, added = batch[-1].seq, added + len(batch)
     return added, seq
-
-
-def _running_leases(dispatcher: Dispatcher, catalog: Snapshot, fleet: str) -> list[Restored]:
-    models = set(catalog.models_of(fleet))
-    found = []
-    for job in dispatcher.store.running():
-        if job.model in models and job.lease and job.slot:
-            lease, owner = job.lease.split(" ", 1)
-            found.append(Restored(Held(fleet, job.id, lease, owner, job.slot), job.waiting))
-    return found
-
-
-def _requeue_lost_runs(dispatcher: Dispatcher, fleet: str) -> int:
-    """Running jobs whose lease Redis has lost: write the lease again.
-
-    Its worker, if it lives, renews it and goes on; if not, it expires and is reaped like any other.
-    """
-    return dispatcher.leases.restore(fleet, _running_leases(dispatcher, dispatcher.fleet.snapshot(), fleet))
 
 
 # -- the servers' own reports ------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Heartbeat: one thread in each worker process keeps all of its leases alive.
 
 A lease that cannot be renewed because Redis is away is kept on: the record decides in the end whether the
-run still counts.  A lease that another has taken is lost, and its run is told so.
+run still counts.  So does a lease that Redis does not know: it is doubted, and lost only if the record says so too.
 """
 
 import threading
@@ -23,9 +23,10 @@ class Hold:
 
     def __init__(self, held: Held) -> None:
         self.held = held
-        self.lost = False  # another has the lease: whatever comes of this run does not count
+        self.lost = False  # the run is not this worker's any more: whatever comes of it does not count
         self.cancel = False  # the job shall be canceled
-        self.stop = False  # this worker is going down: hand the job back if that can be done
+        self.stop = False  # this worker is going down: hand the job back
+        self.over = False  # the lease is not kept alive any more
         self._on_cancel: Callable[[], None] | None = None
         self._on_end: Callable[[], None] | None = None
         self._wake = threading.Event()
@@ -71,19 +72,24 @@ class Hold:
 
 
 class Heartbeat:
-    """Renews the leases of one owner.
+    """Renews the leases of one owner, and waits for nothing else.
 
-    `then`: what else is to be done at each beat to which Redis answers; it is told whether Redis was away since the
-    last time that this was done.
+    `doubt`: is given the holds whose leases Redis does not know.  `then`: is called after each beat to which Redis
+    answers, and told whether Redis was away since the last such beat.  Neither may wait for anything.
     """
 
     def __init__(
-        self, leases: Leases, owner: str, every_ms: int, then: Callable[[bool], None] = lambda was_away: None
+        self,
+        leases: Leases,
+        owner: str,
+        every_ms: int,
+        doubt: Callable[[list[Hold]], None],
+        then: Callable[[bool], None] = lambda was_away: None,
     ) -> None:
         self._leases = leases
         self._owner = owner
         self._every_s = every_ms / 1000
-        self._then = then
+        self._doubt, self._then = doubt, then
         self._was_away = False
         self._holds: dict[str, Hold] = {}
         self._lock = threading.Lock()
@@ -108,6 +114,7 @@ class Heartbeat:
         return hold
 
     def remove(self, hold: Hold) -> None:
+        hold.over = True
         with self._lock:
             if self._holds.get(hold.held.job_id) is hold:
                 del self._holds[hold.held.job_id]
@@ -139,11 +146,20 @@ class Heartbeat:
                 answered, self._was_away = False, True
                 continue
             emptied |= Renewal.UNKNOWN in answers
-            for hold, answer in zip(holds, answers, strict=True):
-                _tell(hold, answer)
+            self._heed(holds, answers)
         if answered:
             self._then(self._was_away or emptied)
             self._was_away = emptied
+
+    def renew(self, hold: Hold) -> None:
+        """Renew one lease, beside the beats.  Raises redis errors."""
+        self._heed([hold], self._leases.renew(hold.held.fleet, self._owner, [hold.held]))
+
+    def _heed(self, holds: list[Hold], answers: list[Renewal]) -> None:
+        for hold, answer in zip(holds, answers, strict=True):
+            if answer is Renewal.CANCEL:
+                hold.ask_to_cancel()
+        self._doubt([hold for hold, answer in zip(holds, answers, strict=True) if answer is Renewal.LOST])
 
     def _beat(self) -> None:
         while not self._ended.wait(self._every_s):
@@ -156,10 +172,3 @@ class Heartbeat:
         """The leases that are kept alive now."""
         with self._lock:
             return list(self._holds.values())
-
-
-def _tell(hold: Hold, answer: Renewal) -> None:
-    if answer is Renewal.LOST:
-        hold.end("lost")
-    elif answer is Renewal.CANCEL:
-        hold.ask_to_cancel()

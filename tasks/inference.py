@@ -212,6 +212,7 @@ def _carry_out(task: Task, hold: Hold) -> Outcome:
     try:
         if task.run.cancel_requested:
             return Outcome(Kind.CANCELED, message="Canceled before it was sent.")
+        when_stored(lambda: this_worker().confirm(task, hold), hold)
         watch = when_stored(lambda: Watch(task, hold, dispatcher().store, dispatcher().fleet), hold)
         return watch.outcome()
     except HandBack:

@@ -15,7 +15,7 @@ from jobs.config import ModelConfig, RecordSettings
 from jobs.record import Server as ServerRow
 from jobs.record import now_ms
 from jobs.states import State
-from routing import audit, reconcile
+from routing import audit, reconcile, runs
 from routing.policies.identity import ServerReport
 from tasks.celery_app import celery
 from tasks.runner import server_for
@@ -96,9 +96,11 @@ def reap() -> None:
 def check_servers(all_of_them: bool = True) -> None:
     """Every 10 s all servers, every 2 s those that were down or whose workers went silent.
 
-    Slots of servers that are down rest, those of servers that are back are woken; leases of jobs that their
-    server does not know are freed, and slots that others use are not offered.
+    Runs that Redis has lost sight of get their leases again.  Slots of servers that are down rest, those of servers
+    that are back are woken; leases of jobs that their server does not know are freed, and slots that others use are
+    not offered.
     """
+    runs.restore_missing(dispatcher())
     servers = dispatcher().fleet.snapshot().servers
     names = set(servers) if all_of_them else reconcile.urgent_servers(dispatcher())
     reports = _reports(servers[name] for name in names & set(servers))

@@ -12,15 +12,17 @@ from redis.exceptions import RedisError
 
 from jobs.errors import SlotkeeperError
 from jobs.once import once
-from jobs.states import State
+from jobs.record import now_ms
 from routing.dispatcher import Dispatcher, Task, new_owner
 from routing.leases import Held
 from routing.queues import Offer
 from routing.workers import Workers
 from tasks import messages
+from tasks.aside import Aside
 from tasks.celery_app import celery
 from tasks.config import TaskSettings
 from tasks.heartbeat import Heartbeat, Hold
+from tasks.inquiry import Inquiry
 from tasks.poller import Poller
 from tasks.releases import PatientLeases
 from tasks.wiring import dispatcher, leases, workers
@@ -52,7 +54,15 @@ class Worker:
         self.dispatcher = dispatcher
         self.owner = new_owner("worker")
         self._leases = leases
-        self.heartbeat = Heartbeat(leases, self.owner, dispatcher.settings.renew_every_ms, self._after_beat)
+        self.inquiry = Inquiry(dispatcher.store, leases)
+        self._chores = Aside("chores", self.do_chores)
+        self.heartbeat = Heartbeat(
+            leases,
+            self.owner,
+            dispatcher.settings.renew_every_ms,
+            doubt=lambda holds: self.inquiry.ask(holds, doubted=True),
+            then=self._after_beat,
+        )
         self.heartbeat.start()
         self.consumer: Any = None  # Celery's consumer; None while there is none, or while draining
         self.poller = Poller(dispatcher, workers, self.owner, lambda: self.room, self.hand_on)
@@ -112,6 +122,19 @@ class Worker:
             offer = self._offer_in_turn(fleet)
         if offer is not None:
             self.hand_on(offer)
+
+    def confirm(self, task: Task, hold: Hold) -> None:
+        """Let a run that has waited for a thread know whether it still may begin: nobody has renewed its lease.
+
+        Raises RecordUnavailable.
+        """
+        if now_ms() - task.run.started_ms < self.dispatcher.settings.renew_every_ms:
+            return
+        try:
+            self.heartbeat.renew(hold)
+        except RedisError as error:
+            log.warning("renewal_failed", job_id=task.run.job.id, error=str(error))
+        self.inquiry.look({hold: True})
 
     def hand_on(self, offer: Offer | None) -> None:
         """Run a job whose offer this worker holds, as a Celery task of its own, without the broker."""
@@ -174,18 +197,14 @@ class Worker:
         self.dispatcher.free(self._held(offer), back=True, rest_ms=_START_AGAIN_MS)
 
     def _after_beat(self, was_away: bool) -> None:
-        """Redis answers: do what can wait for that."""
-        self._free_owed()
-        if was_away:
-            self._hear_what_was_missed()
-        self.dispatcher.learn_starts()
+        """Redis answers: have done what can wait for that, by others than the heartbeat."""
+        if was_away:  # A cancel or a passed deadline of which Redis could not tell us stands in the record.
+            self.inquiry.ask(self.heartbeat.holds())
+        self._chores.ask()
 
-    def _hear_what_was_missed(self) -> None:
-        """A cancel or a passed deadline of which Redis could not tell us stands in the record."""
-        for hold in self.heartbeat.holds():
-            job = self.dispatcher.store.get(hold.held.job_id)
-            if job is not None and (job.cancel_requested_ms is not None or job.state is not State.RUNNING):
-                hold.ask_to_cancel()
+    def do_chores(self) -> None:
+        self._free_owed()
+        self.dispatcher.learn_starts()
 
     def _free_owed(self) -> None:
         """Redis is back: free what could not be freed.  Whoever has such a lease by now is not disturbed (LEASE-4)."""

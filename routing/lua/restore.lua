@@ -1,7 +1,8 @@
 --[[ restore: write the leases of running jobs again, as the record knows them, after Redis was emptied.
   KEYS[1..12] the fleet's keys, see lib/fleet
   ARGV[1] lease_ms   ARGV[2…] job, lease, owner, slot, lane, needs, seq, created of each
-  Returns how many were written; a job that waits, and a job or slot that has a lease, is left alone
+  Returns how many were written; a job that waits or has a lease is left alone
+  Where another holds the slot by now, the lease stands beside, see lib/holding
   Clock Redis TIME    Cost O(jobs log leases)    Upholds LEASE-1 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
@@ -15,7 +16,7 @@ for i = 2, #ARGV, 8 do
   local job, slot, it = ARGV[i], ARGV[i + 3], read_lane(ARGV[i + 4])
   -- One that waits has ended its run since the record was read.
   local waits = redis.call("ZSCORE", lane_key(it.name), member_of(job, ARGV[i + 7]))
-  if not waits and redis.call("EXISTS", lease_key(job)) == 0 and redis.call("HEXISTS", SLOTS, slot) == 0 then
+  if not waits and redis.call("EXISTS", lease_key(job)) == 0 then
     write_lease(job, ARGV[i + 1], ARGV[i + 2], slot, it, ARGV[i + 5], ARGV[i + 6], ARGV[i + 7], 0, 0, now,
       now + tonumber(ARGV[1]))
     restored = restored + 1

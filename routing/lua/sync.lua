@@ -54,7 +54,7 @@ for _, index in ipairs({ FREE, RESTING }) do
   end
 end
 for slot in pairs(wanted) do
-  if redis.call("HEXISTS", SLOTS, slot) == 0 then return_slot(slot, now, 0) end
+  return_slot(slot, now, 0)
 end
 
 local before = redis.call("HGETALL", RULES)

@@ -86,8 +86,8 @@ AWAY = [
         "what a worker was not told while Redis was away it never hears",
         "JOB-1",
         "tasks/worker.py",
-        "        if was_away:\n",
-        "        if was_away is None:\n",
+        "        if was_away:  #",
+        "        if was_away is None:  #",
         (f"{WORKERS}test_what_a_worker_could_not_be_told_while_redis_was_away_it_reads_in_the_record",),
     ),
 ]

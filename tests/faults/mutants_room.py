@@ -102,19 +102,11 @@ ROOM = [
         (f"{SLOTS}test_an_older_catalog_changes_nothing",),
     ),
     Mutant(
-        "a slot under lease becomes free when it comes back",
-        "LEASE-1",
-        "routing/lua/sync.lua",
-        'if redis.call("HEXISTS", SLOTS, slot) == 0 then return_slot(slot, now, 0) end',
-        "return_slot(slot, now, 0)",
-        (f"{SLOTS}test_a_slot_that_came_back_while_it_was_leased_is_not_free_twice",),
-    ),
-    Mutant(
         "a slot of a server that is not online is freed",
         "SLOT-1",
         "routing/lua/lib/slots.lua",
-        "if not is_online_slot(slot) then return end",
-        "",
+        "if not is_online_slot(slot) or",
+        "if",
         (
             f"{SLOTS}test_a_rest_that_ends_on_a_server_that_is_not_online_frees_nothing",
             f"{SLOTS}test_a_removed_server_keeps_only_its_leases",

@@ -1,6 +1,6 @@
 """Guards of one run's life and end in its worker."""
 
-from tests.faults.mutant import RECORD, RUNS, USES, Mutant
+from tests.faults.mutant import LEASES, RECORD, RUNS, SLOTS, USES, Mutant
 
 RUN = [
     Mutant(
@@ -75,6 +75,69 @@ RUN = [
         "now_in = moved.to if moved is not None else self.store.state_of(run.job.id)",
         "now_in = moved.to if moved is not None else None",
         (f"{USES}test_a_settle_whose_answer_was_lost_leaves_its_job_in_its_place",),
+    ),
+    Mutant(
+        "a lease that Redis does not know is lost",
+        "LEASE-3",
+        "tasks/inquiry.py",
+        "    return found.state is State.RUNNING and found.lease == held.tag\n",
+        "    return False\n",
+        (
+            f"{RUNS}test_a_lease_that_redis_lost_is_written_again_and_the_run_goes_on",
+            f"{RUNS}test_a_run_whose_slot_was_given_away_meanwhile_goes_on_beside_and_has_the_slot_next",
+        ),
+    ),
+    Mutant(
+        "a lease that another has by now is written again",
+        "LEASE-1",
+        "tasks/inquiry.py",
+        "return found.state is State.RUNNING and found.lease == held.tag",
+        "return found.state is State.RUNNING",
+        (f"{RUNS}test_a_lease_that_another_has_by_now_is_lost",),
+    ),
+    Mutant(
+        "the heartbeat waits for the database",
+        "LEASE-4",
+        "tasks/inquiry.py",
+        "        self._aside.ask()\n",
+        "        self._answer()\n",
+        (f"{RUNS}test_leases_are_renewed_in_time_though_the_database_is_silent",),
+    ),
+    Mutant(
+        "a slot is free while an older run stands beside it",
+        "SLOT-1",
+        "routing/lua/lib/slots.lua",
+        'if not is_online_slot(slot) or redis.call("HEXISTS", SLOTS, slot) == 1 then return end',
+        "if not is_online_slot(slot) then return end",
+        (
+            f"{SLOTS}test_a_slot_that_came_back_while_it_was_leased_is_not_free_twice",
+            f"{LEASES}test_a_lease_that_comes_back_to_a_slot_that_was_given_away_stands_beside_and_gets_it_next",
+            f"{RUNS}test_a_run_whose_slot_was_given_away_meanwhile_goes_on_beside_and_has_the_slot_next",
+        ),
+    ),
+    Mutant(
+        "a run that ended while its lease was written again holds a slot",
+        "SLOT-2",
+        "routing/runs.py",
+        "    _free_ended(dispatcher, missing)\n",
+        "",
+        (f"{RUNS}test_a_run_that_ends_while_its_lease_is_written_again_leaves_none",),
+    ),
+    Mutant(
+        "a run that began while its room was rebuilt has no lease",
+        "LEASE-1",
+        "routing/reconcile.py",
+        "    dispatcher.leases.restore(fleet, runs.recorded(dispatcher)[fleet])\n    if",
+        "    if",
+        (f"{RUNS}test_a_run_that_began_while_its_room_was_rebuilt_keeps_its_slot",),
+    ),
+    Mutant(
+        "a run that has waited for a thread is sent without a look",
+        "SLOT-1",
+        "tasks/worker.py",
+        "        self.inquiry.look({hold: True})\n",
+        "",
+        (f"{RUNS}test_a_run_that_waited_long_for_a_thread_is_sent_only_if_it_is_still_ours",),
     ),
     Mutant(
         "a call whose line was cut is judged as the server's own end of it",

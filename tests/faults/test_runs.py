@@ -1,7 +1,9 @@
 """The life and end of one run in its worker, whatever is away, late or taken over meanwhile."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +12,15 @@ from celery.exceptions import Ignore, Retry
 
 from jobs.errors import RecordUnavailable
 from jobs.states import State, Why
-from routing import reconcile
+from routing import reconcile, runs
 from routing.dispatcher import Task
 from routing.keys import Keys
+from routing.leases import Renewal
 from routing.outcome import Kind, Outcome
 from routing.scripts import Scripts
-from tasks import inference, runner, settlement
+from tasks import inference, inquiry, runner, settlement
+from tasks import worker as workers
+from tasks.aside import Aside
 from tasks.heartbeat import Hold
 from tasks.inference import infer
 from tasks.releases import PatientLeases
@@ -23,6 +28,7 @@ from tasks.servers import Call, Health, HealthKind
 from tasks.worker import Worker
 from tests.lua.room import FRAGMENTS
 from tests.lua.stage import LEASE_MS, SECOND, SETTINGS, Stage, client, stage, valkey
+from tests.support.builders import eventually
 
 __all__ = ["client", "stage", "valkey"]
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
@@ -71,6 +77,7 @@ def server() -> FakeServer:
 def worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Worker:
     leases = PatientLeases(Scripts(stage.redis, Keys("test"), FRAGMENTS), SETTINGS)
     stage.dispatcher.leases = leases
+    monkeypatch.setattr(Aside, "ask", lambda it: it._act())  # at once, but where a test is about that
     found = Worker(stage.dispatcher, leases)
     found.heartbeat.end()  # The tests beat.
     for module in (inference, settlement):
@@ -79,7 +86,7 @@ def worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(infer, "send_event", _has_no_broker)
     monkeypatch.setattr(runner, "_find_server", lambda *_: server)
     monkeypatch.setattr(runner, "_STORE_AGAIN_S", 0.001)
-    for module in (runner, settlement):
+    for module in (runner, settlement, workers):
         monkeypatch.setattr(module, "now_ms", lambda: stage.now)
     return found
 
@@ -138,6 +145,168 @@ def test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody(stage,
     assert (stage.state(job_id), stage.job(job_id).crashes) == (State.RUNNING, 0)
     assert list(stage.room.taken().values()) == [job_id]
     assert stage.redis.hgetall(stage.room.key("stats:server:gpu")).keys() <= {b"taken", b"loaded"}
+
+
+# -- Redis does not know the lease -----------------------------------------------------------------------------
+
+
+def _forgotten(stage: Stage, *job_ids: str) -> None:
+    """An older copy of Redis' data has taken over: it is open, and lacks these leases."""
+    for job_id in job_ids:
+        slot = stage.room.lease_of(job_id)["slot"]
+        stage.redis.delete(stage.room.key(f"leases:{job_id}"))
+        stage.redis.zrem(stage.room.key("leases"), job_id)
+        stage.redis.hdel(stage.room.key("slots"), slot)
+        stage.redis.hdel(stage.room.key("held"), "default|zimg")
+        stage.redis.zadd(stage.room.key("free"), {slot: stage.now})
+
+
+def _begun(stage: Stage, worker: Worker) -> tuple[Task, Hold]:
+    task = worker.start(stage.told.offers.pop(0))
+    assert task is not None
+    return task, worker.heartbeat.add(task.held)
+
+
+def test_a_lease_that_redis_lost_is_written_again_and_the_run_goes_on(stage, worker):
+    stage.register()
+    job_id = stage.submit()
+    task, hold = _begun(stage, worker)
+    _forgotten(stage, job_id)
+    worker.heartbeat.beat()
+    assert not hold.lost
+    assert stage.room.taken() == {"gpu-slot0": job_id} and stage.room.members("free") == []
+    assert stage.renewal(task) is Renewal.RENEWED
+    assert stage.settle(task).moved is not None and stage.free() == 1
+
+
+def test_a_run_whose_slot_was_given_away_meanwhile_goes_on_beside_and_has_the_slot_next(stage, worker):
+    """The server is at the older run and decides who gets in; what comes of either is stored."""
+    stage.register()
+    first, second, third = (stage.submit() for _ in range(3))
+    task, hold = _begun(stage, worker)
+    _forgotten(stage, first)
+    reconcile.sweep(stage.dispatcher)
+    other = stage.start("w2")
+    assert (other.run.job.id, other.held.slot) == (second, task.held.slot)
+    worker.heartbeat.beat()
+    assert not hold.lost and [stage.renewal(it) for it in (task, other)] == [Renewal.RENEWED] * 2
+    stage.settle(other, Kind.BUSY)
+    assert stage.room.taken() == {"gpu-slot0": first}, "no third one is sent there"
+    assert stage.settle(task).moved is not None
+    stage.later(SECOND)
+    reconcile.sweep(stage.dispatcher)
+    assert stage.run_all() == [second, third]
+    assert [stage.job(it).crashes for it in (first, second, third)] == [0, 0, 0]
+
+
+def test_a_lease_that_another_has_by_now_is_lost(stage, worker):
+    stage.register()
+    stage.submit()
+    task, hold = _begun(stage, worker)
+    stage.later(LEASE_MS)
+    reconcile.reap(stage.dispatcher)
+    again = stage.start("w2")
+    before = stage.room.dump()
+    worker.heartbeat.beat()
+    assert hold.lost and stage.room.dump() == before
+    assert stage.settle(task).moved is None and stage.renewal(again) is Renewal.RENEWED
+
+
+def test_while_the_record_is_away_no_lease_is_taken_for_lost(stage, worker, monkeypatch):
+    stage.register()
+    job_id = stage.submit()
+    _, hold = _begun(stage, worker)
+    _forgotten(stage, job_id)
+    monkeypatch.undo()
+    monkeypatch.setattr(inquiry, "_ASK_AGAIN_S", 0.001)
+    asked = threading.Event()
+    back = _away_for(2, stage.store.briefs)
+    monkeypatch.setattr(stage.store, "briefs", lambda ids: (asked.set(), back(ids))[1])
+    worker.heartbeat.beat()
+    assert asked.wait(10) and not hold.lost
+    eventually(lambda: stage.room.taken() == {"gpu-slot0": job_id})
+    assert not hold.lost
+
+
+def test_leases_are_renewed_in_time_though_the_database_is_silent(stage, worker, monkeypatch):
+    stage.register(2)
+    stage.submit(), stage.submit()
+    holds = [_begun(stage, worker)[1] for _ in range(2)]
+    monkeypatch.undo()
+    asked, silent = threading.Event(), threading.Event()
+    monkeypatch.setattr(stage.store, "briefs", lambda _: (asked.set(), silent.wait(30), _away()))
+    worker.heartbeat._was_away = True
+    try:
+        for _ in range(5):
+            stage.later(LEASE_MS - SECOND)
+            worker.heartbeat.beat()
+        assert asked.wait(10)
+        assert stage.room.expiry_of(holds[0].held.job_id) == stage.now + LEASE_MS
+        assert reconcile.reap(stage.dispatcher) == 0
+    finally:
+        silent.set()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot(stage, worker, busy):
+    stage.register()
+    first = stage.submit()
+    stage.start("dead")
+    _forgotten(stage, first)
+    if busy:
+        stage.submit()
+        other = stage.start("w2")
+        assert other.held.slot == stage.job(first).slot
+    assert runs.restore_missing(stage.dispatcher) == 1
+    assert runs.restore_missing(stage.dispatcher) == 0
+    stage.later(LEASE_MS - 1)
+    if busy:
+        assert stage.renewal(other) is Renewal.RENEWED
+    stage.later(1)
+    reconcile.reap(stage.dispatcher)
+    job = stage.job(first)
+    assert (job.state, job.why, job.crashes) == (State.QUEUED, Why.LEASE_EXPIRED, 1)
+    again = stage.start("w3")
+    assert again.run.job.id == first and stage.settle(again).moved is not None
+    if busy:
+        assert stage.settle(other).moved is not None
+    assert stage.room.taken() == {} and stage.free() == 1
+
+
+def test_a_run_that_ends_while_its_lease_is_written_again_leaves_none(stage, worker, monkeypatch):
+    stage.register()
+    first, second = stage.submit(), stage.submit()
+    task = stage.start("w1")
+    _forgotten(stage, first)
+    restore = stage.dispatcher.leases.restore
+
+    def ends_just_before(*args: Any) -> int:
+        stage.settle(task)
+        return restore(*args)
+
+    monkeypatch.setattr(stage.dispatcher.leases, "restore", ends_just_before)
+    runs.restore_missing(stage.dispatcher)
+    assert stage.run_all() == [second] and stage.room.taken() == {}
+
+
+def test_a_run_that_began_while_its_room_was_rebuilt_keeps_its_slot(stage, worker, monkeypatch):
+    """Its lease was claimed before Redis was emptied, its start is committed after the running jobs were read."""
+    stage.register()
+    first, second = stage.submit(), stage.submit()
+    offer = replace(stage.told.offers.pop(0), owner="w1")
+    assert stage.dispatcher.leases.claim(offer, "w1")
+    stage.lose_redis()
+    read = stage.store.running
+    begin = iter([lambda: stage.dispatcher.start(offer, "w1")])
+
+    def begins_just_after() -> Any:
+        found = read()
+        next(begin, lambda: None)()
+        return found
+
+    monkeypatch.setattr(stage.store, "running", begins_just_after)
+    reconcile.sweep(stage.dispatcher)
+    assert stage.room.taken() == {offer.slot: first} and stage.room.waiting() == [second]
 
 
 # -- a resumed run ---------------------------------------------------------------------------------------------
@@ -264,6 +433,25 @@ def test_a_run_that_is_over_before_its_request_was_sent_does_not_send_it(stage, 
     with pytest.raises(raised):
         watch.outcome()
     assert server.asked == []
+
+
+@pytest.mark.parametrize("whose", ["ours", "another's"])
+def test_a_run_that_waited_long_for_a_thread_is_sent_only_if_it_is_still_ours(stage, worker, server, whose):
+    """It was handed on inside the worker, whose threads were all taken; nobody has renewed its lease meanwhile."""
+    stage.register()
+    job_id = stage.submit()
+    offer = stage.told.offers[0]
+    worker._started[offer.lease] = stage.dispatcher.start(offer, worker.owner)
+    stage.later(LEASE_MS)
+    server.answers = [DONE]
+    if whose == "ours":
+        assert run(stage) == DONE.result
+        return
+    reconcile.reap(stage.dispatcher)
+    again = stage.dispatcher.start(stage.told.offers.pop(), "w2")
+    assert isinstance(run(stage), Ignore)
+    assert server.asked == []
+    assert stage.state(job_id) is State.RUNNING and stage.renewal(again) is Renewal.RENEWED
 
 
 def test_a_run_that_is_canceled_before_its_request_was_sent_does_not_send_it(stage, worker, server):

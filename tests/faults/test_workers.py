@@ -19,6 +19,7 @@ from routing.scripts import Scripts
 from routing.workers import Workers
 from tasks import inference, settlement
 from tasks import worker as workers
+from tasks.aside import Aside
 from tasks.inference import InferRequest, infer
 from tasks.releases import PatientLeases
 from tasks.worker import Worker
@@ -131,7 +132,8 @@ class Pool:
 
 
 @pytest.fixture
-def worker(stage: Stage) -> Worker:
+def worker(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    monkeypatch.setattr(Aside, "ask", lambda it: it._act())  # at once: nobody waits here
     leases = PatientLeases(Scripts(stage.redis, Keys("test"), FRAGMENTS), SETTINGS)
     stage.dispatcher.leases = leases
     found = Worker(stage.dispatcher, leases, Workers(leases._scripts), capacity=3)
@@ -474,7 +476,7 @@ def test_while_redis_answers_the_record_is_not_asked(
     task = worker.start(stage.told.offers.pop())
     assert task is not None
     hold = worker.heartbeat.add(task.held)
-    monkeypatch.setattr(stage.store, "get", _is_away)
+    monkeypatch.setattr(stage.store, "briefs", _is_away)
     worker.heartbeat.beat()
     assert not (hold.cancel or hold.lost)
 

@@ -151,6 +151,8 @@ class Room:
                 return self.client.hgetall(key)
             case b"zset":
                 return self.client.zrange(key, 0, -1, withscores=True)
+            case b"list":
+                return self.client.lrange(key, 0, -1)
             case _:
                 return self.client.get(key)
 
@@ -164,6 +166,10 @@ class Room:
     def taken(self) -> dict[str, str]:
         """slot -> job, of the slots that hold a lease."""
         return {slot.decode(): job.decode() for slot, job in self.client.hgetall(self.key("slots")).items()}
+
+    def beside(self, slot: str) -> list[str]:
+        """Jobs whose leases stand beside the slot's holder, in the order in which they get it."""
+        return [job.decode() for job in self.client.lrange(self.key(f"slots:{slot}"), 0, -1)]
 
     def lane_of(self, lane: str) -> list[str]:
         """The jobs of a lane, in order."""

@@ -8,6 +8,7 @@ local function lane_key(lane) return LANES .. ":" .. lane end
 local function lease_key(job) return LEASES .. ":" .. job end
 local function tags_key(model) return TAGS .. ":" .. model end
 local function stats_key(kind, name) return STATS .. ":" .. kind .. ":" .. name end
+local function beside_key(slot) return SLOTS .. ":" .. slot end
 local function unsorted_key() return META .. ":unsorted" end
 local function open_key() return META .. ":open" end
 local function server_of(slot) return string.match(slot, "^(.*)%-slot%d+$") end

@@ -6,12 +6,29 @@ local function charge_use(it, since, charged, now)
   return now - since
 end
 
+-- A slot has one holder.  Only after Redis has lost what it knew, a run can come back to a slot that was given away
+-- meanwhile: its lease stands beside the holder's, and gets the slot as soon as that is dropped.
+local function hold_slot(slot, job)
+  local holder = redis.call("HGET", SLOTS, slot)
+  if holder and holder ~= job then redis.call("RPUSH", beside_key(slot), job) end
+  if not holder then redis.call("HSET", SLOTS, slot, job) end
+end
+
+local function let_slot_go(slot, job)
+  if redis.call("HGET", SLOTS, slot) ~= job then
+    redis.call("LREM", beside_key(slot), 0, job)
+    return
+  end
+  local heir = redis.call("LPOP", beside_key(slot))
+  if heir then redis.call("HSET", SLOTS, slot, heir) else redis.call("HDEL", SLOTS, slot) end
+end
+
 -- Write a lease: `job` holds `slot` from now on.
 local function write_lease(job, lease, owner, slot, it, needs, seq, created, number, charged, now, expires)
   redis.call("HSET", lease_key(job), "lease", lease, "owner", owner, "slot", slot, "lane", it.name, "needs", needs,
     "seq", seq, "created", created, "offer", number, "since", exact(now), "charged", exact(charged))
   redis.call("ZADD", LEASES, exact(expires), job)
-  redis.call("HSET", SLOTS, slot, job)
+  hold_slot(slot, job)
   redis.call("ZREM", FREE, slot)
   redis.call("ZREM", RESTING, slot)
   redis.call("HINCRBY", stats_key("server", server_of(slot)), "taken", 1)
@@ -26,7 +43,7 @@ local function drop_lease(job, now)
   redis.call("DEL", lease_key(job))
   redis.call("ZREM", LEASES, job)
   redis.call("ZREM", open_key(), job)
-  if redis.call("HGET", SLOTS, was[1]) == job then redis.call("HDEL", SLOTS, was[1]) end
+  let_slot_go(was[1], job)
   redis.call("HINCRBY", stats_key("server", server_of(was[1])), "taken", -1)
   charge_use(it, since, tonumber(was[7]), now)
   count_held(it, -1)

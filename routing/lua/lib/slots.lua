@@ -17,10 +17,10 @@ local function is_online_slot(slot)
   return entry and tonumber(string.match(slot, "(%d+)$")) < slots_in(entry)
 end
 
--- Let a slot that holds nothing be offered: now, or after it has rested.  A slot of a server that is not
--- online is offered to nobody; sync brings it back.
+-- Let a slot be offered: now, or after it has rested.  One that holds a lease is not, until that is dropped, nor is
+-- one of a server that is not online; sync brings it back.
 local function return_slot(slot, now, rest_ms)
-  if not is_online_slot(slot) then return end
+  if not is_online_slot(slot) or redis.call("HEXISTS", SLOTS, slot) == 1 then return end
   if rest_ms > 0 then
     redis.call("ZADD", RESTING, exact(now + rest_ms), slot)
   else

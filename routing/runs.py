@@ -1,0 +1,55 @@
+"""The leases of runs, as the record knows them: written again where Redis has lost them."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import structlog
+
+from jobs.states import State
+from routing.dispatcher import Dispatcher
+from routing.leases import Held, Restored
+
+log = structlog.get_logger(__name__)
+
+
+def recorded(dispatcher: Dispatcher) -> defaultdict[str, list[Restored]]:
+    """The leases of all running jobs, by fleet."""
+    models = dispatcher.fleet.snapshot().models
+    found = defaultdict[str, list[Restored]](list)
+    for job in dispatcher.store.running():
+        if job.model in models and job.lease and job.slot:
+            lease, owner = job.lease.split(" ", 1)
+            fleet = models[job.model].fleet
+            found[fleet].append(Restored(Held(fleet, job.id, lease, owner, job.slot), job.waiting))
+    return found
+
+
+def restore_missing(dispatcher: Dispatcher) -> int:
+    """Give each running job that has no lease its lease again; answers how many had none.
+
+    Its worker, if it lives, renews it and goes on; if not, it expires and is reaped like any other: so a run always
+    ends, whoever holds its slot by now.
+    """
+    # The record first: a lease is there before its run, and goes after it.
+    return sum(_restore(dispatcher, fleet, runs) for fleet, runs in recorded(dispatcher).items())
+
+
+def _restore(dispatcher: Dispatcher, fleet: str, runs: Sequence[Restored]) -> int:
+    leased = {held.job_id for held, _ in dispatcher.leases.all(fleet)}
+    missing = [run for run in runs if run.held.job_id not in leased]
+    if not missing:
+        return 0
+    written = dispatcher.leases.restore(fleet, missing)
+    _free_ended(dispatcher, missing)
+    if written:
+        log.warning("leases_were_lost", fleet=fleet, leases=written)
+    return written
+
+
+def _free_ended(dispatcher: Dispatcher, restored: Sequence[Restored]) -> None:
+    """A run that ended after it was read has a lease now that nobody will free."""
+    briefs = dispatcher.store.briefs([run.held.job_id for run in restored])
+    for run in restored:
+        found = briefs.get(run.held.job_id)
+        if found is None or found.state is not State.RUNNING or found.lease != run.held.tag:
+            dispatcher.free(run.held, back=found is not None and found.state is State.QUEUED)

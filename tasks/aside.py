@@ -1,0 +1,37 @@
+"""Work that must not keep its caller waiting."""
+
+import threading
+from collections.abc import Callable
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+
+class Aside:
+    """Does one thing in a thread of its own when it is asked to; asked meanwhile, it does it once more."""
+
+    def __init__(self, name: str, act: Callable[[], object]) -> None:
+        self._name, self._act = name, act
+        self._asked = self._at_it = False
+        self._lock = threading.Lock()
+
+    def ask(self) -> None:
+        with self._lock:
+            self._asked = True
+            if self._at_it:
+                return
+            self._at_it = True
+        threading.Thread(target=self._work, name=self._name, daemon=True).start()
+
+    def _work(self) -> None:
+        while self._goes_on():
+            try:
+                self._act()
+            except Exception:
+                log.exception("work_aside_failed", what=self._name)
+
+    def _goes_on(self) -> bool:
+        with self._lock:
+            self._at_it, self._asked = self._asked, False
+            return self._at_it

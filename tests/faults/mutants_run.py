@@ -100,7 +100,7 @@ RUN = [
         "LEASE-4",
         "tasks/inquiry.py",
         "        self._aside.ask()\n",
-        "        self._answer()\n",
+        "        self.look(self._asked)\n",
         (f"{RUNS}test_leases_are_renewed_in_time_though_the_database_is_silent",),
     ),
     Mutant(

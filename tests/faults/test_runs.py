@@ -18,6 +18,7 @@ from routing.keys import Keys
 from routing.leases import Renewal
 from routing.outcome import Kind, Outcome
 from routing.scripts import Scripts
+from routing.workers import Workers
 from tasks import inference, inquiry, runner, settlement
 from tasks import worker as workers
 from tasks.aside import Aside
@@ -78,7 +79,7 @@ def worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) ->
     leases = PatientLeases(Scripts(stage.redis, Keys("test"), FRAGMENTS), SETTINGS)
     stage.dispatcher.leases = leases
     monkeypatch.setattr(Aside, "ask", lambda it: it._act())  # at once, but where a test is about that
-    found = Worker(stage.dispatcher, leases)
+    found = Worker(stage.dispatcher, leases, Workers(leases._scripts), capacity=64)
     found.heartbeat.end()  # The tests beat.
     for module in (inference, settlement):
         monkeypatch.setattr(module, "dispatcher", lambda: stage.dispatcher)
@@ -233,14 +234,21 @@ def test_leases_are_renewed_in_time_though_the_database_is_silent(stage, worker,
     stage.submit(), stage.submit()
     holds = [_begun(stage, worker)[1] for _ in range(2)]
     monkeypatch.undo()
-    asked, silent = threading.Event(), threading.Event()
-    monkeypatch.setattr(stage.store, "briefs", lambda _: (asked.set(), silent.wait(30), _away()))
+    asked, silent, waiting = threading.Event(), threading.Event(), set[threading.Thread]()
+
+    def is_silent(_: object) -> None:
+        waiting.add(threading.current_thread())
+        asked.set()
+        silent.wait(5)
+        _away()
+
+    monkeypatch.setattr(stage.store, "briefs", is_silent)
     worker.heartbeat._was_away = True
     try:
         for _ in range(5):
             stage.later(LEASE_MS - SECOND)
             worker.heartbeat.beat()
-        assert asked.wait(10)
+        assert asked.wait(10) and threading.current_thread() not in waiting
         assert stage.room.expiry_of(holds[0].held.job_id) == stage.now + LEASE_MS
         assert reconcile.reap(stage.dispatcher) == 0
     finally:
@@ -436,7 +444,9 @@ def test_a_run_that_is_over_before_its_request_was_sent_does_not_send_it(stage, 
 
 
 @pytest.mark.parametrize("whose", ["ours", "another's"])
-def test_a_run_that_waited_long_for_a_thread_is_sent_only_if_it_is_still_ours(stage, worker, server, whose):
+def test_a_run_that_waited_long_for_a_thread_is_sent_only_if_it_is_still_ours(
+    stage, worker, server, monkeypatch, whose
+):
     """It was handed on inside the worker, whose threads were all taken; nobody has renewed its lease meanwhile."""
     stage.register()
     job_id = stage.submit()
@@ -444,6 +454,7 @@ def test_a_run_that_waited_long_for_a_thread_is_sent_only_if_it_is_still_ours(st
     worker._started[offer.lease] = stage.dispatcher.start(offer, worker.owner)
     stage.later(LEASE_MS)
     server.answers = [DONE]
+    monkeypatch.setattr(Aside, "ask", lambda _: None)  # What is asked aside is answered too late.
     if whose == "ours":
         assert run(stage) == DONE.result
         return

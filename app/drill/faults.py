@@ -70,13 +70,14 @@ class Saboteur(threading.Thread):
             self._stack.look()
 
     def _strike(self, fault: Fault) -> None:
-        self._tell(fault)
         self._struck[fault] = Struck(fault, time.monotonic_ns(), time.time_ns() // 1_000_000)
         try:
             self._mends[fault] = ACTS[fault.kind](self._stack, fault)
-            self._struck[fault].effect_ns = time.monotonic_ns()
         except NotNow:
             del self._struck[fault]
+            return
+        self._struck[fault].effect_ns = time.monotonic_ns()
+        self._tell(fault)
 
     def _mend(self, fault: Fault) -> None:
         if fault in self._mends:

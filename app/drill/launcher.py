@@ -243,7 +243,8 @@ class _Drill:
 
     def _say_fault(self, fault: Fault) -> None:
         lasts = f" for {fault.lasts_s:.1f} s" if fault.lasts_s else ""
-        self._console.print(f"  {fault.at_s:6.1f} s  {fault.kind} {fault.target}{lasts}")
+        how = f", {fault.how}," if fault.how and lasts else f", {fault.how}" if fault.how else ""
+        self._console.print(f"  {fault.at_s:6.1f} s  {fault.kind} {fault.target}{how}{lasts}")
 
     def _end(self) -> None:
         """Whatever happens: no thread of ours goes on, no process is left."""

@@ -27,6 +27,7 @@ from tasks import messages
 from tasks.announce import JobFailed
 from tasks.celery_app import celery
 from tasks.heartbeat import Hold
+from tasks.revoking import cancels, is_revoked
 from tasks.runner import HandBack, LeaseLost, Watch, when_stored
 from tasks.settlement import settle
 from tasks.wiring import dispatcher
@@ -51,8 +52,12 @@ class InferRequest(Request):
 
     def on_accepted(self, pid: Any, time_accepted: Any) -> None:
         super().on_accepted(pid, time_accepted)
-        if messages.HEADER in self.request_dict:
+        if messages.is_wake_up(self.request_dict):
             self.acknowledge()
+
+    def revoked(self) -> bool:
+        """Never: dropped here, an offer would hold its slot for nobody.  A revoke is a cancel, see revoking.py."""
+        return False
 
 
 class InferTask(CeleryTask):
@@ -157,9 +162,12 @@ def _seconds_until(when: Any) -> float | None:
 @celery.task(bind=True, base=InferTask, name=messages.TASK)
 def infer(self: InferTask, *args: Any, **kwargs: Any) -> Any:
     """Run the job that this wake-up offers.  A second delivery finds nothing to start and ends."""
-    offer = messages.read_offer(str(self.request.id), args[0], self.request.headers) if args else None
-    if offer is None:
+    if not messages.is_wake_up(self.request.headers):
         _admit(self, args, kwargs)
+        raise Ignore
+    offer = messages.read_offer(str(self.request.id), args, self.request.headers)
+    if offer is None:
+        log.warning("wake_up_not_understood", job_id=self.request.id)
         raise Ignore
     worker = this_worker()
     task = worker.start(offer)
@@ -175,7 +183,10 @@ def infer(self: InferTask, *args: Any, **kwargs: Any) -> Any:
 
 def _admit(self: InferTask, args: Any, kwargs: Any) -> None:
     """Submit for a client that could not.  Its message is acknowledged only after this has committed."""
-    request = self.request
+    request, job_id = self.request, str(self.request.id)
+    if is_revoked(job_id) and dispatcher().store.state_of(job_id) is None:
+        self.backend.mark_as_revoked(job_id, "revoked", request=request)
+        return
     options = {"priority": _tier_of(request), "expires": request.expires, "eta": request.eta}
     envelope = {
         "group_id": request.group,
@@ -187,9 +198,11 @@ def _admit(self: InferTask, args: Any, kwargs: Any) -> None:
         "parent_id": request.parent_id,
     }
     try:
-        _submit_patiently(_submission(str(request.id), args, kwargs, options, envelope))
+        _submit_patiently(_submission(job_id, args, kwargs, options, envelope))
     except (SlotkeeperError, TypeError) as error:
         raise JobFailed(getattr(error, "code", "invalid_job"), str(error)) from None
+    if is_revoked(job_id):  # Who heard of it while there was no job yet found none.
+        cancels().ask([job_id])
 
 
 def _submit_patiently(submission: Submission) -> None:

@@ -3,6 +3,7 @@
 The same message goes to the broker, or straight into this worker's own pool (handoff.py).
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from celery.app.amqp import task_message
@@ -14,6 +15,7 @@ from tasks.celery_app import celery
 
 TASK = "infer"
 HEADER = "slotkeeper"
+_OFFERED = ("fleet", "lease", "slot", "server", "number")
 
 # What Celery knows of a task beside its arguments: links, chord, group.  It waits in the record as JSON.
 _ENVELOPE = ("group_id", "group_index", "chord", "callbacks", "errbacks", "root_id", "parent_id")
@@ -48,14 +50,7 @@ def build(offer: Offer, failures: int, envelope: str | None) -> task_message:
         kwargsrepr="{}",
         **unpack_envelope(envelope),
     )
-    message.headers[HEADER] = {
-        "fleet": offer.fleet,
-        "lease": offer.lease,
-        "slot": offer.slot,
-        "server": offer.server,
-        "number": offer.number,
-        "owner": offer.owner,
-    }
+    message.headers[HEADER] = {name: getattr(offer, name) for name in _OFFERED}
     return message
 
 
@@ -63,10 +58,22 @@ def build_for_run(offer: Offer, run: Run) -> task_message:
     return build(offer, run.failures, run.envelope)
 
 
-def read_offer(job_id: str, model: str, headers: dict[str, Any] | None) -> Offer | None:
-    """The offer that a message carries; None: it is a bare task from a client without this code."""
+def is_wake_up(headers: Mapping[str, Any] | None) -> bool:
+    """Whether a message carries an offer; else it is a bare task from a client without this code."""
+    return HEADER in (headers or {})
+
+
+def read_offer(job_id: str, args: Sequence[Any], headers: Mapping[str, Any] | None) -> Offer | None:
+    """The offer that a wake-up carries, open: what it is worth, the room's own lease says to who claims it.
+
+    None: it cannot be read, as one of another release; it counts as lost, and the offer is made again.
+    """
     found = (headers or {}).get(HEADER)
-    return None if found is None else Offer(job_id=job_id, model=model, **found)
+    if not args or not isinstance(found, dict):
+        return None
+    fields = {"job_id": job_id, "model": args[0], **{name: found.get(name) for name in _OFFERED}}
+    right = all(isinstance(value, int if name == "number" else str) for name, value in fields.items())
+    return Offer(**fields) if right else None
 
 
 def publish(offer: Offer, tier: int, failures: int, envelope: str | None) -> None:

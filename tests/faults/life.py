@@ -130,8 +130,8 @@ class Life:
 
     def abandon(self, job_id: str) -> None:
         """Another worker begins the job and is never heard of again."""
-        headers, ((model, *_), *_) = self._come_to(job_id)
-        offer = messages.read_offer(job_id, model, headers)
+        headers, (args, *_) = self._come_to(job_id)
+        offer = messages.read_offer(job_id, args, headers)
         assert offer is not None
         self.dispatcher.start(offer, new_owner("silent"))
 

@@ -18,6 +18,8 @@ GUARDS = "tests/faults/test_guards.py::"
 WORKERS = "tests/faults/test_workers.py::"
 RUNS = "tests/faults/test_runs.py::"
 OUTAGES = "tests/faults/test_outages.py::"
+MESSAGES = "tests/contracts/test_task_messages.py::"
+REVOKES = "tests/faults/test_revokes.py::"
 PLACES = "tests/lua/test_policies.py::"
 
 

@@ -36,6 +36,7 @@ from tests.faults.mutant import (
 from tests.faults.mutants_away import AWAY
 from tests.faults.mutants_door import DOOR
 from tests.faults.mutants_offers import OFFERS
+from tests.faults.mutants_celery import CELERY
 from tests.faults.mutants_room import ROOM
 from tests.faults.mutants_run import RUN
 
@@ -49,6 +50,7 @@ MUTANTS = [
     *OFFERS,
     *DOOR,
     *RUN,
+    *CELERY,
     # -- the record ------------------------------------------------------------------------------------------
     Mutant(
         "a transition asks for no state",

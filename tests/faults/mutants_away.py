@@ -27,7 +27,7 @@ AWAY = [
         "a bare message is acknowledged before it is recorded",
         "JOB-3",
         "tasks/inference.py",
-        "if messages.HEADER in self.request_dict:",
+        "if messages.is_wake_up(self.request_dict):",
         "if self.request_dict:",
         (f"{WORKERS}test_only_a_wake_up_is_acknowledged_before_it_is_done",),
     ),

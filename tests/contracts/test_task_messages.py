@@ -1,0 +1,52 @@
+"""Wake-ups: what a message carries of an offer, and what one from another release, or from a stranger, is worth."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from routing.queues import Offer
+from tasks import messages
+
+OFFER = Offer("zimg", "j1", "lease-1", "gpu-slot0", "gpu", "zimg", 7)
+
+
+def _headers(**changes: Any) -> dict[str, Any]:
+    message = messages.build(OFFER, 0, None)
+    return {messages.HEADER: message.headers[messages.HEADER] | changes}
+
+
+def test_a_wake_up_carries_its_offer():
+    assert messages.read_offer("j1", ["zimg"], _headers()) == OFFER
+
+
+def test_an_offer_from_the_wire_is_open_whatever_it_says_of_its_owner():
+    """It is worth what the room's lease says to whoever claims it."""
+    message = messages.build(replace(OFFER, owner="worker/1"), 0, None)
+    assert "owner" not in message.headers[messages.HEADER]
+    offer = messages.read_offer("j1", ["zimg"], _headers(owner="worker/1"))
+    assert offer is not None and offer.owner == ""
+
+
+def test_a_wake_up_of_a_release_with_one_field_more_is_understood():
+    assert messages.read_offer("j1", ["zimg"], _headers(colour="blue")) == OFFER
+
+
+@pytest.mark.parametrize("name", ["fleet", "lease", "slot", "server", "number"])
+@pytest.mark.parametrize("value", [None, [], {}, 1.5])
+def test_a_wake_up_that_lacks_a_field_is_lost_and_no_error(name, value):
+    assert messages.read_offer("j1", ["zimg"], _headers(**{name: value})) is None
+
+
+@pytest.mark.parametrize(
+    ("args", "header"), [([], {}), ([["zimg"]], {}), (["zimg"], None), (["zimg"], "x"), (["zimg"], [1])]
+)
+def test_a_wake_up_without_an_offer_is_lost_and_no_error(args, header):
+    assert messages.read_offer("j1", args, {messages.HEADER: header}) is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "wakes"), [(None, False), ({}, False), ({"x": 1}, False), ({"slotkeeper": None}, True)]
+)
+def test_what_carries_no_offer_is_a_bare_task(headers, wakes):
+    assert messages.is_wake_up(headers) is wakes

@@ -1,0 +1,151 @@
+"""Celery's revoke is a cancel, whichever worker hears it; real processes, and a client that has nothing but Celery."""
+
+from collections.abc import Callable, Iterator
+from socket import gethostname
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.exceptions import TaskRevokedError
+from celery.result import AsyncResult
+from celery.worker.state import revoked
+
+from tasks.inference import InferRequest, infer
+from tasks.worker import _Message
+from tests.faults.stage import Town, town
+from tests.support.gated import Gate
+from tests.support.stack import eventually
+
+__all__ = ["town"]
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def bare(town: Town) -> Iterator[Celery]:
+    assert town.stack.valkey is not None
+    with Celery(broker=town.stack.valkey.url, backend=town.stack.valkey.url) as client:
+        yield client
+
+
+def _send(bare: Celery, model: str, run: float | Gate, **options: Any) -> AsyncResult:
+    takes = run.payload if isinstance(run, Gate) else {"seconds": run}
+    return bare.send_task("infer", args=[model, takes | {"prompt": "a cat"}], **options)
+
+
+def _admitted(town: Town, sent: AsyncResult, state: str = "queued") -> None:
+    eventually(lambda: town.store.state_of(sent.id) == state, f"{sent.id} is {state}")
+
+
+def _is_revoked(town: Town, sent: AsyncResult) -> None:
+    with pytest.raises(TaskRevokedError):
+        sent.get(timeout=60)
+    assert (sent.state, town.row(sent.id).state) == ("REVOKED", "canceled")
+
+
+def _revoke(bare: Celery, sent: AsyncResult) -> None:
+    sent.revoke()
+
+
+def _terminate(bare: Celery, sent: AsyncResult) -> None:
+    sent.revoke(terminate=True, signal="SIGKILL")
+
+
+def _terminate_by_control(bare: Celery, sent: AsyncResult) -> None:
+    bare.control.terminate([sent.id])
+
+
+Way = Callable[[Celery, AsyncResult], None]
+WAYS = [_revoke, _terminate, _terminate_by_control]
+
+
+@pytest.mark.parametrize("revoke", WAYS, ids=lambda way: way.__name__.strip("_"))
+def test_a_revoked_job_that_waits_is_canceled_and_holds_nobody_up(town: Town, bare: Celery, revoke: Way) -> None:
+    town.crew(2)
+    model, gate = town.model(), town.gate()
+    first = _send(bare, model, gate)
+    town.sent(model)
+    second, last = _send(bare, model, 0.01), _send(bare, model, 0.01)
+    for sent in (second, last):
+        _admitted(town, sent)
+    revoke(bare, second)
+    _is_revoked(town, second)
+    gate.open()
+    for sent in (first, last):
+        assert sent.get(timeout=60)["prompt"] == "a cat"
+    assert town.starts(second.id) == 0
+
+
+def test_a_revoked_job_that_is_delayed_is_canceled(town: Town, bare: Celery) -> None:
+    town.crew(1)
+    sent = _send(bare, town.model(), 0.01, countdown=600)
+    _admitted(town, sent, "delayed")
+    sent.revoke()
+    _is_revoked(town, sent)
+
+
+@pytest.mark.parametrize("revoke", WAYS, ids=lambda way: way.__name__.strip("_"))
+@pytest.mark.parametrize("polled", [False, True], ids=["sync", "polled"])
+def test_a_revoked_job_that_runs_is_stopped_by_its_server(town: Town, bare: Celery, revoke: Way, polled: bool) -> None:
+    town.crew(2)
+    model = town.polled_model() if polled else town.model()
+    sent = _send(bare, model, town.gate())
+    town.sent(model)
+    revoke(bare, sent)
+    _is_revoked(town, sent)
+    assert _send(bare, model, 0.01).get(timeout=60)["prompt"] == "a cat", "and its slot is free"
+
+
+def test_a_revoke_is_heard_though_nobody_is_there_who_runs_jobs(town: Town, bare: Celery) -> None:
+    """An offered job: its wake-up lies at the broker.  Maintenance hears the revoke."""
+    town.crew(0)
+    model = town.model()
+    offered, last = town.submit(model, 0.01), town.submit(model, 0.01)
+    eventually(lambda: town.lease(model, offered), "the first is offered")
+    bare.control.revoke([offered])
+    town.until(offered, "canceled")
+    town.crew(1)
+    town.until(last, "completed")
+    assert town.starts(offered) == 0
+
+
+def test_a_revoked_message_that_no_worker_has_admitted_yet_never_becomes_a_job(town: Town, bare: Celery) -> None:
+    town.crew(0)
+    worker = town.hire()
+    model = town.model()
+    consuming = bare.control.inspect(destination=[f"{worker.name}@{gethostname()}"])
+    assert consuming.ping()
+    sent_id = "revoked-before-it-was-sent"
+    bare.control.revoke(sent_id)
+    eventually(lambda: sent_id in str(consuming.revoked()), "the worker has heard it")
+    sent = _send(bare, model, 0.01, task_id=sent_id)
+    with pytest.raises(TaskRevokedError):
+        sent.get(timeout=60)
+    assert town.store.get(sent_id) is None
+
+
+def test_a_revoke_of_an_ended_job_changes_nothing(town: Town, bare: Celery) -> None:
+    town.crew(2)
+    sent = _send(bare, town.model(), 0.01)
+    assert sent.get(timeout=60)["prompt"] == "a cat"
+    other = _send(bare, "nobody-serves-it", 0.01, countdown=600)
+    sent.revoke(terminate=True)
+    other.revoke()
+    assert (sent.state, town.row(sent.id).state) == ("SUCCESS", "completed")
+
+
+def test_revokes_by_stamps_are_refused_by_name(town: Town, bare: Celery) -> None:
+    town.crew(1)
+    (answer,) = bare.control.revoke_by_stamped_headers({"batch": "b1"}, reply=True, timeout=5, limit=1)
+    assert "by their ids" in next(iter(answer.values()))["ok"]
+
+
+@pytest.mark.parametrize("headers", [{}, {"slotkeeper": {}}])
+def test_no_message_of_a_job_is_dropped_as_revoked(headers: dict[str, Any]) -> None:
+    """Its offer would hold a slot for nobody."""
+    message = infer.app.amqp.as_task_v2("revoked-one", "infer", args=("zimg",))
+    revoked.add("revoked-one")
+    try:
+        request = InferRequest(_Message(message._replace(headers=message.headers | headers)), task=infer, app=infer.app)
+        assert request.revoked() is False
+    finally:
+        revoked.discard("revoked-one")

@@ -13,6 +13,9 @@ _settings = TaskSettings()
 broker_url = _settings.broker
 result_backend = _settings.results
 result_expires = timedelta(days=1)
+# A backend that has fallen silent: nobody hangs on it for the default of two minutes.
+redis_socket_timeout = 10
+redis_socket_connect_timeout = 5
 broker_connection_retry_on_startup = True
 broker_connection_timeout = 3
 broker_transport_options = {
@@ -70,4 +73,5 @@ beat_schedule = {
     "scan-dlq": _every("maintenance.scan_dlq", 60),
     "audit": _every("maintenance.audit", 60),
     "send-webhooks": _every("webhooks.send_due", 5),
+    "tell-ends": _every("webhooks.tell_due", 5),
 }

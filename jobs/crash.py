@@ -27,6 +27,7 @@ POINTS = (
     "retry_committed",  # delayed in the record, Celery does not know
     "webhook_claimed",  # a try is counted, nothing sent
     "webhook_sent",  # the client has it, the record does not say so
+    "end_told",  # Celery's clients know how the job ended, the record owes it to them still
     "promote_committed",  # queued in the record, not in the room
     "expire_committed",  # expired in the record, still in the room
     "reap_seized",  # the lease is the reaper's, the record says running

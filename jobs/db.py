@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import IntegrityError, InterfaceError, InternalError, OperationalError, TimeoutError
 
 from jobs.errors import RecordUnavailable
-from jobs.models import events, webhooks
+from jobs.models import events, tellings, webhooks
 
 T = TypeVar("T")
 
@@ -38,6 +38,7 @@ class Transaction:
         self.connection = connection
         self.events: list[dict[str, Any]] = []
         self.webhooks: list[dict[str, Any]] = []
+        self.tellings: list[dict[str, Any]] = []
 
     def flush(self) -> None:
         """Write the collected rows.  One executemany each: a third of the cost of single inserts."""
@@ -45,6 +46,8 @@ class Transaction:
             self.connection.execute(events.insert(), self.events)
         if self.webhooks:
             self.connection.execute(webhooks.insert(), self.webhooks)
+        if self.tellings:
+            self.connection.execute(tellings.insert(), self.tellings)
 
 
 Unit = Callable[[Transaction], T]

@@ -1,4 +1,4 @@
-"""Idempotency-Keys: which job a tenant's key names, within a window (R21, R22)."""
+"""Which job a tenant's Idempotency-Key names, within a window (R21, R22), and what was asked for under an id."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 from sqlalchemy import Connection, bindparam, delete, insert, select
 
 from jobs.errors import IdempotencyConflict
-from jobs.models import idempotency_keys
+from jobs.models import idempotency_keys, jobs
 from jobs.record import NewJob
 
 Row: TypeAlias = Any
@@ -14,6 +14,11 @@ Row: TypeAlias = Any
 _THIS_KEY = (idempotency_keys.c.tenant == bindparam("p_tenant")) & (idempotency_keys.c.key == bindparam("p_key"))
 _KNOWN = select(idempotency_keys.c.job_id, idempotency_keys.c.fingerprint, idempotency_keys.c.expires_ms).where(
     _THIS_KEY
+)
+# Not its times: they are counted from now, and a message may come again much later.
+_REQUEST = ("model", "payload", "tenant", "callback_url", "needs")
+_ASKED = select(jobs.c.id, jobs.c.seq, jobs.c.state, *(jobs.c[name] for name in _REQUEST)).where(
+    jobs.c.id == bindparam("p_id")
 )
 _FORGET = delete(idempotency_keys).where(_THIS_KEY)
 
@@ -29,6 +34,19 @@ def job_of(connection: Connection, job: NewJob, now: int) -> str | None:
             job_id=known.job_id,
         )
     return str(known.job_id)
+
+
+def same_request(connection: Connection, job: NewJob) -> Row:
+    """The job that has this id already.  Raises IdempotencyConflict if something else was asked for under it."""
+    row = connection.execute(_ASKED, {"p_id": job.id}).one()
+    for name in _REQUEST:
+        if getattr(row, name) != getattr(job, name):
+            raise IdempotencyConflict(
+                f"There is a job {job.id!r} already, with another {name}; "
+                "send the same request again, or take a new id.",
+                job_id=job.id,
+            )
+    return row
 
 
 def bind(connection: Connection, job: NewJob, expires_ms: int) -> None:

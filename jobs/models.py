@@ -130,6 +130,16 @@ webhooks = Table(
     Index("ix_webhooks_next", "next_ms", sqlite_where=_PENDING, postgresql_where=_PENDING),
 )
 
+# Ends of jobs that came with an envelope, until those who wait outside have been told.
+tellings = Table(
+    "tellings",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("job_id", Text, nullable=False, index=True),
+    Column("next_ms", BigInteger, nullable=False, index=True),
+    Column("created_ms", BigInteger, nullable=False),
+)
+
 idempotency_keys = Table(
     "idempotency_keys",
     metadata,

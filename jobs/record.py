@@ -45,7 +45,7 @@ class NewJob:
     idempotency_key: str | None = None
     fingerprint: str = ""  # hash of the request, compared when the key is used again
     source: str = "rest"
-    envelope: str | None = None  # JSON: Celery's links, chord and group, to be sent along with the task
+    envelope: str | None = None  # JSON: whom its end concerns outside (Celery's links, chord, chain)
     needs: str = ""  # constraints in routing's canonical text; empty: any server will do
 
 

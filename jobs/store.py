@@ -25,11 +25,13 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from jobs import events, history, idempotency
+from jobs import events, history, idempotency, tellings, webhooks
 from jobs.db import Database, Transaction
 from jobs.errors import Conflict
-from jobs.models import counters, jobs, webhooks
+from jobs.models import counters, jobs
 from jobs.models import events as _events
+from jobs.models import tellings as _tellings
+from jobs.models import webhooks as _webhooks
 from jobs.record import Accepted, Brief, Event, Job, NewJob, Past, Run, Waiting, storable
 from jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, Edge, State, Why, edge
 
@@ -78,6 +80,7 @@ class Moved:
     crashes: int
     remote_id: str | None
     webhook_id: str | None
+    telling_id: str | None = None  # what those who wait outside are owed, if any do
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +201,7 @@ _BRIEF = select(jobs.c.id, jobs.c.seq, jobs.c.state).where(jobs.c.id == bindpara
 _LISTED = select(*_LISTED_COLUMNS)
 _WHOLE = select(jobs).where(jobs.c.id == bindparam("p_id"))
 _HEADERS = select(jobs.c.model, jobs.c.tier, jobs.c.failures, jobs.c.envelope).where(jobs.c.id == bindparam("p_id"))
-_OWED = select(webhooks.c.id).where(webhooks.c.job_id == bindparam("p_id"), webhooks.c.state == "pending").limit(1)
+_OWED = select(_webhooks.c.id).where(_webhooks.c.job_id == bindparam("p_id"), _webhooks.c.state == "pending").limit(1)
 _QUEUED_BY_MODEL = select(jobs.c.model, func.count()).where(jobs.c.state == State.QUEUED.value).group_by(jobs.c.model)
 _COUNTS = select(jobs.c.state, func.count()).group_by(jobs.c.state)
 
@@ -217,8 +220,8 @@ class Store:
     def submit(self, new: Sequence[NewJob], now: int) -> list[Accepted]:
         """Accept all of `new` or none of them; one answer each, in order.
 
-        A job whose id, or whose (tenant, Idempotency-Key) within the window, is known already is not accepted
-        again.  Raises IdempotencyConflict when the key came with another request, RecordUnavailable.
+        A job whose id, or (tenant, Idempotency-Key) within the window, is known already is not accepted again.
+        Raises IdempotencyConflict when the id or the key came with another request, RecordUnavailable.
         """
         return self.database.write(lambda tx: [self._accept(tx, job, now) for job in new])
 
@@ -237,7 +240,7 @@ class Store:
         seq = tx.connection.execute(self._insert, _new_row(job, why, to, now)).scalar()
         if seq is None:  # the same id again: a doubled message
             count(tx, "doubled")  # It took a number all the same, which the ledger must not miss.
-            return _accepted(tx.connection.execute(_BRIEF, {"p_id": job.id}).one())
+            return _accepted(idempotency.same_request(tx.connection, job))
         data = {"why": why, "model": job.model, "tier": job.tier, "tenant": job.tenant}
         events.append(tx, job.id, to, now, 0, data)
         return Accepted(job.id, seq, to)
@@ -341,8 +344,9 @@ class Store:
         if row is None:
             return None
         to = edge(act.state, act.why).to
-        webhook_id = self._owe_webhook(tx, row, to, act.now) if to in FINAL and row.callback_url else None
-        return Moved(_waiting(row), to, row.attempt, row.failures, row.crashes, row.remote_id, webhook_id)
+        webhook_id = webhooks.owe(tx, row, to, act.now)
+        telling_id = tellings.owe(tx, row, to, act.now)
+        return Moved(_waiting(row), to, row.attempt, row.failures, row.crashes, row.remote_id, webhook_id, telling_id)
 
     def _transition(self, tx: Transaction, act: _Act) -> Row | None:
         """The one place that changes a state: guarded by it, with its event beside it."""
@@ -352,22 +356,6 @@ class Store:
         if row is not None:
             events.append(tx, act.job_id, move.edge.to, act.now, row.attempt, {"why": act.why, **act.data})
         return row
-
-    def _owe_webhook(self, tx: Transaction, row: Row, to: State, now: int) -> str:
-        # A dead job may be revived and end again before its next start: the same attempt, another message.
-        webhook_id = f"msg_{row.id}_{row.attempt}_{to.value}"
-        tx.webhooks.append(
-            {
-                "id": webhook_id,
-                "job_id": row.id,
-                "url": row.callback_url,
-                "status": to.value,
-                "state": "pending",
-                "next_ms": now,
-                "created_ms": now,
-            }
-        )
-        return webhook_id
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -482,7 +470,7 @@ class Store:
 
         A job whose webhook is still owed stays until that is delivered or given up (HOOK-1).
         """
-        owed = exists().where(webhooks.c.job_id == jobs.c.id, webhooks.c.state == "pending")
+        owed = exists().where(_webhooks.c.job_id == jobs.c.id, _webhooks.c.state == "pending")
         old = (
             select(jobs.c.id, jobs.c.state)
             .where(jobs.c.finished_ms < ended_before_ms, jobs.c.state.in_([s.value for s in sorted(FINAL)]), ~owed)
@@ -518,8 +506,8 @@ def _remove(tx: Transaction, found: Sequence[tuple[str, str]]) -> int:
     for job_id, state in found:
         gone = tx.connection.execute(delete(jobs).where(jobs.c.id == job_id, jobs.c.state == state)).rowcount
         if gone:
-            tx.connection.execute(delete(_events).where(_events.c.job_id == job_id))
-            tx.connection.execute(delete(webhooks).where(webhooks.c.job_id == job_id))
+            for table in (_events, _webhooks, _tellings):
+                tx.connection.execute(delete(table).where(table.c.job_id == job_id))
             count(tx, f"purged.{state}")
         removed += gone
     return removed

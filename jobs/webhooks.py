@@ -4,12 +4,16 @@ The row is written with the job's last transition.  A try begins with a claim: a
 next try past the time this one can take, so that a doubled wake-up does not send the message twice.
 """
 
+from typing import Any, TypeAlias
+
 from sqlalchemy import bindparam, select, update
 
-from jobs.db import Database
+from jobs.db import Database, Transaction
 from jobs.models import webhooks
 from jobs.record import Webhook, storable
-from jobs.states import State
+from jobs.states import FINAL, State
+
+Row: TypeAlias = Any
 
 _MAX_ERROR = 500
 
@@ -38,6 +42,29 @@ _END = (
         delivered_ms=bindparam("p_delivered"),
     )
 )
+
+
+def owe(tx: Transaction, row: Row, to: State, now: int) -> str | None:
+    """In the transaction that brings a job to `to`: note the message that its client is owed, if this is the end.
+
+    Answers the message's id; None: no message is wanted.
+    """
+    if to not in FINAL or not row.callback_url:
+        return None
+    # A dead job may be revived and end again before its next start: the same attempt, another message.
+    webhook_id = f"msg_{row.id}_{row.attempt}_{to.value}"
+    tx.webhooks.append(
+        {
+            "id": webhook_id,
+            "job_id": row.id,
+            "url": row.callback_url,
+            "status": to.value,
+            "state": "pending",
+            "next_ms": now,
+            "created_ms": now,
+        }
+    )
+    return webhook_id
 
 
 class Webhooks:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tasks.celery_app import celery
     from tasks.inference import infer
+    from tasks.telling import JobFailed
 
-__all__ = ["celery", "infer"]
+__all__ = ["JobFailed", "celery", "infer"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,4 +26,8 @@ def __getattr__(name: str) -> Any:
         from tasks.inference import infer
 
         return infer
+    if name == "JobFailed":
+        from tasks.telling import JobFailed
+
+        return JobFailed
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,6 @@
 
 from celery import Celery
 
-celery = Celery("slotkeeper", include=["tasks.inference", "tasks.maintenance", "tasks.webhooks"])
+celery = Celery("slotkeeper", include=["tasks.inference", "tasks.maintenance", "tasks.telling", "tasks.webhooks"])
 celery.config_from_object("celeryconfig")
 celery.set_default()

@@ -6,8 +6,9 @@ What a worker receives is a wake-up for an offer, with the job's id as the task'
 without this code carries no offer; the worker that gets it submits the job in its stead.
 """
 
-from datetime import UTC, datetime
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import orjson
 import structlog
@@ -17,22 +18,23 @@ from celery.result import AsyncResult
 from celery.worker.request import Request
 
 from jobs.crash import crash_at
-from jobs.errors import RecordUnavailable, SlotkeeperError
+from jobs.errors import IdempotencyConflict, RecordUnavailable, SlotkeeperError
 from jobs.record import new_job_id
 from jobs.states import State
 from routing.dispatcher import Settled, Task
 from routing.outcome import Kind, Outcome
 from routing.submission import Submission
-from tasks import messages
-from tasks.announce import JobFailed
+from tasks import asking, messages
 from tasks.celery_app import celery
 from tasks.heartbeat import Hold
 from tasks.revoking import cancels, is_revoked
 from tasks.runner import HandBack, LeaseLost, Watch, when_stored
 from tasks.settlement import settle
+from tasks.telling import AWAY, JobFailed, tell_refusal
 from tasks.wiring import dispatcher
 from tasks.worker import this_worker
 
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 _STORE_AGAIN_S = 1.0
@@ -84,19 +86,11 @@ class InferTask(CeleryTask):
         shadow: Any = None,
         **options: Any,
     ) -> AsyncResult:
-        """Submit a job: args (model, payload), options priority (tier), expires, countdown, eta, callback_url.
-
-        Raises what dispatcher.submit raises.  Answers once the job is recorded.
-        """
+        """Submit a job, see `infer`.  Raises what dispatcher.submit raises.  Answers once the job is recorded."""
+        given = {**options, **_parentage(options), "link": link, "link_error": link_error, "shadow": shadow}
         job_id = task_id or new_job_id()
-        envelope = {
-            **options,
-            "callbacks": _signatures(link),
-            "errbacks": _signatures(link_error),
-            **_parentage(options),
-        }
-        dispatcher().submit([_submission(job_id, args or (), kwargs or {}, options, envelope)])
-        result: AsyncResult = AsyncResult(job_id, backend=self.backend, app=celery)
+        accepted = _submit(asking.read(job_id, args or (), kwargs or {}, given), may_be_another=task_id is None)
+        result: AsyncResult = AsyncResult(accepted, backend=self.backend, app=celery)
         if options.get("add_to_parent", True) and celery.current_worker_task is not None:
             celery.current_worker_task.add_trail(result)
         return result
@@ -111,10 +105,16 @@ class InferTask(CeleryTask):
         raise Retry("The server answered wrongly; the job waits in the record.", exc)
 
 
-def _signatures(link: Any) -> list[Any] | None:
-    if not link:
-        return None
-    return list(link) if isinstance(link, list | tuple) else [link]
+def _submit(submission: Submission, *, may_be_another: bool = False) -> str:
+    """Id of the accepted job.  Raises what dispatcher.submit raises."""
+    (receipt,) = dispatcher().submit([submission])
+    if receipt.accepted.id != submission.id and not may_be_another:  # Its client waits for the id that it chose.
+        raise IdempotencyConflict(
+            f"This idempotency_key names the job {receipt.accepted.id!r}, which was accepted before; "
+            "wait for that one, or use a new key.",
+            job_id=receipt.accepted.id,
+        )
+    return receipt.accepted.id
 
 
 def _parentage(options: dict[str, Any]) -> dict[str, Any]:
@@ -128,40 +128,34 @@ def _parentage(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _submission(
-    job_id: str, args: Any, kwargs: dict[str, Any], options: dict[str, Any], envelope: dict[str, Any]
-) -> Submission:
-    """Read the arguments of a task as a submit.  Raises TypeError for arguments that `infer` does not have."""
-    given = _arguments(*args, **kwargs)
-    return Submission(
-        id=job_id,
-        priority=options.get("priority"),
-        ttl_s=_seconds_until(options.get("expires")),
-        delay_s=options.get("countdown") or _seconds_until(options.get("eta")),
-        source="task",
-        envelope=messages.pack_envelope(envelope),
-        **given,
+def _described_by(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For `help`: who calls the task submits a job, whatever a worker does with its message."""
+
+    def describe(task: Callable[..., Any]) -> Callable[..., Any]:
+        task.__doc__ = call.__doc__
+        return task
+
+    return describe
+
+
+def _sentence() -> str:
+    return (
+        "infer runs in Slotkeeper's workers only: infer.delay(model, payload) submits a job and answers an "
+        "AsyncResult, whose get() waits for the result"
     )
 
 
-def _arguments(model: str, payload: Any = None, callback_url: str | None = None) -> dict[str, Any]:
-    return {"model": model, "payload": {} if payload is None else payload, "callback_url": callback_url}
-
-
-def _seconds_until(when: Any) -> float | None:
-    """Celery gives times as seconds from now, as datetimes, and in messages as ISO texts."""
-    if when is None or isinstance(when, int | float):
-        return when
-    if isinstance(when, str):
-        when = datetime.fromisoformat(when)
-    if when.tzinfo is None:
-        when = when.replace(tzinfo=UTC)
-    return max((when - datetime.now(UTC)).total_seconds(), 0.0)
-
-
-@celery.task(bind=True, base=InferTask, name=messages.TASK)
+@celery.task(
+    bind=True,
+    base=InferTask,
+    name=messages.TASK,
+    __signature__=inspect.signature(asking.infer),
+)
+@_described_by(asking.infer)
 def infer(self: InferTask, *args: Any, **kwargs: Any) -> Any:
     """Run the job that this wake-up offers.  A second delivery finds nothing to start and ends."""
+    if self.request.called_directly or self.request.is_eager:
+        raise RuntimeError(_sentence())
     if not messages.is_wake_up(self.request.headers):
         _admit(self, args, kwargs)
         raise Ignore
@@ -184,36 +178,61 @@ def infer(self: InferTask, *args: Any, **kwargs: Any) -> Any:
 def _admit(self: InferTask, args: Any, kwargs: Any) -> None:
     """Submit for a client that could not.  Its message is acknowledged only after this has committed."""
     request, job_id = self.request, str(self.request.id)
-    if is_revoked(job_id) and dispatcher().store.state_of(job_id) is None:
-        self.backend.mark_as_revoked(job_id, "revoked", request=request)
+    if is_revoked(job_id) and not _is_known(job_id):
+        _patiently(lambda: self.backend.mark_as_revoked(job_id, "revoked", request=request))
         return
-    options = {"priority": _tier_of(request), "expires": request.expires, "eta": request.eta}
-    envelope = {
-        "group_id": request.group,
-        "group_index": request.group_index,
-        "chord": request.chord,
-        "callbacks": request.callbacks,
-        "errbacks": request.errbacks,
-        "root_id": request.root_id,
-        "parent_id": request.parent_id,
-    }
     try:
-        _submit_patiently(_submission(job_id, args, kwargs, options, envelope))
-    except (SlotkeeperError, TypeError) as error:
-        raise JobFailed(getattr(error, "code", "invalid_job"), str(error)) from None
+        submission = asking.read(job_id, args, kwargs, _options_of(request))
+        _patiently(lambda: _submit(submission))
+    except SlotkeeperError as error:
+        _refuse(request, error)
     if is_revoked(job_id):  # Who heard of it while there was no job yet found none.
         cancels().ask([job_id])
 
 
-def _submit_patiently(submission: Submission) -> None:
-    """Until it is recorded, the message is the only copy: wait for the database, then leave it to the broker."""
+def _refuse(request: Any, refusal: SlotkeeperError) -> None:
+    """Tell a bare client why there is no job; a job that is there already has an end of its own."""
+    log.warning("bare_message_refused", job_id=request.id, error=refusal.detail)
+    if not _patiently(lambda: _is_known(request.id)):
+        _patiently(lambda: tell_refusal(request, refusal))
+
+
+def _is_known(job_id: str) -> bool:
+    return dispatcher().store.state_of(job_id) is not None
+
+
+def _patiently(act: Callable[[], T]) -> T:
+    """Until it is done, the message is the only copy: wait for who is away, then leave it to the broker."""
     for _ in range(_ADMIT_TRIES):
         try:
-            dispatcher().submit([submission])
-            return
-        except RecordUnavailable:
+            return act()
+        except AWAY:
             this_worker().heartbeat.wait(_STORE_AGAIN_S)
     raise Reject("the database is away", requeue=True)
+
+
+def _options_of(request: Any) -> dict[str, Any]:
+    """What a message says, as options of apply_async."""
+    time_limit, soft_time_limit = request.timelimit or (None, None)
+    return {
+        "priority": _tier_of(request),
+        "expires": request.expires,
+        "eta": request.eta,
+        "time_limit": time_limit,
+        "soft_time_limit": soft_time_limit,
+        "shadow": request.shadow,
+        "ignore_result": request.ignore_result,
+        "link": request.callbacks,
+        "link_error": request.errbacks,
+        "chain": request.chain,
+        "chord": request.chord,
+        "group_id": request.group,
+        "group_index": request.group_index,
+        "root_id": request.root_id,
+        "parent_id": request.parent_id,
+        "stamped_headers": request.stamped_headers,
+        **(request.stamps or {}),
+    }
 
 
 def _tier_of(request: Any) -> int | None:
@@ -262,7 +281,6 @@ def _conclude(self: InferTask, task: Task, hold: Hold, outcome: Outcome) -> Any:
             # On to InferTask.retry, by Celery's autoretry.
             raise ServerFault(outcome.code or "server_error", outcome.message)
         case State.CANCELED | State.EXPIRED as ended:
-            dispatcher().announce_end(settled.moved)  # Nothing that this task may return would say so.
             _show_revoked(self, expired=ended is State.EXPIRED)
             raise Ignore
         case _:

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from celery.app.amqp import task_message
+from celery.app.task import Context
 from kombu.utils import json
 
-from jobs.record import Run
+from jobs.record import Job, Run
 from routing.queues import Offer
 from tasks.celery_app import celery
 
@@ -17,45 +18,58 @@ TASK = "infer"
 HEADER = "slotkeeper"
 _OFFERED = ("fleet", "lease", "slot", "server", "number")
 
-# What Celery knows of a task beside its arguments: links, chord, group.  It waits in the record as JSON.
-_ENVELOPE = ("group_id", "group_index", "chord", "callbacks", "errbacks", "root_id", "parent_id")
+# What Celery knows of a task beside its arguments, by its names in apply_async.  It waits in the record as JSON.
+_ENVELOPE = (
+    "callbacks",
+    "chain",
+    "chord",
+    "errbacks",
+    "group_id",
+    "group_index",
+    "ignore_result",
+    "parent_id",
+    "root_id",
+    "stamped_headers",
+    "stamps",
+)
 
 
 def queue_of(model: str) -> str:
     return f"gpu.{model}"
 
 
-def pack_envelope(options: dict[str, Any]) -> str:
-    """The parts of apply_async's options that must travel with the job, as JSON."""
+def pack_envelope(options: Mapping[str, Any]) -> str:
+    """The parts of apply_async's options that concern whoever waits for the job's end, as JSON."""
     return json.dumps({name: options[name] for name in _ENVELOPE if options.get(name) is not None})
 
 
-def unpack_envelope(envelope: str | None) -> dict[str, Any]:
-    return json.loads(envelope) if envelope else {}
+def context(job: Job) -> Context:
+    """The job as the request of a Celery task: whom its end concerns."""
+    kept = json.loads(job.envelope or "{}")
+    group = kept.pop("group_id", None)
+    return Context(kept, id=job.id, task=TASK, group=group, called_directly=False, delivery_info={})
 
 
-def build(offer: Offer, failures: int, envelope: str | None) -> task_message:
+def build(offer: Offer, failures: int) -> task_message:
     """The message for an offer; `failures` is what Celery and Flower know as retries.
 
-    A job without an envelope came by another door than Celery's: nobody waits for it at the result backend,
-    and its result stands in the record.
+    The task's own end says nothing to anybody: whoever waits for the job is told from the record (telling.py).
     """
     message = celery.amqp.as_task_v2(
         offer.job_id,
         TASK,
         args=(offer.model,),
         retries=failures,
-        ignore_result=envelope is None,
+        ignore_result=True,
         argsrepr=f"({offer.model!r},)",
         kwargsrepr="{}",
-        **unpack_envelope(envelope),
     )
     message.headers[HEADER] = {name: getattr(offer, name) for name in _OFFERED}
     return message
 
 
 def build_for_run(offer: Offer, run: Run) -> task_message:
-    return build(offer, run.failures, run.envelope)
+    return build(offer, run.failures)
 
 
 def is_wake_up(headers: Mapping[str, Any] | None) -> bool:
@@ -76,13 +90,13 @@ def read_offer(job_id: str, args: Sequence[Any], headers: Mapping[str, Any] | No
     return Offer(**fields) if right else None
 
 
-def publish(offer: Offer, tier: int, failures: int, envelope: str | None) -> None:
+def publish(offer: Offer, tier: int, failures: int) -> None:
     """Send the wake-up to the model's queue.  Raises what kombu raises."""
     with celery.producer_or_acquire() as producer:
         celery.amqp.send_task_message(
             producer,
             TASK,
-            build(offer, failures, envelope),
+            build(offer, failures),
             queue=queue_of(offer.model),
             priority=tier,
             retry=False,  # The offer expires and is made again; nobody shall wait for a broker that is away.

@@ -7,7 +7,7 @@ been told: the same verdict, the same guarded write.  The worker that still poll
 import orjson
 
 from jobs.record import Job, Run
-from jobs.states import FINAL, State
+from jobs.states import State
 from routing.dispatcher import Task
 from routing.leases import Held
 from routing.outcome import Kind, Outcome
@@ -40,11 +40,7 @@ def push(job: Job, outcome: Outcome) -> bool:
     task = _task(job)
     if task is None:
         return False
-    moved = settle(task, outcome, canceling=task.run.cancel_requested).moved
-    if moved is not None and moved.to in FINAL and moved.to is not State.COMPLETED:
-        # Of a completed job its worker's task gives the stored result; of any other end it says nothing.
-        dispatcher().announce_end(moved)
-    return moved is not None
+    return settle(task, outcome, canceling=task.run.cancel_requested).moved is not None
 
 
 def _call(job: Job) -> Call:

@@ -75,14 +75,13 @@ def test_a_pushed_failure_costs_a_retry_as_a_polled_one(api: Api, task: Task) ->
     assert "out of memory" in (job.error_message or "")
 
 
-def test_of_a_pushed_end_without_a_result_celery_is_told_too(api: Api) -> None:
-    """The worker's task has nothing to say about it: whoever waits for its result would wait forever."""
+def test_a_pushed_end_without_a_result_is_told_once(api: Api) -> None:
     api.model(max_retries=0)
     api.register()
     task = api.started()
     _push(api, task.run.job.id, _token(task), {"status": "failed", "error": "out of memory"})
     assert api.job(task.run.job.id).state is State.DEAD
-    assert [by_worker for _, by_worker in api.heard.ends] == [True, False]
+    assert [moved.to for moved, _ in api.heard.ends] == [State.DEAD]
 
 
 def test_a_push_from_a_removed_server_is_ignored(api: Api, task: Task) -> None:

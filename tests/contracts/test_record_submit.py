@@ -12,7 +12,7 @@ from jobs.models import jobs as jobs_table
 from jobs.record import new_job_id
 from jobs.states import State, Why
 from jobs.store import Store
-from tests.support.builders import SECOND, T0, a_job, an_ended_job, at_once, eventually, row_of, trail_of
+from tests.support.builders import SECOND, T0, a_job, a_queued_job, an_ended_job, at_once, eventually, row_of, trail_of
 
 WINDOW_S = 100
 KEYED: dict[str, Any] = {"idempotency_key": "k1", "fingerprint": "same request"}
@@ -94,9 +94,35 @@ def test_an_id_that_comes_twice_is_one_job(database, store):
 def test_an_id_that_comes_twice_is_answered_with_the_state_that_it_has_now(database, store):
     done = an_ended_job(store)
     before = row_of(database, done.id)
-    (again,) = store.submit([a_job(id=done.id, payload='{"prompt":"a dog"}')], T0 + SECOND)
+    (again,) = store.submit([a_job(id=done.id)], T0 + SECOND)
     assert (again.state, again.deduplicated) == (State.COMPLETED, True)
     assert row_of(database, done.id) == before
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "flux"},
+        {"payload": '{"prompt":"a dog"}'},
+        {"tenant": "acme"},
+        {"callback_url": "https://c.example/h"},
+        {"needs": "gpu=A100"},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_an_id_that_comes_with_another_request_is_refused_with_all_that_came_beside_it(database, store, other):
+    done = an_ended_job(store)
+    before = row_of(database, done.id)
+    with pytest.raises(IdempotencyConflict, match=next(iter(other))):
+        store.submit([a_job(), a_job(id=done.id, **other)], T0 + SECOND)
+    assert row_of(database, done.id) == before
+    assert _stored(database)[0] == 1
+
+
+def test_an_id_that_comes_again_later_is_the_same_request_though_its_times_are_counted_anew(store):
+    job = a_queued_job(store, deadline_ms=T0 + 9 * SECOND)
+    (again,) = store.submit([a_job(id=job.id, deadline_ms=T0 + 10 * SECOND)], T0 + SECOND)
+    assert again.deduplicated
 
 
 def test_an_id_that_comes_twice_in_one_batch_is_one_job(database, store):

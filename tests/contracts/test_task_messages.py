@@ -12,7 +12,7 @@ OFFER = Offer("zimg", "j1", "lease-1", "gpu-slot0", "gpu", "zimg", 7)
 
 
 def _headers(**changes: Any) -> dict[str, Any]:
-    message = messages.build(OFFER, 0, None)
+    message = messages.build(OFFER, 0)
     return {messages.HEADER: message.headers[messages.HEADER] | changes}
 
 
@@ -22,7 +22,7 @@ def test_a_wake_up_carries_its_offer():
 
 def test_an_offer_from_the_wire_is_open_whatever_it_says_of_its_owner():
     """It is worth what the room's lease says to whoever claims it."""
-    message = messages.build(replace(OFFER, owner="worker/1"), 0, None)
+    message = messages.build(replace(OFFER, owner="worker/1"), 0)
     assert "owner" not in message.headers[messages.HEADER]
     offer = messages.read_offer("j1", ["zimg"], _headers(owner="worker/1"))
     assert offer is not None and offer.owner == ""

@@ -15,9 +15,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 # In a process of its own, as a client is.
 _CLIENT = """
 import json, sys
-from celery import chord, group
-from tasks import infer
+from celery import chain, chord, group
+from tasks import JobFailed, infer
 from tasks.celery_app import celery
+
+later = celery.tasks["celery.accumulate"]
+
+def chain_of(result):
+    while result is not None:
+        yield result
+        result = result.parent
 
 def prompt(result):
     return result["prompt"]
@@ -41,6 +48,25 @@ last.get(timeout=60)
 told["linked"] = last.id
 header = [infer.s(MODEL, {"prompt": str(n), "seconds": 0.01}) for n in range(2)]
 told["chord"] = prompt(chord(header)(infer.si(MODEL, {"prompt": "body"})).get(timeout=60))
+steps = [infer.si(MODEL, {"prompt": str(n), "seconds": 0.01}) for n in range(3)]
+told["chain"] = [prompt(r.get(timeout=60)) for r in reversed([*chain_of((steps[0] | steps[1] | steps[2])())])]
+told["passed"] = prompt(chain(infer.s(MODEL, {"prompt": "passed"}), infer.s(model=MODEL))().get(timeout=60))
+parts = [chain(infer.si(MODEL, {"prompt": "x"}), infer.si(MODEL, {"prompt": str(n)})) for n in range(2)]
+told["chains in a chord"] = prompt(chord(parts)(infer.si(MODEL, {"prompt": "end"})).get(timeout=60))
+told["chains in a group"] = sorted(prompt(r) for r in group(parts)().get(timeout=60))
+inner = group(infer.si(MODEL, {"prompt": str(n)}) for n in range(2))
+told["a group in a chain"] = prompt(
+    chain(infer.si(MODEL, {"prompt": "x"}), inner, infer.si(MODEL, {"prompt": "last"}))().get(timeout=60)
+)
+told["a task of celery's own"] = chain(infer.si(MODEL, {"prompt": "x"}), later.s(index=0))().get(timeout=60)
+broken = chain(infer.si(MODEL, {"fail": "invalid"}), infer.si(MODEL, {"prompt": "never"}))()
+try:
+    broken.get(timeout=60)
+except JobFailed as error:
+    told["broken"] = error.args[0]
+failing = infer.si(MODEL, {"fail": "invalid"})
+fallback = infer.si(MODEL, {"prompt": "fallback"}).set(task_id="fallback-job")
+failing.apply_async(link_error=fallback)
 print(json.dumps(told))
 """
 
@@ -61,6 +87,11 @@ def test_delay_apply_async_group_chord_and_link_give_the_results_of_jobs(stack: 
 
     assert (told["delay"], told["apply_async"], told["retried"], told["chord"]) == ("a", "b", "r", "body")
     assert sorted(told["group"]) == ["0", "1", "2"]
+    assert (told["chain"], told["passed"]) == (["0", "1", "2"], "passed")
+    assert (told["chains in a chord"], told["chains in a group"]) == ("end", ["0", "1"])
+    assert (told["a group in a chain"], told["a task of celery's own"]["prompt"]) == ("last", "x")
+    assert told["broken"] == "job_failed"
+    assert api.ended("fallback-job")["status"] == "completed"
     assert (told["failed"], told["unknown"]) == ("JobFailed", "unknown_model")
     job = api.job(told["id"])
     assert (job["status"], job["priority"]) == ("completed", 1)
@@ -73,6 +104,60 @@ def test_a_bare_client_sends_the_task_by_name_and_gets_the_result(stack: Stack, 
 
         assert sent.get(timeout=60)["prompt"] == "bare"
     assert api.job(sent.id)["status"] == "completed"
+
+
+def test_a_bare_client_composes_jobs_with_celerys_canvas(stack: Stack, api: Api, model: str) -> None:
+    assert stack.valkey is not None
+    script = f"BROKER, MODEL = {stack.valkey.url!r}, {model!r}\n{_BARE}"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=stack.home, env={}, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "chain": "third",
+        "chord": "body",
+        "linked": "linked",
+        "group in a chain": ["0", "1"],
+        "options": ["unknown_model", "invalid_job", "invalid_job", "invalid_job", "invalid_job"],
+    }
+
+
+# Without our code on its path: nothing but Celery.
+_BARE = """
+import json, sys
+from celery import Celery, chain, chord, group
+
+sys.path = [entry for entry in sys.path if entry]
+app = Celery(broker=BROKER, backend=BROKER)
+
+def infer(prompt, **options):
+    takes = {"prompt": prompt, "seconds": 0.01}
+    return app.signature("infer", args=(MODEL, takes), immutable=True, options=options)
+
+told = {}
+told["chain"] = chain(infer("first"), infer("second"), infer("third"))().get(timeout=60)["prompt"]
+told["chord"] = chord([infer("0"), infer("1")])(infer("body")).get(timeout=60)["prompt"]
+infer("x", link=infer("linked", task_id="linked-by-a-bare-client")).apply_async().get(timeout=60)
+told["linked"] = app.AsyncResult("linked-by-a-bare-client").get(timeout=60)["prompt"]
+both = chain(infer("x"), group(infer("0"), infer("1")))()
+told["group in a chain"] = sorted(found["prompt"] for found in both.get(timeout=60))
+
+def code(*args, **more):
+    try:
+        app.send_task("infer", args=args, **more).get(timeout=60)
+    except Exception as error:
+        assert type(error).__name__ == "JobFailed", repr(error)
+        return error.args[0]
+
+told["options"] = [
+    code("nobody-knows-it", {}),
+    code([1, 2], MODEL),
+    code(MODEL, {}, kwargs={"constraint": {}}),
+    code(MODEL, {}, time_limit=5),
+    code(),
+]
+print(json.dumps(told))
+"""
 
 
 def test_a_bare_client_is_told_what_is_wrong(stack: Stack, model: str) -> None:

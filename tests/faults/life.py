@@ -30,7 +30,7 @@ import celery.backends.redis  # noqa: F401  Imported before the fork, like every
 import kombu.transport.redis  # noqa: F401
 from celery.app.trace import build_tracer
 
-from jobs import crash
+from jobs import crash, tellings
 from jobs.errors import Conflict
 from jobs.record import NewJob, now_ms
 from jobs.states import ACTIVE, State, Why
@@ -39,7 +39,7 @@ from routing.dispatcher import new_owner
 from routing.leases import Held
 from routing.policies import identity
 from routing.submission import Submission
-from tasks import maintenance, messages, push, wiring
+from tasks import maintenance, messages, push, telling, wiring
 from tasks import webhooks as hooks
 from tasks.celery_app import celery as app
 from tasks.heartbeat import Hold
@@ -184,6 +184,7 @@ class Life:
             for task in (maintenance.keep_time, maintenance.reap, maintenance.reconcile_all, maintenance.sweep):
                 task()
             hooks.send_due()
+            telling.tell_due()
             self.hands.work()
             self._revive()
             if self._is_quiet():
@@ -206,7 +207,7 @@ class Life:
         self.submit("bad", {"do": "invalid"}, callback_url=hook)
         self.submit("polled", {"do": "ok"}, ASYNC, callback_url=hook)
         self.submit("later", {"do": "ok"}, delay_s=0.05)
-        self.submit("task", {"do": "ok"}, by_task=True)
+        self.submit("task", {"do": "ok"}, by_task=True, next=f"{self.name}-next")
         self.submit("stubborn", {"do": "error", "times": 2}, callback_url=hook)
         self._cancel(self.submit("unwanted", {"do": "ok"}, callback_url=hook))
         self.recover()
@@ -265,7 +266,8 @@ class Life:
 
     def _ask(self, wish: dict[str, Any]) -> None:
         if wish.get("by_task"):
-            infer.apply_async((wish["model"], wish["payload"]), task_id=wish["id"])
+            following = infer.si(wish["model"], wish["payload"]).set(task_id=wish["next"])
+            infer.apply_async((wish["model"], wish["payload"]), task_id=wish["id"], chain=[following])
         else:
             self.dispatcher.submit([Submission(**wish)])
         self._note("told", {"id": wish["id"]})
@@ -283,7 +285,8 @@ class Life:
         if any(standing[state] for state in ACTIVE) or room.taken or room.waiting or self.dispatcher.leases.all(SYNC):
             return False
         with self.dispatcher.store.database.read() as connection:
-            return not connection.exec_driver_sql("SELECT count(*) FROM webhooks WHERE state = 'pending'").scalar()
+            hooks_owed = connection.exec_driver_sql("SELECT count(*) FROM webhooks WHERE state = 'pending'").scalar()
+            return not hooks_owed and not connection.exec_driver_sql("SELECT count(*) FROM tellings").scalar()
 
     def report(self) -> None:
         room = self.dispatcher.queues.depths(SYNC)
@@ -304,6 +307,8 @@ def live(step: str) -> None:
     crash._left.clear()
     home = Path(os.environ["SLOTKEEPER_HOME"])
     hooks._FIRST_RETRY_S = 0.1
+    tellings.FIRST_MS = 50
+    telling.Teller.soon = lambda self, owed: self.tell([owed])  # type: ignore[method-assign]  # one pair of hands
     identity.YOUNG_MS = 0
     life = Life(os.environ["LIFE_NAME"], home, os.environ["LIFE_SERVER"])
     # From here on it may die, and every passing is counted.

@@ -34,9 +34,9 @@ from tests.faults.mutant import (
     Mutant,
 )
 from tests.faults.mutants_away import AWAY
+from tests.faults.mutants_celery import CELERY
 from tests.faults.mutants_door import DOOR
 from tests.faults.mutants_offers import OFFERS
-from tests.faults.mutants_celery import CELERY
 from tests.faults.mutants_room import ROOM
 from tests.faults.mutants_run import RUN
 

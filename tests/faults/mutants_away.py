@@ -15,10 +15,10 @@ AWAY = [
         "a bare message does not wait for the database",
         "JOB-3",
         "tasks/inference.py",
-        """        except RecordUnavailable:
+        """        except AWAY:
             this_worker().heartbeat.wait(_STORE_AGAIN_S)
     raise Reject""",
-        """        except RecordUnavailable:
+        """        except AWAY:
             break
     raise Reject""",
         (f"{WORKERS}test_a_bare_message_waits_for_the_database_and_is_recorded_once",),

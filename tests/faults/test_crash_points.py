@@ -149,6 +149,11 @@ def an_end_that_nobody_was_told(case: Aftermath) -> str:
     return "was owed and never told"
 
 
+def a_step_that_was_not_sent(case: Aftermath) -> str:
+    _alter(case, "DELETE FROM jobs WHERE id = 'life0-next'")
+    return "follows life0-task and was never sent"
+
+
 def a_message_that_nobody_owed(case: Aftermath) -> str:
     case.oracle.hooks.append(("msg_forged", {}))
     return "is not owed"
@@ -179,6 +184,7 @@ PLANTS = [
     a_job_that_ran_twice,
     a_slot_that_held_two,
     an_end_that_nobody_was_told,
+    a_step_that_was_not_sent,
     a_message_that_nobody_owed,
     a_turn_that_was_taken,
     a_job_that_was_never_booked,
@@ -269,6 +275,7 @@ def problems(case: Aftermath) -> list[str]:
             *(problem for job in found.values() for problem in _illegal(job, trails[job.id])),
             *_doubled(case, found),
             *_untold(case, database, found),
+            *_broken_chains(case, found),
             *_out_of_order(case, found, trails),
             *_left_behind(case, database),
         ]
@@ -332,6 +339,13 @@ def _untold(case: Aftermath, database: Database, found: dict[str, Job]) -> Itera
         message = heard.get(f"msg_{job.id}_{job.attempt}_{job.state}")
         if job.callback_url and (message is None or (message["job_id"], message["status"]) != (job.id, job.state)):
             yield f"{job.id}: the client was told {message}"
+
+
+def _broken_chains(case: Aftermath, found: dict[str, Job]) -> Iterator[str]:
+    """The next step of a chain is there, whatever died after the end of the step before."""
+    for wish in read_lines(case.home / "asked"):
+        if wish["id"] in found and "next" in wish and wish["next"] not in found:
+            yield f"{wish['next']} follows {wish['id']} and was never sent"
 
 
 def _out_of_order(case: Aftermath, found: dict[str, Job], trails: dict[str, list[Event]]) -> Iterator[str]:

@@ -57,7 +57,7 @@ def pauses(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Pauses:
 
 @contextmanager
 def _a_bare_message(job_id: str) -> Iterator[None]:
-    infer.push_request(id=job_id, headers={}, delivery_info={"priority": 5})
+    infer.push_request(id=job_id, headers={}, delivery_info={"priority": 5}, called_directly=False)
     try:
         yield
     finally:

@@ -1,0 +1,78 @@
+"""Ends that somebody outside waits for by the way the job came, and has not been told of.
+
+A row is written with the last transition of a job that has an envelope, and removed when its clients have been told.
+So an end is told at least once, whatever dies in between; jobs without an envelope owe nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from sqlalchemy import bindparam, case, delete, select, update
+
+from jobs.db import Database, Transaction
+from jobs.models import tellings
+from jobs.states import FINAL, State
+
+Row: TypeAlias = Any
+
+# Whoever ended the job tells it at once; only after this does anybody else look.
+FIRST_MS = 10_000
+_LONGEST_MS = 600_000
+
+_AGE = bindparam("p_now", type_=tellings.c.created_ms.type) - tellings.c.created_ms
+_DUE = (
+    select(tellings.c.id)
+    .where(tellings.c.next_ms <= bindparam("p_now"))
+    .order_by(tellings.c.next_ms)
+    .limit(bindparam("p_limit"))
+)
+# The next try is written before this one: a claim that comes to nothing costs no second write.
+_CLAIM = (
+    update(tellings)
+    .where(tellings.c.id.in_(_DUE), tellings.c.next_ms <= bindparam("p_now"))
+    .values(next_ms=bindparam("p_until") + case((_AGE < _LONGEST_MS, _AGE), else_=_LONGEST_MS))
+    .returning(tellings.c.id, tellings.c.job_id, tellings.c.created_ms)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """One end that is owed.  `id` names the job, its run and how it ended: a revived job owes another."""
+
+    id: str
+    job_id: str
+
+
+def owe(tx: Transaction, row: Row, to: State, now: int) -> str | None:
+    """In the transaction that brings a job to `to`: note that this is to be told, if it is the end and somebody waits.
+
+    Answers the id of what is owed.
+    """
+    if to not in FINAL or row.envelope is None:
+        return None
+    telling_id = f"{row.id}_{row.attempt}_{to.value}"
+    tx.tellings.append({"id": telling_id, "job_id": row.id, "next_ms": now + FIRST_MS, "created_ms": now})
+    return telling_id
+
+
+class Tellings:
+    """Reads and removes what is owed."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    def claim_due(self, now: int, limit: int) -> list[Telling]:
+        """What is due, oldest first; each falls due again, later each time, unless it is told meanwhile."""
+        params: dict[str, Any] = {"p_now": now, "p_until": now + FIRST_MS, "p_limit": limit}
+        rows = self.database.write(lambda tx: tx.connection.execute(_CLAIM, params).all(), relaxed=True)
+        return [Telling(row.id, row.job_id) for row in sorted(rows, key=lambda row: row.created_ms)]
+
+    def owed(self, telling_id: str) -> bool:
+        with self.database.read() as connection:
+            return connection.execute(select(tellings.c.id).where(tellings.c.id == telling_id)).first() is not None
+
+    def told(self, ids: Sequence[str]) -> None:
+        """Owed no more.  Relaxed: after a power cut it is told once more."""
+        gone = delete(tellings).where(tellings.c.id.in_(ids))
+        self.database.write(lambda tx: tx.connection.execute(gone), relaxed=True)

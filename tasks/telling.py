@@ -1,0 +1,219 @@
+"""How Celery's clients are told of an end: results, links, errbacks, parts of chords, the next steps of chains.
+
+The record owes it to every job that came by Celery, from its last transition until result backend and broker have
+taken it (jobs/tellings.py).  A thread of each process tells what ends there, so neither a slot nor a worker's thread
+waits for a backend that is away; what was not told then, `tell_due` tells later.  So each end is told at least once.
+A result, a part of a chord and a next step that is `infer` come to the same if they are told twice; another task may
+be sent twice, with the same task id.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import Empty, Full, Queue
+from typing import Any
+from uuid import NAMESPACE_OID, uuid5
+
+import orjson
+import structlog
+from celery import Signature, signature, states
+from celery._state import _task_stack  # type: ignore[attr-defined]
+from celery.app.task import Context
+from celery.exceptions import TaskRevokedError
+from kombu.exceptions import EncodeError, OperationalError
+from redis.exceptions import ConnectionError as RedisUnreachable
+from redis.exceptions import TimeoutError as RedisTimeout
+
+from jobs.crash import crash_at
+from jobs.errors import RecordUnavailable, SlotkeeperError, TooMany
+from jobs.once import once
+from jobs.record import Job, now_ms
+from jobs.states import State
+from jobs.tellings import Telling, Tellings
+from tasks import messages
+from tasks.celery_app import celery
+from tasks.wiring import database, dispatcher
+
+log = structlog.get_logger(__name__)
+
+_MOST_WAITING = 10_000  # that one process has in mind; the record has the others
+_AT_ONCE = 1_000
+_MARKED_TOGETHER = 100
+_AGAIN_S = 1.0
+# The outside is away: the same will do later.
+AWAY = (RecordUnavailable, OperationalError, RedisUnreachable, RedisTimeout, OSError)
+# What a step is refused for, and what would be the same at every try.
+_WRONG = (SlotkeeperError, EncodeError, TypeError, ValueError, LookupError, AttributeError)
+
+
+class JobFailed(Exception):
+    """A job that ended without a result: (code, message)."""
+
+
+class Teller:
+    """Tells ends in a thread of its own, one after another, and removes them from what is owed."""
+
+    def __init__(self, owed: Tellings) -> None:
+        self._owed = owed
+        self._waiting: Queue[Telling] = Queue(_MOST_WAITING)
+        self._pause = threading.Event()
+        self._begun = threading.Lock()
+
+    @property
+    def idle(self) -> bool:
+        return self._waiting.empty()
+
+    def soon(self, telling: Telling) -> None:
+        """Tell it as soon as may be.  With too many before it, it is left to whoever finds it owed."""
+        if self._begun.acquire(blocking=False):
+            threading.Thread(target=self._run, name="teller", daemon=True).start()
+        try:
+            self._waiting.put_nowait(telling)
+        except Full:
+            log.warning("telling_left_for_later", job_id=telling.job_id)
+
+    def _run(self) -> None:
+        while True:
+            batch = [self._waiting.get()]
+            try:
+                while len(batch) < _MARKED_TOGETHER:
+                    batch.append(self._waiting.get_nowait())
+            except Empty:
+                pass
+            self.tell(batch)
+
+    def tell(self, batch: list[Telling]) -> None:
+        """Tell these, whatever becomes of each, and remember which need not be told again."""
+        told = [telling.id for telling in batch if self._told(telling)]
+        try:
+            if told:
+                crash_at("end_told")
+                self._owed.told(told)
+        except RecordUnavailable as error:
+            log.warning("telling_not_marked", count=len(told), error=str(error))
+
+    def _told(self, telling: Telling) -> bool:
+        """Whether it is told now; False: later.  While the outside is away, nothing else could be told either."""
+        while True:
+            try:
+                job = dispatcher().store.get(telling.job_id)
+                if job is not None and self._owed.owed(telling.id):
+                    tell(job)
+                return True
+            except AWAY as error:
+                log.warning("telling_postponed", job_id=telling.job_id, error=str(error))
+                self._pause.wait(_AGAIN_S)
+            except Exception as error:
+                log.error("telling_failed", job_id=telling.job_id, error=repr(error))
+                return False
+
+
+@once
+def teller() -> Teller:
+    return Teller(Tellings(database()))
+
+
+@celery.task(name="webhooks.tell_due", ignore_result=True, send_events=False)
+def tell_due() -> None:
+    """Every 5 s: tell what is owed and was not told, because a process died or the backend was away."""
+    if teller().idle:
+        for telling in Tellings(database()).claim_due(now_ms(), _AT_ONCE):
+            teller().soon(telling)
+
+
+# -- one end ---------------------------------------------------------------------------------------------------
+
+
+def tell(job: Job) -> None:
+    """Tell those who wait for this job.  Raises what backend, broker and record raise when they are away."""
+    request = messages.context(job)
+    with _as_its_task(request):
+        match job.state:
+            case State.COMPLETED:
+                _tell_result(job, request)
+            case State.CANCELED | State.EXPIRED:
+                _tell_failure(job, request, TaskRevokedError(job.error_message or job.state.value), states.REVOKED)
+            case _:
+                _tell_failure(job, request, JobFailed(job.error_code, job.error_message), states.FAILURE)
+
+
+def tell_refusal(request: Context, refusal: SlotkeeperError) -> None:
+    """Tell those who wait for a message that has not become a job.  Raises as `tell`."""
+    error = JobFailed(refusal.code, refusal.detail)
+    celery.backend.mark_as_failure(str(request.id), error, request=request, store_result=not request.ignore_result)
+
+
+@contextmanager
+def _as_its_task(request: Context) -> Iterator[None]:
+    """What is sent meanwhile is sent by this job, so that it is found among its result's children."""
+    from tasks.inference import infer
+
+    _task_stack.push(infer)
+    infer.request_stack.push(request)
+    try:
+        yield
+    finally:
+        infer.request_stack.pop()
+        _task_stack.pop()
+
+
+def _tell_result(job: Job, request: Context) -> None:
+    """First what follows, then the result: with that there, nothing that follows is sent a second time."""
+    result = None if job.result is None else orjson.loads(job.result)
+    if request.ignore_result or celery.backend.get_task_meta(job.id, cache=False)["status"] != states.SUCCESS:
+        for link in _links(job, request.callbacks, "link"):
+            _send(link, result, request)
+        if request.chain:
+            _send(signature(request.chain[-1], app=celery), result, request, chain=request.chain[:-1])
+    celery.backend.mark_as_done(job.id, result, request=request)
+
+
+def _tell_failure(job: Job, request: Context, error: Exception, state: str) -> None:
+    request.errbacks = _links(job, request.errbacks, "errback")
+    try:
+        celery.backend.mark_as_failure(
+            job.id, error, request=request, store_result=not request.ignore_result, state=state
+        )
+    except (RecordUnavailable, TooMany):
+        raise
+    except _WRONG as refusal:
+        log.warning("errback_refused", job_id=job.id, error=str(refusal))
+
+
+def _links(job: Job, links: Any, kind: str) -> list[Signature]:
+    """Signatures with task ids that are the same at every telling."""
+    found = []
+    for n, link in enumerate(links or ()):
+        step = signature(link, app=celery).clone()
+        if step.subtask_type is None:  # A canvas names its own parts.
+            step.options.setdefault("task_id", str(uuid5(NAMESPACE_OID, f"{job.id} {job.attempt} {kind} {n}")))
+        found.append(step)
+    return found
+
+
+def _send(step: Signature, result: Any, request: Context, **options: Any) -> None:
+    """Send a step that follows.  One that is refused fails with the reason, and what follows it."""
+    try:
+        step.apply_async((result,), parent_id=request.id, root_id=request.root_id or request.id, **options)
+    except (RecordUnavailable, TooMany):
+        raise
+    except _WRONG as refusal:
+        log.warning("step_refused", job_id=request.id, step=step.get("task"), error=str(refusal))
+        _fail_step(step, refusal, options.get("chain"))
+
+
+def _fail_step(step: Signature, refusal: Exception, chain: Any) -> None:
+    given = step.options
+    request = Context(
+        id=given.get("task_id"),
+        group=given.get("group_id"),
+        group_index=given.get("group_index"),
+        chord=given.get("chord"),
+        errbacks=given.get("link_error"),
+        chain=chain,
+        delivery_info={},
+    )
+    if request.id is None:
+        return
+    error = JobFailed(refusal.code, refusal.detail) if isinstance(refusal, SlotkeeperError) else refusal
+    celery.backend.mark_as_failure(request.id, error, request=request)

@@ -1,0 +1,239 @@
+"""What a call of `infer` may ask for: each argument and option is honoured or refused by its name."""
+
+import inspect
+import pydoc
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from celery import chain, signature
+from celery.canvas import Signature
+from kombu.utils import json
+
+from jobs.errors import IdempotencyConflict, InvalidJob
+from jobs.record import now_ms
+from routing.submission import Submission
+from tasks import asking, inference
+from tasks.inference import infer
+from tests.lua.stage import Stage, client, stage, valkey
+
+__all__ = ["client", "stage", "valkey"]
+
+sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+PROMPT = {"prompt": "a cat"}
+
+
+def _read(*args: Any, kwargs: dict[str, Any] | None = None, **options: Any) -> Submission:
+    return asking.read("j1", args, kwargs or {}, options)
+
+
+def _refused(*args: Any, **asked: Any) -> InvalidJob:
+    with pytest.raises(InvalidJob) as refused:
+        _read(*args, **asked)
+    return refused.value
+
+
+# -- arguments -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        (("zimg", PROMPT), {}),
+        (("zimg",), {"payload": PROMPT}),
+        ((), {"model": "zimg", "payload": PROMPT}),
+        ((PROMPT,), {"model": "zimg"}),  # after an earlier result of a chain
+    ],
+)
+def test_model_and_payload_are_given_by_position_or_by_name(args, kwargs):
+    asked = _read(*args, kwargs=kwargs)
+    assert (asked.model, asked.payload) == ("zimg", PROMPT)
+
+
+def test_a_payload_may_be_left_out():
+    assert _read("zimg").payload == {}
+
+
+@pytest.mark.parametrize("name", ["callback_url", "constraints", "tenant", "idempotency_key"])
+def test_what_is_ours_may_be_an_argument_or_an_option(name):
+    value = {"gpu": "A100"} if name == "constraints" else "https://acme"
+    by_argument, by_option = _read("zimg", kwargs={name: value}), _read("zimg", **{name: value})
+    assert getattr(by_argument, name) == getattr(by_option, name) == value
+
+
+def test_what_is_given_twice_must_be_the_same():
+    assert _read("zimg", kwargs={"tenant": "acme"}, tenant="acme").tenant == "acme"
+    assert _refused("zimg", kwargs={"tenant": "acme"}, tenant="other").field == "tenant"
+    assert _refused("zimg", PROMPT, kwargs={"payload": PROMPT}).field == "payload"
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "field", "says"),
+    [
+        ((), {}, "model", "infer.delay(model, payload)"),
+        ((7,), {}, "model", "infer.si"),
+        (({"url": "x"}, "flux"), {}, "model", "infer.s(model="),
+        (([{"url": "x"}], "flux"), {}, "model", "a task of your own"),
+        (([{"url": "x"}],), {"model": "flux"}, "payload", "a list"),
+        (("flux", "text"), {}, "payload", "a text"),
+        (("flux", PROMPT, None, 1), {}, "args", "4 arguments"),
+        (("flux",), {"contraints": {}}, "contraints", "did you mean constraints?"),
+        (("flux",), {"zzz": 1}, "zzz", "no argument of infer"),
+        (("flux",), {"tenant": 5}, "tenant", "a text"),
+        (("flux",), {"tenant": "a\nb"}, "tenant", "printable"),
+        (("flux",), {"callback_url": ["x"]}, "callback_url", "a text"),
+    ],
+)
+def test_a_call_that_cannot_be_a_job_is_refused_by_name(args, kwargs, field, says):
+    refused = _refused(*args, kwargs=kwargs)
+    assert refused.field == field
+    assert says in refused.detail
+
+
+# -- options ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("queue", "exchange", "exchange_type", "routing_key", "router", "route_name"),
+        *("time_limit", "soft_time_limit", "rate_limit", "max_retries", "retries", "shadow"),
+        *("retry", "retry_policy", "delivery_mode", "mandatory", "immediate", "headers", "serializer", "compression"),
+    ],
+)
+def test_an_option_that_means_nothing_to_a_job_is_refused_by_name(name):
+    refused = _refused("zimg", **{name: 7})
+    assert refused.field == name
+    assert refused.detail.startswith(f"{name} means nothing to a job: ")
+
+
+@pytest.mark.parametrize(("name", "near"), [("prio", "priority"), ("expire", "expires"), ("constraint", "constraints")])
+def test_an_unknown_option_is_refused_with_the_nearest_known(name, near):
+    assert f"did you mean {near}?" in _refused("zimg", **{name: 1}).detail
+
+
+def test_options_that_say_nothing_else_than_what_is_are_taken():
+    _read("zimg", queue="celery", serializer="json", retries=0, producer=object(), add_to_parent=False, shadow=None)
+
+
+def test_times_are_seconds_or_moments():
+    soon = datetime.now(UTC) + timedelta(seconds=60)
+    assert _read("zimg", expires=60, countdown=5).delay_s == 5
+    for when in (soon, soon.replace(tzinfo=None), soon.isoformat()):
+        asked = _read("zimg", expires=when, eta=when)
+        assert asked.ttl_s is not None and asked.delay_s is not None
+        assert 55 < asked.ttl_s <= 60 and 55 < asked.delay_s <= 60
+    assert _read("zimg", eta=datetime.now(UTC) - timedelta(days=1)).delay_s == 0
+
+
+@pytest.mark.parametrize("name", ["expires", "eta"])
+@pytest.mark.parametrize("when", ["tomorrow", [], True, object()])
+def test_a_time_that_is_none_is_refused_by_name(name, when):
+    assert _refused("zimg", **{name: when}).field == name
+
+
+# -- what follows ----------------------------------------------------------------------------------------------
+
+
+def _step(*args: Any, immutable: bool = False, task: str = "infer", **kwargs: Any) -> Signature:
+    return signature(task, args=args, kwargs=kwargs, immutable=immutable)
+
+
+@pytest.mark.parametrize("field", ["link", "chain"])
+def test_an_infer_that_could_only_be_refused_after_this_job_is_refused_before_it(field):
+    assert _refused("zimg", **{field: [_step("flux", PROMPT)]}).field == field
+    assert _refused("zimg", **{field: [_step(payload=PROMPT)]}).field == field
+    for fine in (_step("flux", PROMPT, immutable=True), _step(model="flux"), _step("flux", task="other")):
+        _read("zimg", **{field: [fine]})
+
+
+@pytest.mark.parametrize("field", ["link_error", "chord"])
+def test_an_infer_that_gets_what_is_no_payload_is_refused(field):
+    for step in (_step("flux", PROMPT), _step(model="flux")):
+        assert _refused("zimg", **{field: step}).field == field
+    _read("zimg", **{field: _step("flux", PROMPT, immutable=True)})
+
+
+def test_what_concerns_those_who_wait_is_kept():
+    kept = json.loads(
+        _read(
+            "zimg",
+            link=_step("x", task="a"),
+            link_error=[_step("x", task="b")],
+            chain=[_step("x", task="c")],
+            chord=_step("x", task="d"),
+            group_id="g",
+            group_index=3,
+            parent_id="p",
+            root_id="r",
+            ignore_result=True,
+            stamped_headers=["batch"],
+            batch="b1",
+        ).envelope
+        or ""
+    )
+    assert [kept[name][0]["task"] for name in ("callbacks", "errbacks", "chain")] == ["a", "b", "c"]
+    assert (kept["chord"]["task"], kept["group_id"], kept["group_index"]) == ("d", "g", 3)
+    assert (kept["parent_id"], kept["root_id"], kept["ignore_result"]) == ("p", "r", True)
+    assert kept["stamps"] == {"batch": "b1"}
+
+
+def test_what_follows_must_be_kept_as_json():
+    assert _refused("zimg", link=_step(object(), task="a")).field == "link"
+    assert _refused("zimg", link=_step("x" * (1 << 20), task="a")).field == "link"
+
+
+# -- the task --------------------------------------------------------------------------------------------------
+
+
+def test_its_signature_and_help_are_those_of_a_submit():
+    assert list(inspect.signature(infer).parameters)[:3] == ["model", "payload", "callback_url"]
+    assert "Submit a job" in pydoc.render_doc(infer)
+
+
+def test_called_directly_it_says_what_to_do():
+    with pytest.raises(RuntimeError, match=r"infer\.delay"):
+        infer("zimg", PROMPT)
+    with pytest.raises(RuntimeError, match=r"infer\.delay"):
+        infer.apply(("zimg", PROMPT)).get()
+
+
+@pytest.fixture
+def called(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    stage.register()
+    stage.set_clock(now_ms())
+    monkeypatch.setattr(inference, "dispatcher", lambda: stage.dispatcher)
+    return stage
+
+
+@sqlite
+def test_options_reach_the_job_by_apply_async_and_by_a_signature(called):
+    options = {"priority": 2, "tenant": "acme", "constraints": {"gpu": "A100"}, "idempotency_key": "k"}
+    first = infer.apply_async(("zimg", PROMPT), **options)
+    second = infer.s("zimg", PROMPT).set(**options | {"idempotency_key": "other"}).delay()
+    for sent in (first, second):
+        job = called.job(sent.id)
+        assert (job.tier, job.tenant, job.needs) == (2, "acme", "gpu=A100")
+
+
+@sqlite
+def test_a_key_that_came_before_answers_with_the_job_that_it_names(called):
+    first, again = (infer.apply_async(("zimg", PROMPT), idempotency_key="k") for _ in range(2))
+    assert again.id == first.id
+    with pytest.raises(IdempotencyConflict, match=first.id):  # As in a canvas, whose result is known by its id.
+        infer.apply_async(("zimg", PROMPT), idempotency_key="k", task_id="mine")
+
+
+@sqlite
+def test_a_task_id_with_another_payload_is_a_conflict(called):
+    infer.apply_async(("zimg", PROMPT), task_id="mine")
+    assert infer.apply_async(("zimg", PROMPT), task_id="mine").id == "mine"
+    with pytest.raises(IdempotencyConflict):
+        infer.apply_async(("zimg", {"prompt": "a dog"}), task_id="mine")
+
+
+@sqlite
+def test_a_chain_is_refused_before_its_first_step_is_recorded(called):
+    with pytest.raises(InvalidJob, match=r"infer\.s\(model="):
+        chain(infer.s("zimg", PROMPT), infer.s("zimg"))()
+    assert called.store.find() == []

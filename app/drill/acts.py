@@ -15,7 +15,7 @@ from app.client import Client, ClientError
 from app.drill import clocks, journals
 from app.drill.proxy import Way
 from app.drill.schedule import BOTH, DEAD, Change, Fault, Kind
-from app.drill.stack import ServerPlan, Stack
+from app.drill.stack import ServerPlan, Stack, operated
 from app.drill.wire import Twist
 from app.up.errors import UpError
 from jobs.db import Database
@@ -157,10 +157,9 @@ def _nobody(_: Stack, __: Fault) -> Mend:
 
 
 def _operate(stack: Stack, fault: Fault) -> Mend:
-    server = next(it for it in stack.servers if it.name == fault.target)
-    client = Client(stack.url)
+    client, chance = Client(stack.url), random.Random(repr(fault))
     try:
-        undo = _change(stack, client, server, Change(fault.how), random.Random(repr(fault)))
+        undo = _change(stack, client, operated(fault, stack.servers), Change(fault.how), chance)
     except (ClientError, UpError) as error:
         raise NotNow from error
     return lambda: _patiently(undo)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from app.drill.accounts import Limit
 from app.drill.faults import Struck
 from app.drill.schedule import Change, Kind
-from app.drill.stack import ServerPlan
+from app.drill.stack import ServerPlan, operated
 
 
 def limits(struck: Iterable[Struck], servers: Sequence[ServerPlan]) -> list[Limit]:
@@ -13,7 +13,7 @@ def limits(struck: Iterable[Struck], servers: Sequence[ServerPlan]) -> list[Limi
     found = []
     for one in struck:
         if one.fault.kind is Kind.OPERATOR and one.mending_ns:
-            server = next(it for it in servers if it.name == one.fault.target)
+            server = operated(one.fault, servers)
             most, whose = _limit(Change(one.fault.how), server, servers)
             if most is not None:
                 what = f"{one.fault.how} of {server.name}"

@@ -117,6 +117,7 @@ _HOW: Mapping[Kind, Sequence[str]] = {
 def targets(
     workers: Sequence[str],
     servers: Sequence[str],
+    models: Sequence[str],
     helpers: Sequence[str] = ("maintenance",),
     valkeys: Sequence[str] = ("redis",),
     doors: Sequence[str] = (),
@@ -147,7 +148,7 @@ def targets(
         Kind.CLOCK: (*workers, *helpers, "beat"),
         Kind.RECEIVERS: ("receivers",),
         Kind.DEADLINES: ("jobs",),
-        Kind.OPERATOR: servers,
+        Kind.OPERATOR: models,
     }
 
 

@@ -16,7 +16,7 @@ from sqlalchemy import make_url
 from app.client import Client, ClientError
 from app.drill import clocks, journals, postgres
 from app.drill.proxy import Door, Proxy
-from app.drill.schedule import Kind, targets
+from app.drill.schedule import Fault, Kind, targets
 from app.drill.setting import Setting
 from app.drill.wire import LostCommits, Mail
 from app.drill.work import STARTS
@@ -70,6 +70,14 @@ def server_plans(slots: int = 8) -> list[ServerPlan]:
         ServerPlan("sync-2", "sync", quarter, ports.free_port(), False),
         ServerPlan("async-1", "async", slots - 2 * quarter, ports.free_port(), True),
     ]
+
+
+def operated(fault: Fault, servers: Sequence[ServerPlan]) -> ServerPlan:
+    """The server that an operator deals with, of the model that the fault is about.
+
+    Models are what excludes each other: whoever resumes one ends everybody's pause of it.
+    """
+    return Random(repr(fault)).choice([server for server in servers if server.model == fault.target])
 
 
 class Stack:
@@ -141,7 +149,9 @@ class Stack:
         """What each kind of fault can happen to."""
         valkeys = [name for name in self._valkeys() if name != "replica"]
         reached = [name for name in self._reached() if name != "receivers"]
-        return targets(self.workers, [server.name for server in self.servers], self.helpers, valkeys, reached)
+        models = sorted({server.model for server in self.servers})
+        servers = [server.name for server in self.servers]
+        return targets(self.workers, servers, models, self.helpers, valkeys, reached)
 
     def _port(self, name: str) -> int:
         return self.doors[name].port if name in self.doors else self._ports[name]

@@ -236,7 +236,7 @@ SERVERS, MODEL, CONFIG = "/admin/servers/a", "/admin/models/zimg", "/admin/model
 def test_an_operator_changes_something_and_undoes_it(
     stack: Stack, api: Api, change: Change, does: tuple[Any, ...], undoes: tuple[Any, ...]
 ) -> None:
-    mend = ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "a", change))
+    mend = ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "zimg", change))
     assert _asked(api, does)
     api.asked.clear()
     mend()
@@ -249,7 +249,7 @@ def _asked(api: Api, for_: tuple[str, str, str | None, Any]) -> bool:
 
 
 def test_a_policy_is_another_one_and_then_that_of_before(stack: Stack, api: Api) -> None:
-    mend = ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "a", Change.POLICY))
+    mend = ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "zimg", Change.POLICY))
     assert api.asked[-1][2]["policy"] in ("fifo", "aging", "fair")
     mend()
     assert "policy" not in api.asked[-1][2]
@@ -258,11 +258,11 @@ def test_a_policy_is_another_one_and_then_that_of_before(stack: Stack, api: Api)
 def test_a_change_that_is_refused_has_not_happened(stack: Stack, api: Api) -> None:
     api.away = 1
     with pytest.raises(NotNow):
-        ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "a", Change.DRAIN))
+        ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "zimg", Change.DRAIN))
 
 
 def test_a_change_is_undone_even_if_the_api_is_away_at_first(stack: Stack, api: Api) -> None:
-    mend = ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "a", Change.DRAIN))
+    mend = ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "zimg", Change.DRAIN))
     api.away = 2
     mend()
     assert _asked(api, ("PATCH", SERVERS, "state", "online"))
@@ -273,13 +273,13 @@ def test_a_change_is_undone_even_if_the_api_is_away_at_first(stack: Stack, api: 
     [(Change.SLOTS, 2), (Change.REMOVAL, 0), (Change.DRAIN, 0), (Change.PAUSE, 0), (Change.LIMIT, 1)],
 )
 def test_a_change_limits_runs_for_as_long_as_it_lasts(change: Change, most: int) -> None:
-    struck = Struck(fault(Kind.OPERATOR, "a", change), 1 * S, 1, effect_ns=2 * S, mending_ns=9 * S, mended_ns=10 * S)
+    struck = Struck(fault(Kind.OPERATOR, "zimg", change), 1 * S, 1, effect_ns=2 * S, mending_ns=9 * S, mended_ns=10 * S)
     (limit,) = limits([struck], [SERVER])
     assert (limit.most, limit.from_ns, limit.until_ns, limit.servers) == (most, 2 * S, 9 * S, {"a"})
 
 
 def test_a_change_of_policy_limits_nothing() -> None:
-    struck = Struck(fault(Kind.OPERATOR, "a", Change.POLICY), 1 * S, 1, effect_ns=2 * S, mending_ns=9 * S)
+    struck = Struck(fault(Kind.OPERATOR, "zimg", Change.POLICY), 1 * S, 1, effect_ns=2 * S, mending_ns=9 * S)
     assert limits([struck], [SERVER]) == []
 
 

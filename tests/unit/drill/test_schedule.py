@@ -12,7 +12,9 @@ from app.drill.schedule import Change, Kind, schedule, targets
 from app.drill.setting import Setting, hindrance
 from app.drill.stack import Stack
 
-AMONG = targets(["worker-1", "worker-2"], ["a", "b", "c"], doors=["redis", "broker", "database", "a", "b", "c"])
+AMONG = targets(
+    ["worker-1", "worker-2"], ["a", "b", "c"], ["zimg", "flux"], doors=["redis", "broker", "database", "a", "b", "c"]
+)
 
 
 def test_the_same_seed_brings_the_same_faults() -> None:
@@ -35,6 +37,14 @@ def test_nothing_happens_to_a_process_that_is_down(seed: int) -> None:
     for fault in schedule(seed, tuple(Kind), AMONG, 300, 1):
         assert fault.at_s > up_again.get(fault.target, 0)
         up_again[fault.target] = fault.at_s + fault.lasts_s
+
+
+def test_two_operators_never_change_one_model_at_once() -> None:
+    """The first to put things right again would end what the second has done."""
+    until = dict.fromkeys(("zimg", "flux"), 0.0)
+    for fault in schedule(3, (Kind.OPERATOR,), AMONG, 300, 1):
+        assert fault.at_s > until[fault.target]
+        until[fault.target] = fault.at_s + fault.lasts_s
 
 
 @pytest.mark.parametrize("every_s", [0.5, 5.0])

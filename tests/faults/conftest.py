@@ -8,8 +8,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,13 +19,15 @@ from typing import Any
 
 import pytest
 
+from jobs import migrate
 from jobs.db import Database
-from jobs.models import events, jobs
+from jobs.models import events, jobs, metadata
 from tests.faults import life as a_life
+from tests.support.postgres import Postgres
 from tests.support.valkey import NoValkey, Valkey
 
 REPO = Path(__file__).resolve().parents[2]
-LANES = 6
+LANES, POSTGRES_LANES = 6, 3
 _RUNS_FOR_S = 0.03  # a polled job
 
 
@@ -136,14 +138,11 @@ class Aftermath:
     """All that can be known of a case when its last life is over."""
 
     home: Path
+    record: str  # its URL
     oracle: Oracle
     ended: list[Ended] = field(default_factory=list)
     passed: dict[str, int] = field(default_factory=dict)  # points, by the first life, if it was not cut short
     log: str = ""
-
-    @property
-    def record(self) -> str:
-        return f"sqlite:///{self.home / 'record.db'}"
 
     def report(self, life: str = "last") -> dict[str, Any]:
         """What a life said that was not cut short."""
@@ -151,12 +150,16 @@ class Aftermath:
 
 
 class Lane:
-    """A place where one case at a time is lived: a database of the Valkey, an oracle, a nursery."""
+    """A place where one case at a time is lived: a database of the Valkey, an oracle, a nursery.
 
-    def __init__(self, number: int, valkey: Valkey, template: Path) -> None:
+    `fresh_record` makes an empty record for the case that lives in a folder, and answers its URL.
+    """
+
+    def __init__(self, number: int, valkey: Valkey, fresh_record: Callable[[Path], str]) -> None:
         self.redis_url = f"{valkey.url.removesuffix('/0')}/{number}"
         self.oracle = Oracle()
-        self._template = template
+        self._fresh_record = fresh_record
+        self._record = ""
         self._valkey = valkey
         self._number = number
         self._nursery: subprocess.Popen[str] | None = None
@@ -165,7 +168,7 @@ class Lane:
         """Live one life for each of `crashes`, a story that dies there, and a last one that only recovers."""
         self.prepare(home)
         self.oracle.clear()
-        case = Aftermath(home, self.oracle)
+        case = Aftermath(home, self._record, self.oracle)
         for n, crash in enumerate(crashes):
             case.ended.append(self._one(home, f"life{n}", "story", crash))
         case.ended.append(self._one(home, "last", "recover", ""))
@@ -177,13 +180,14 @@ class Lane:
     def prepare(self, home: Path) -> None:
         """A fresh record, an empty Redis."""
         home.mkdir(parents=True, exist_ok=True)
-        shutil.copy(self._template, home / "record.db")
+        self._record = self._fresh_record(home)
         self._flush()
 
     def env(self, home: Path, name: str, crash: str) -> dict[str, str]:
         return {
             **a_life.SETTINGS,
             "SLOTKEEPER_HOME": str(home),
+            "SLOTKEEPER_DATABASE_URL": self._record,
             "SLOTKEEPER_REDIS_URL": self.redis_url,
             "SLOTKEEPER_CRASH_AT": crash,
             "LIFE_NAME": name,
@@ -197,7 +201,7 @@ class Lane:
             self._nursery.wait(30)
 
     def _one(self, home: Path, name: str, step: str, crash: str) -> Ended:
-        return ended(home, name, self._born(step, self.env(home, name, crash)))
+        return ended(self._record, name, self._born(step, self.env(home, name, crash)))
 
     def _born(self, step: str, env: dict[str, str]) -> int:
         if self._nursery is None:
@@ -217,9 +221,9 @@ class Lane:
             connection.flushdb()
 
 
-def ended(home: Path, life: str, code: int) -> Ended:
+def ended(record: str, life: str, code: int) -> Ended:
     """Look at the record as a life has left it."""
-    with closing(Database(f"sqlite:///{home / 'record.db'}")) as database, database.read() as connection:
+    with closing(Database(record)) as database, database.read() as connection:
         last = connection.execute(events.select().order_by(events.c.id.desc()).limit(1)).first()
         running = connection.execute(jobs.select().where(jobs.c.state == "running")).all()
         return Ended(life, code, last.id if last else 0, {row.id: row.remote_id for row in running})
@@ -234,16 +238,51 @@ def quick_folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def lanes(quick_folder: Path, _sqlite_template: Path) -> Iterator["SimpleQueue[Lane]"]:
-    """Lanes that nobody is in, on a Valkey that no other test empties."""
+def _lives_valkey(quick_folder: Path) -> Iterator[Valkey]:
+    """One that no other test empties."""
+    try:
+        with Valkey(quick_folder / "valkey") as valkey:
+            yield valkey
+    except NoValkey as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="session")
+def lanes(_lives_valkey: Valkey, _sqlite_template: Path) -> Iterator["SimpleQueue[Lane]"]:
+    """Lanes that nobody is in, whose records are SQLite's."""
+
+    def fresh_record(home: Path) -> str:
+        shutil.copy(_sqlite_template, home / "record.db")
+        return f"sqlite:///{home / 'record.db'}"
+
+    with _free_lanes(Lane(number, _lives_valkey, fresh_record) for number in range(1, LANES + 1)) as free:
+        yield free
+
+
+@pytest.fixture(scope="session")
+def postgres_lanes(_lives_valkey: Valkey, postgres: Postgres) -> Iterator["SimpleQueue[Lane]"]:
+    """The same with PostgreSQL's: a database for each lane, emptied for each case."""
+
+    def lane(number: int) -> Lane:
+        url = postgres.create()
+        migrate.upgrade(url)
+        tables = [table.name for table in reversed(metadata.sorted_tables)]
+
+        def fresh_record(_: Path) -> str:
+            postgres.clear(url, tables)
+            return url
+
+        return Lane(number, _lives_valkey, fresh_record)
+
+    with _free_lanes(lane(LANES + number) for number in range(1, POSTGRES_LANES + 1)) as free:
+        yield free
+
+
+@contextmanager
+def _free_lanes(lanes: Iterable[Lane]) -> Iterator["SimpleQueue[Lane]"]:
     free: SimpleQueue[Lane] = SimpleQueue()
     with ExitStack() as stack:
-        try:
-            valkey = stack.enter_context(Valkey(quick_folder / "valkey"))
-        except NoValkey as missing:
-            pytest.skip(str(missing))
-        for number in range(1, LANES + 1):
-            lane = Lane(number, valkey, _sqlite_template)
+        for lane in lanes:
             stack.callback(lane.close)
             free.put(lane)
         yield free

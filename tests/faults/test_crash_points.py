@@ -34,8 +34,8 @@ from jobs.models import webhooks
 from jobs.record import Event, Job
 from jobs.states import FINAL, TRANSITIONS, Budget, State, Why
 from jobs.store import Store
-from tests.faults.conftest import LANES, REPO, Aftermath, Lane, Oracle, ended
-from tests.faults.life import SETTINGS, SLOTS, read_lines
+from tests.faults.conftest import REPO, Aftermath, Lane, Oracle, ended
+from tests.faults.life import SLOTS, read_lines
 
 Case = tuple[str, ...]
 
@@ -46,7 +46,6 @@ _EVERY_PAIR = list(product(POINTS, POINTS))
 PAIRS = _EVERY_PAIR if _ALL else sorted(random.Random(_SEED).sample(_EVERY_PAIR, _SAMPLE))
 # Passed at each turn of the loop, so how often depends on the time that things take.
 _BY_TIME = {"reconcile_filled": 3}
-_OFFER_MS = int(SETTINGS["SLOTKEEPER_OFFER_MS"])
 
 
 class Cases:
@@ -54,7 +53,7 @@ class Cases:
 
     def __init__(self, lanes: "SimpleQueue[Lane]", folder: Path) -> None:
         self._lanes, self._folder = lanes, folder
-        self._pool = ThreadPoolExecutor(LANES)
+        self._pool = ThreadPoolExecutor(lanes.qsize())
         self._asked: dict[Case, Future[tuple[Aftermath, list[str]]]] = {}
 
     def ask(self, case: Case) -> "Future[tuple[Aftermath, list[str]]]":
@@ -80,13 +79,24 @@ class Cases:
 @pytest.fixture(scope="module")
 def cases(request: pytest.FixtureRequest, lanes: "SimpleQueue[Lane]", quick_folder: Path) -> Iterator[Cases]:
     """All the cases that are selected, begun at once."""
-    found = Cases(lanes, quick_folder)
+    yield from _begun(request, "case", Cases(lanes, quick_folder))
+
+
+@pytest.fixture(scope="module")
+def postgres_cases(
+    request: pytest.FixtureRequest, postgres_lanes: "SimpleQueue[Lane]", quick_folder: Path
+) -> Iterator[Cases]:
+    """The same on PostgreSQL."""
+    yield from _begun(request, "postgres_case", Cases(postgres_lanes, quick_folder / "postgres"))
+
+
+def _begun(request: pytest.FixtureRequest, parameter: str, cases: Cases) -> Iterator[Cases]:
     for item in request.session.items:
         params = getattr(item, "callspec", None)
-        if params is not None and item.path == request.path and "case" in params.params:
-            found.ask(params.params["case"])
-    yield found
-    found.close()
+        if params is not None and item.path == request.path and parameter in params.params:
+            cases.ask(params.params[parameter])
+    yield cases
+    cases.close()
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +113,8 @@ def whole_life(_lived: Aftermath, tmp_path: Path) -> Aftermath:
     oracle = SimpleNamespace(
         runs=_lived.oracle.runs.copy(), hooks=list(_lived.oracle.hooks), most_at_once=_lived.oracle.most_at_once
     )
-    return replace(_lived, home=tmp_path / "home", oracle=cast(Oracle, oracle))
+    home = tmp_path / "home"
+    return replace(_lived, home=home, record=f"sqlite:///{home / 'record.db'}", oracle=cast(Oracle, oracle))
 
 
 # -- plants, to test the rules -----------------------------------------------------------------------------------
@@ -220,6 +231,12 @@ def test_a_death_at_any_point_loses_and_doubles_nothing(cases, case):
     _expect_deaths_and_no_problem(cases, case)
 
 
+@pytest.mark.postgres
+@pytest.mark.parametrize("postgres_case", [(point,) for point in POINTS], ids="-".join)
+def test_a_death_at_any_point_loses_and_doubles_nothing_on_postgresql(postgres_cases, postgres_case):
+    _expect_deaths_and_no_problem(postgres_cases, postgres_case)
+
+
 @pytest.mark.parametrize("case", PAIRS, ids="-".join)
 def test_a_death_during_the_recovery_from_another_loses_and_doubles_nothing(cases, case):
     _expect_deaths_and_no_problem(cases, case)
@@ -247,7 +264,8 @@ def test_the_points_work_in_a_process_of_its_own_by_the_environment_alone(lanes,
         env = {**os.environ, **lane.env(tmp_path, "life0", "run_sent:2")}
         died = subprocess.run([sys.executable, "-m", "tests.faults.life", "story"], cwd=REPO, env=env, timeout=60)
         assert died.returncode == -signal.SIGKILL
-        assert len(ended(tmp_path, "life0", died.returncode).running) == 1
+        record = env["SLOTKEEPER_DATABASE_URL"]
+        assert len(ended(record, "life0", died.returncode).running) == 1
     finally:
         lanes.put(lane)
 
@@ -350,13 +368,13 @@ def _broken_chains(case: Aftermath, found: dict[str, Job]) -> Iterator[str]:
 
 def _out_of_order(case: Aftermath, found: dict[str, Job], trails: dict[str, list[Event]]) -> Iterator[str]:
     """ORDER-1, by the numbers of the offers, among first starts that nothing has disturbed: no death, no emptied
-    Redis, no delay, no offer that ran out."""
+    Redis, no delay, no offer that was made again."""
     breaks = [it.last_event for it in case.ended] + [line["last_event"] for line in read_lines(case.home / "emptied")]
     undisturbed: dict[tuple[str, int, int], list[tuple[int, int, str]]] = {}
     for job in found.values():
         trail = trails[job.id]
         first = next((event for event in trail if event.type == TYPES[State.RUNNING]), None)
-        if first is None or trail[1] is not first or first.at_ms - trail[0].at_ms >= _OFFER_MS:
+        if first is None or trail[1] is not first or not first.data["offer"]:
             continue
         span = sum(last < trail[0].id for last in breaks)
         if span == sum(last < first.id for last in breaks):

@@ -6,6 +6,7 @@ page in this machine's browser could send: neither to a name that was bound to 1
 from another origin (CSRF).
 """
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ ADMIN = "admin"
 _EXTENSION = "slotkeeper_keys"
 _MOST_CACHED = 4096
 _CHANGES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+_FORWARDED = re.compile(r"forwarded|via|x-forwarded(-.*)?|x-real-ip|x-client-ip|true-client-ip", re.IGNORECASE)
 # A page of another origin cannot send these without asking first, which nobody here answers.
 _SAFE_TYPES = frozenset({"application/json", "application/x-ndjson", "application/problem+json"})
 
@@ -76,8 +78,14 @@ def register(app: Flask, settings: AppSettings, tenants: Tenants) -> None:
 
 
 def public(view: View) -> View:
-    """Mark a view that asks for no key: it shows nothing, or has a guard of its own."""
+    """Mark a view that asks for no key: it shows nothing."""
     view.public = True  # type: ignore[attr-defined]
+    return view
+
+
+def guards_itself(view: View) -> View:
+    """Mark a view that asks for something else than a key, and may be asked from anywhere."""
+    view.own_guard = True  # type: ignore[attr-defined]
     return view
 
 
@@ -90,10 +98,12 @@ def tenant() -> Tenant:
 
 def _guard() -> Response | None:
     view = current_app.view_functions.get(request.endpoint or "")
-    if view is None or getattr(view, "public", False):
+    if view is None or getattr(view, "own_guard", False):
         return None
     if _keys() is None:
         _refuse_strangers()
+    if getattr(view, "public", False):
+        return None
     if request.method in _CHANGES:
         _refuse_forms()
     refused: Response | None = _identify()
@@ -138,6 +148,7 @@ def _refuse_strangers() -> None:
     remote = request.environ.get("REMOTE_ADDR", "")
     if remote and not is_loopback(remote.partition("%")[0]):
         raise ProblemError(403, "not_local", "Not this machine", f"Without keys only this machine is served. {_KEYS}")
+    _refuse_forwarded(remote)
     host = request.environ.get("HTTP_HOST", "")
     if not _is_own(host):
         detail = f"Without keys the Host header must name this machine, such as 127.0.0.1 or localhost. {_KEYS}"
@@ -147,6 +158,20 @@ def _refuse_strangers() -> None:
 
 
 _KEYS = "To serve others, set SLOTKEEPER_REQUIRE_KEYS=true and give them keys."
+
+
+def _refuse_forwarded(remote: str) -> None:
+    """A proxy on this machine makes whoever reaches it look like this machine."""
+    told = next((name for name, _ in request.headers if _FORWARDED.fullmatch(name)), None)
+    settings: AppSettings = current_app.extensions["slotkeeper_settings"]
+    if told is None or (remote and settings.is_proxy(remote.partition("%")[0])):
+        return
+    detail = (
+        f"The header {told} says that a proxy has passed this on, and without keys everybody behind it would "
+        "administer: set SLOTKEEPER_REQUIRE_KEYS=true and give out keys, or name the proxy in "
+        "SLOTKEEPER_TRUSTED_PROXIES if it lets in only whom you trust."
+    )
+    raise ProblemError(403, "forwarded", "Passed on by a proxy", detail)
 
 
 def _is_own(host: str) -> bool:

@@ -1,7 +1,7 @@
 """Settings of the door."""
 
 from functools import cached_property, lru_cache
-from ipaddress import ip_address
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -20,6 +20,8 @@ class AppSettings(BaseSettings):
     port: int = Field(8000, ge=1, le=65535)
     require_keys: bool = False
     """Whether a request must show a tenant's key.  Without keys only this machine is served."""
+    trusted_proxies: str = ""
+    """Without keys: addresses or networks of proxies whose requests are served, as CIDRs with commas between them."""
     key_cache_s: float = Field(5.0, ge=0, le=300)
     """How long a key that was looked up is not looked up again; a removed one works this long at most."""
     max_body_bytes: int = Field(2 << 20, gt=0)
@@ -55,8 +57,21 @@ class AppSettings(BaseSettings):
         """Host names under which this machine may be addressed while no keys are asked for."""
         return frozenset({self.host.lower().strip("[]"), urlsplit(TaskSettings().public_url).hostname or ""} - {""})
 
+    @cached_property
+    def proxies(self) -> tuple[IPv4Network | IPv6Network, ...]:
+        """Raises ValueError."""
+        return tuple(ip_network(one.strip()) for one in self.trusted_proxies.split(",") if one.strip())
+
+    def is_proxy(self, address: str) -> bool:
+        """Whether a proxy that is trusted has this address."""
+        return any(ip_address(address) in network for network in self.proxies)
+
     def check(self) -> None:
         """Raises ValueError where the settings would open the door to strangers."""
+        try:
+            _ = self.proxies
+        except ValueError as error:
+            raise ValueError(f"SLOTKEEPER_TRUSTED_PROXIES must list addresses or CIDRs: {error}") from None
         if not self.require_keys and not is_loopback(self.host):
             raise ValueError(
                 f"SLOTKEEPER_HOST={self.host} opens the API to the network, and keys are not required: set "

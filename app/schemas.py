@@ -299,7 +299,7 @@ class RegisterBody(Asked):
         examples=[{"gpu": "A100", "memory": 80, "labels": ["fast", "testnet"]}],
     )
     weight: float | None = Field(
-        None, gt=0, le=1000, description="How gladly it is chosen; 1 at first.  Left out: it stays."
+        None, ge=0.001, le=1000, description="How gladly it is chosen; 1 at first.  Left out: it stays."
     )
     model_version: str | None = Field(None, description="Of the model there; jobs can ask for it.", examples=["2.1"])
     runtime: str | None = Field(None, description="What runs the model there; jobs can ask for it.")

@@ -160,9 +160,16 @@ def server(it: Server) -> dict[str, Any]:
         "slots": it.slots,
         "weight": it.weight,
         "attributes": {name: plain(value) for name, value in it.attributes.items()},
-        "models": it.endpoints,
+        "models": {model: shown_endpoint(url) for model, url in it.endpoints.items()},
         "created_at": time(it.created_ms),
     }
+
+
+def shown_endpoint(url: str) -> str:
+    """Without the values of its query, which may be keys."""
+    address, mark, query = url.partition("?")
+    names = (part.partition("=") for part in query.split("&"))
+    return address + mark + "&".join(name + equals + ("***" if value else "") for name, equals, value in names)
 
 
 def plain(attribute: str | float) -> str | float | list[str]:

@@ -26,6 +26,7 @@ log = structlog.get_logger(__name__)
 Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are named at the statements
 
 _MAX_REASON = 500
+_MIN_WEIGHT = 0.001
 _MAX_WEIGHT = 1000
 _VERSION = "catalog_version"
 _SELECT_VERSION = select(counters.c.value).where(counters.c.name == _VERSION)
@@ -252,8 +253,8 @@ def _declared(slots: int, attributes: Mapping[str, str | float] | None, weight: 
     if attributes is not None:
         values["attributes"] = _attributes_text(attributes)
     if weight is not None:
-        if not (_is_number(weight) and 0 < weight <= _MAX_WEIGHT):
-            raise ValueError(f"weight is {weight!r}; give a number above 0 and up to {_MAX_WEIGHT}")
+        if not (_is_number(weight) and _MIN_WEIGHT <= weight <= _MAX_WEIGHT):
+            raise ValueError(f"weight is {weight!r}; give a number from {_MIN_WEIGHT} to {_MAX_WEIGHT}")
         values["weight"] = weight
     return values
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from sqlalchemy import delete, insert, select
 
 from jobs.db import Database, Transaction
-from jobs.errors import Conflict, NotFound
+from jobs.errors import Conflict, InvalidJob, NotFound
 from jobs.models import tenants
 
 _KEY_PREFIX = "sk_"
+_LONGEST_NAME = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,15 @@ class Tenant:
 
 # Used while keys are not asked for, which only a server on the loopback address may do.
 LOCAL = Tenant("default", admin=True)
+
+
+def check_tenant_name(name: str) -> str:
+    """Raises InvalidJob unless `name` can be shown, and asked for in an address."""
+    if not 1 <= len(name) <= _LONGEST_NAME or not name.isprintable() or name != name.strip():
+        raise InvalidJob(
+            "tenant", f"tenant must be 1 to {_LONGEST_NAME} printable characters, with no blank around them"
+        )
+    return name
 
 
 def hash_key(key: str) -> str:
@@ -51,7 +61,13 @@ class Tenants:
         return [Tenant(row.name, bool(row.admin), row.rate_per_s, row.burst) for row in rows]
 
     def add(self, tenant: Tenant, now: int) -> str:
-        """Create a tenant and answer its key, which cannot be read again.  Raises Conflict if there is one."""
+        """Create a tenant and answer its key, which cannot be read again.  Raises Conflict if there is one, InvalidJob.
+
+        LOCAL's name is nobody's: its jobs came without a key.
+        """
+        check_tenant_name(tenant.name)
+        if tenant.name == LOCAL.name:
+            raise Conflict(f"{LOCAL.name!r} is the tenant of those who show no key; take another name.")
         key = _KEY_PREFIX + secrets.token_urlsafe(32)
         row = {
             "name": tenant.name,

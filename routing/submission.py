@@ -12,6 +12,7 @@ import orjson
 from jobs.catalog import Model
 from jobs.errors import InvalidJob
 from jobs.record import TIER_DEFAULT, TIER_LEAST_URGENT, TIER_MOST_URGENT, NewJob, new_job_id
+from routing import exact
 from routing.policies.placement import read_needs
 
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}")
@@ -75,7 +76,7 @@ def prepare(asked: Submission, model: Model, check_url: UrlCheck, now: int) -> N
             raise InvalidJob("callback_url", f"callback_url: {problem}")
     delay_s = _seconds("not_before", _delay_s(asked, now))
     ttl_s = _seconds("ttl", asked.ttl_s) if asked.ttl_s is not None else model.config.default_ttl
-    if ttl_s is not None and delay_s is not None and ttl_s <= delay_s:
+    if ttl_s is not None and delay_s and ttl_s <= delay_s:
         raise InvalidJob("ttl", "ttl ends before not_before: the job would expire before it may start")
     return NewJob(
         id=_job_id(asked.id),
@@ -100,7 +101,7 @@ def encode_payload(payload: Any, limit: int) -> str:
         raise InvalidJob("payload", "payload must be a JSON object")
     _refuse_unfit(payload)
     try:
-        encoded = orjson.dumps(payload)
+        encoded = exact.dumps(payload)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidJob("payload", f"payload cannot be written as JSON: {error}") from None
     if len(encoded) > limit:

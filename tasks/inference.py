@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import orjson
 import structlog
 from celery import Task as CeleryTask
 from celery.exceptions import Ignore, Reject, Retry
@@ -21,6 +20,7 @@ from jobs.crash import crash_at
 from jobs.errors import IdempotencyConflict, RecordUnavailable, SlotkeeperError
 from jobs.record import new_job_id
 from jobs.states import State
+from routing import exact
 from routing.dispatcher import Settled, Task
 from routing.outcome import Kind, Outcome
 from routing.submission import Submission
@@ -274,7 +274,7 @@ def _conclude(self: InferTask, task: Task, hold: Hold, outcome: Outcome) -> Any:
         return _ended_elsewhere(task)
     match settled.moved.to:
         case State.COMPLETED:
-            return outcome.result
+            return exact.unwritten(outcome.result)
         case State.QUEUED:
             raise Retry(f"Back to its place: {outcome.message or outcome.kind}")
         case State.DELAYED:
@@ -312,5 +312,5 @@ def _ended_elsewhere(task: Task) -> Any:
     worker.go_on(task.held.fleet, dispatcher().free(task.held, back=False, taker=worker.taker))
     job = dispatcher().store.get(task.run.job.id)
     if job is not None and job.state is State.COMPLETED and job.attempt == task.run.attempt:
-        return orjson.loads(job.result) if job.result else None
+        return exact.plain(job.result) if job.result else None
     raise Ignore

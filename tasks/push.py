@@ -4,10 +4,9 @@ Whether the push shows the right token is for the door to check, before.  Everyt
 been told: the same verdict, the same guarded write.  The worker that still polls finds its run over.
 """
 
-import orjson
-
 from jobs.record import Job, Run
 from jobs.states import State
+from routing import exact
 from routing.dispatcher import Task
 from routing.leases import Held
 from routing.outcome import Kind, Outcome
@@ -28,8 +27,22 @@ def read(job: Job, body: bytes) -> Outcome | None:
     url = server.endpoints.get(job.model) if server else None
     if url is None:
         return None
+    if _names_another(job, body):
+        return None
     outcome = server_for(url, dispatcher().fleet.model(job.model).config).pushed(_call(job), job.remote_id, body)
     return outcome if outcome.kind in _ENDS else None
+
+
+def _names_another(job: Job, body: bytes) -> bool:
+    """Whether it is about another job of ours.  What a server calls its run by itself is its own affair."""
+    try:
+        told = exact.loads(body)
+    except ValueError:
+        return False
+    named = told.get("job_id") if isinstance(told, dict) else None
+    if not isinstance(named, str) or named in (job.id, job.remote_id) or not named.isprintable():
+        return False
+    return dispatcher().store.state_of(named) is not None
 
 
 def push(job: Job, outcome: Outcome) -> bool:
@@ -47,7 +60,7 @@ def _call(job: Job) -> Call:
     return Call(
         job_id=job.id,
         attempt=job.attempt,
-        payload=orjson.loads(job.payload or "{}"),
+        payload=exact.loads(job.payload or "{}"),
         callback_url=callbacks.url(job.id),
         callback_token=callbacks.token(job.id, job.attempt),
         deadline_s=_FETCH_S,

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, Literal, TypeVar
 
-import orjson
 import structlog
 
 from jobs.config import ModelConfig
@@ -15,6 +14,7 @@ from jobs.crash import crash_at
 from jobs.errors import RecordUnavailable
 from jobs.record import Run, now_ms
 from jobs.store import Store
+from routing import exact
 from routing.dispatcher import Task
 from routing.fleet import Fleet
 from routing.outcome import Kind, Outcome
@@ -122,7 +122,7 @@ class Watch:
         return Call(
             job_id=run.job.id,
             attempt=run.attempt,
-            payload=orjson.loads(run.payload),
+            payload=exact.loads(run.payload),
             callback_url=callbacks.url(run.job.id),
             callback_token=callbacks.token(run.job.id, run.attempt),
             deadline_s=max(self._end - time.monotonic(), 0.001),

@@ -1,10 +1,9 @@
 """The end of a run, whoever brings it: the worker that watched it, or the server that pushes it."""
 
-import orjson
-
 from jobs.record import now_ms
 from jobs.states import Why
 from jobs.store import Error
+from routing import exact
 from routing.dispatcher import Settled, Task
 from routing.outcome import Kind, Outcome
 from routing.policies.verdict import Verdict, judge
@@ -23,7 +22,7 @@ def settle(task: Task, outcome: Outcome, *, canceling: bool, taker: str = "") ->
     return dispatcher().settle(
         task,
         verdict,
-        result=orjson.dumps(outcome.result).decode() if outcome.kind is Kind.DONE else None,
+        result=exact.dumps(outcome.result).decode() if outcome.kind is Kind.DONE else None,
         error=_error(outcome, verdict),
         wish_s=outcome.retry_after_s,
         taker=taker,

@@ -4,11 +4,10 @@ import random
 from datetime import UTC, datetime
 from typing import Any
 
-import orjson
-
 from jobs.crash import crash_at
 from jobs.once import once
 from jobs.record import Job, Webhook, now_ms
+from routing import exact
 from tasks.celery_app import celery
 from tasks.config import TaskSettings, signing_secret
 from tasks.outbound import Sender, parse_allow
@@ -36,7 +35,7 @@ def send(webhook_id: str) -> None:
     if job is None:
         webhooks().failed(webhook, None, None, "the job was removed from the record")
         return
-    sent = _sender().send(webhook.url, webhook.id, orjson.dumps(body(webhook, job)), datetime.now(UTC))
+    sent = _sender().send(webhook.url, webhook.id, exact.dumps(body(webhook, job)), datetime.now(UTC))
     crash_at("webhook_sent")
     if sent.ok:
         webhooks().delivered(webhook, now_ms(), sent.status or 0)
@@ -57,7 +56,7 @@ def body(webhook: Webhook, job: Job) -> dict[str, Any]:
     told: dict[str, Any] = {"job_id": job.id, "model": job.model, "status": webhook.status}
     if job.state is webhook.status:
         told["attempts"] = job.attempts
-        told["result"] = orjson.loads(job.result) if job.result else None
+        told["result"] = exact.loads(job.result) if job.result else None
         told["error"] = {"code": job.error_code, "message": job.error_message} if job.error_code else None
     return told
 

@@ -7,7 +7,7 @@ from flask import request
 from app.api.context import context, dispatcher
 from app.api.openapi import blueprint, described, headers, problems
 from app.api.reading import body_of
-from app.auth import public
+from app.auth import guards_itself
 from app.errors import ProblemError
 from app.schemas import JobPath, PushAnswer
 from jobs.record import Job
@@ -27,7 +27,7 @@ _NO_JOB = "00000000-0000-0000-0000-000000000000"
         X_Callback_Token="The token that came with the job.", Authorization="The same token, as Bearer."
     ),
 )
-@public
+@guards_itself
 def push_result(path: JobPath) -> tuple[dict[str, Any], int]:
     """Push the end of a run.
 

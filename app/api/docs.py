@@ -1,7 +1,7 @@
 """The document of this interface, and a page to read it with.  Both work without a network."""
 
 import orjson
-from flask import Flask, Response, redirect
+from flask import Flask, Response, redirect, request
 from flask_openapi_swagger.plugins import RegisterPlugin
 
 from app.api.openapi import document
@@ -19,7 +19,22 @@ def register(app: Flask) -> None:
         app.view_functions[endpoint] = _opened(app.view_functions[endpoint])
     text = orjson.dumps(document(app))
     app.add_url_rule(_DOCUMENT, "document", public(lambda: Response(text, content_type="application/json")))
+    app.after_request(_fence)
     app.add_url_rule(_PAGE, "docs", public(lambda: redirect(f"{_PAGE}/{swagger.name}")))
+
+
+# The page's own scripts and styles, some of them inline; nothing from elsewhere.
+_OF_PAGE = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
+)
+_FENCE = {"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
+
+
+def _fence(response: Response) -> Response:
+    """No page of another site shows ours inside it, and ours loads nothing from others."""
+    allowed = _OF_PAGE if request.path.startswith(_PAGE) else "default-src 'none'"
+    response.headers.update(_FENCE | {"Content-Security-Policy": f"{allowed}; frame-ancestors 'none'"})
+    return response
 
 
 def _opened(view):  # type: ignore[no-untyped-def]

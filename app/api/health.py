@@ -7,12 +7,13 @@ from flask import Response, current_app
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from app.api import probes
+from app.api.admin import admin_blueprint
 from app.api.openapi import blueprint, described
 from app.auth import public
 from app.schemas import Alive, Health
 
 api = blueprint("health", "Operation", keyed=False)
-metrics_api = blueprint("metrics", "Operation")
+metrics_api = admin_blueprint("metrics", "Operation", "")
 
 _PROBES: dict[str, Callable[[], str | None]] = {
     "database": probes.database,

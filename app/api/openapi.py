@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from app.api.reading import Request
 from app.errors import CONTENT_TYPE, of_validation
+from routing import exact
 
 _REASONS = {
     400: "The body is not valid JSON",
@@ -28,7 +29,7 @@ _REASONS = {
     500: "The server failed",
     503: "The database or Redis is away; Retry-After says when to come back",
 }
-_EVERYWHERE = (500,)
+_EVERYWHERE = (403, 421, 500)
 _HEADERS = "x-headers"  # only on the way to `document`
 _KEYED = (401, 403, 421, 500, 503)
 SECURITY: dict[str, Any] = {"key": {"type": "http", "scheme": "bearer", "description": "A tenant's key, sk_…"}}
@@ -73,7 +74,7 @@ class _OrjsonProvider(JSONProvider):
         return orjson.dumps(obj, default=str).decode()
 
     def loads(self, s: str | bytes, **_: Any) -> Any:
-        return orjson.loads(s)
+        return exact.loads(s)
 
     def response(self, *args: Any, **kwargs: Any) -> Response:
         body = self._prepare_response_obj(args, kwargs)

@@ -12,6 +12,7 @@ import flask
 from werkzeug.exceptions import RequestEntityTooLarge
 
 from app.errors import ProblemError, printable
+from routing import exact
 
 WHOLE = "slotkeeper.whole_body"
 """In the WSGI environment: the server has read the body to its end."""
@@ -38,20 +39,22 @@ def _constant(name: str) -> NoReturn:
     raise _Refused(f"{name} is no JSON; send null or a text")
 
 
-_decoder = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+_quick = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+_exact = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_int=exact.whole)
 
 
 def parse(text: bytes, **facts: Any) -> Any:
     """The JSON value.  Raises ProblemError 400, with `facts`, that says where it breaks off."""
     try:
-        return _decoder.decode(text.decode())
+        decoder = _exact if exact.may_hold_long_numbers(text) else _quick
+        return decoder.decode(text.decode())
     except UnicodeDecodeError as error:
         raise _malformed(f"byte {error.start} is no UTF-8", facts) from None
     except json.JSONDecodeError as error:
         raise _malformed(f"{error.msg} in line {error.lineno}, column {error.colno}", facts) from None
     except RecursionError:
         raise _malformed("it is nested too deeply", facts) from None
-    except ValueError as error:  # ours, and numbers of thousands of digits
+    except ValueError as error:  # ours
         raise _malformed(str(error), facts) from None
 
 

@@ -1,6 +1,8 @@
 """Inference servers: registering, pausing, removing.  Takes effect everywhere within two seconds."""
 
 from collections.abc import Mapping
+from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -8,9 +10,10 @@ from redis.exceptions import RedisError
 
 from app import views
 from app.api.admin import admin_blueprint, bring_to_redis, depths_of, standings_of
-from app.api.context import dispatcher
+from app.api.context import context, dispatcher
 from app.api.openapi import described, problems
 from app.auth import tenant
+from app.config import is_loopback
 from app.schemas import RegisterBody, ServerList, ServerPath, ServerView, StateBody
 from jobs.errors import InvalidJob, NotFound
 from jobs.record import Server, now_ms
@@ -98,6 +101,18 @@ def _known(name: str) -> Server:
     return found
 
 
+def _check_host(host: str, port: int) -> None:
+    """Raises InvalidJob for addresses at which no inference server can stand."""
+    with suppress(ValueError):
+        address = ip_address(host)
+        address = getattr(address, "ipv4_mapped", None) or address
+        if address.is_link_local or address.is_multicast or address.is_unspecified:
+            raise InvalidJob("endpoint", f"endpoint must not lead to {host}: it is no address of an inference server")
+    settings = context().settings
+    if port == settings.port and (is_loopback(host) or host in settings.own_names):
+        raise InvalidJob("endpoint", "endpoint must not lead to this API itself")
+
+
 def _check_endpoint(endpoint: str) -> None:
     """Raises InvalidJob unless a request can be sent there.  Credentials belong in no URL: it is shown and logged."""
     try:
@@ -107,5 +122,6 @@ def _check_endpoint(endpoint: str) -> None:
     parts = urlsplit(endpoint)
     if parts.username is not None or parts.password is not None:
         raise InvalidJob("endpoint", "endpoint must hold no user or password")
+    _check_host(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
     if parts.port == 0 or any(ord(sign) <= 32 or ord(sign) > 126 or sign == "\\" for sign in endpoint):
         raise InvalidJob("endpoint", _ENDPOINT)

@@ -8,14 +8,11 @@ from app.api.context import dispatcher
 from app.api.openapi import problems
 from app.auth import tenant
 from app.schemas import StateBody, TenantList, TenantPath, TenantView
-from jobs.errors import InvalidJob
 from jobs.record import now_ms
-from jobs.tenants import Tenant, Tenants
+from jobs.tenants import Tenant, Tenants, check_tenant_name
 from tasks.wiring import catalog, database
 
 api = admin_blueprint("tenants", "Tenants", "/admin")
-
-_LONGEST_NAME = 200
 
 
 @api.get("/tenants", responses={200: TenantList})
@@ -33,7 +30,7 @@ def change_tenant(path: TenantPath, body: StateBody) -> dict[str, Any]:
     paused: nothing of it is started, its submits are accepted; draining: what waits goes on, its submits are 409;
     frozen: both.  What runs is left to end.
     """
-    name = _check_name(path.tenant)
+    name = check_tenant_name(path.tenant)
     catalog().set_tenant_state(name, body.state, reason=body.reason or "", by=tenant().name, now=now_ms())
     now = dispatcher().fleet.refresh()
     bring_to_redis(*now.fleets())
@@ -42,10 +39,3 @@ def change_tenant(path: TenantPath, body: StateBody) -> dict[str, Any]:
 
 def _keyed() -> dict[str, Tenant]:
     return {it.name: it for it in Tenants(database()).all()}
-
-
-def _check_name(name: str) -> str:
-    """Raises InvalidJob."""
-    if not name.isprintable() or len(name) > _LONGEST_NAME:
-        raise InvalidJob("tenant", f"tenant must be 1 to {_LONGEST_NAME} printable characters")
-    return name

@@ -8,8 +8,7 @@ from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
-import orjson
-
+from routing import exact
 from tasks.servers.patterns import TEXT_LIMIT
 
 NOT_JSON: Final[Any] = type("NotJson", (), {"__repr__": lambda self: "NOT_JSON", "__slots__": ()})()
@@ -67,16 +66,17 @@ class Answer:
 def parse_json(body: bytes) -> Any:
     """The JSON value, or NOT_JSON.  NaN, Infinity and numbers beyond doubles are not JSON."""
     try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError:
+        return exact.loads(body)
+    except ValueError:
         return NOT_JSON
 
 
 def id_text(value: Any) -> str | None:
     """An id as servers give them, a text or a whole number, as text; None if it cannot be one."""
-    if isinstance(value, bool) or not isinstance(value, str | int):
+    text = exact.digits(value) or value
+    if isinstance(text, bool) or not isinstance(text, str | int):
         return None
-    text = str(value)
+    text = str(text)
     if not 0 < len(text) <= MAX_ID or not text.isprintable() or text in (".", ".."):
         return None
     return text

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-import orjson
-
+from routing import exact
 from routing.outcome import Kind
 from tasks.servers.call import Call
 from tasks.servers.paths import check_path
@@ -127,17 +126,7 @@ def as_text(value: Any) -> str:
 def to_json(value: Any) -> bytes:
     """JSON for the wire.  Raises TemplateError (final) for what JSON cannot say."""
     try:
-        return orjson.dumps(value)
-    except TypeError:
-        return _to_json_slowly(value)
-
-
-def _to_json_slowly(value: Any) -> bytes:
-    # orjson knows no integers beyond 64 bits; the standard library does.
-    import json
-
-    try:
-        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+        return exact.dumps(value)
     except (TypeError, ValueError, RecursionError):
         raise _wrong_payload("the payload cannot be written as JSON") from None
 
@@ -213,6 +202,7 @@ class Path:
 
 def _path_value(ref: Ref, values: Values) -> str:
     value = ref.value(values)
+    value = exact.digits(value) or value
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise _wrong_payload("only a text or a whole number can be put into a path")
     text = str(value)

@@ -183,3 +183,24 @@ def test_without_the_token_in_the_attempt_an_old_one_would_get_through(
     assert api.dispatcher.store.start(task.run.job.id, "gpu1", "gpu1-slot0", task.held.tag, 1) is not None
     assert _push(api, task.run.job.id, old).status_code == 200
     assert api.job(task.run.job.id).state is State.COMPLETED
+
+
+@pytest.mark.parametrize("digits", [str(2**64), str(2**70), "7" * 5000])
+def test_a_whole_number_of_any_length_is_in_the_result_as_it_came(api: Api, task: Task, digits: str) -> None:
+    result = f'{{"n":{digits}}}'
+    body = f'{{"status":"success","result":{result}}}'
+    header = {"Authorization": f"Bearer {_token(task)}"}
+    job_id = task.run.job.id
+    told = api.client.post(f"/tasks/callback/{job_id}", data=body, content_type="application/json", headers=header)
+    assert told.json["status"] == "completed"
+    assert api.job(job_id).result == result
+    assert f'"result":{result}' in api.client.get(f"/queue/jobs/{job_id}").text
+
+
+def test_a_push_that_names_another_job_of_ours_ends_nothing(api: Api, task: Task) -> None:
+    other = api.submitted()
+    answer = _push(api, task.run.job.id, _token(task), {"job_id": other} | DONE)
+    assert (answer.status_code, answer.json["status"]) == (202, "ignored")
+    assert api.job(task.run.job.id).state is State.RUNNING
+    for own in (task.run.job.id, "what-the-server-calls-it"):
+        assert _push(api, task.run.job.id, _token(task), {"job_id": own} | DONE).json["status"] == "completed"

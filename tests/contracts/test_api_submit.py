@@ -200,7 +200,6 @@ BAD: dict[str, tuple[bytes, int, str, str | None]] = {
     "payload with NUL in a key": (_raw(payload={"x\0": [{"y": 1}]}), 422, "invalid_job", "payload"),
     "payload with half a character": (b'{"model":"zimg","payload":{"a":"\\ud800"}}', 422, "invalid_job", "payload"),
     "payload with an endless number": (b'{"model":"zimg","payload":{"a":1e999}}', 422, "invalid_job", "payload"),
-    "payload beyond 64 bits": (b'{"model":"zimg","payload":{"a":18446744073709551616}}', 422, "invalid_job", "payload"),
     "payload nested": (_deep(100), 422, "invalid_job", "payload"),
     "nesting bomb": (_deep(100_000), 400, "malformed_json", None),
     "not closed": (b'{"model":"zimg"', 400, "malformed_json", None),
@@ -209,7 +208,7 @@ BAD: dict[str, tuple[bytes, int, str, str | None]] = {
     "NaN": (b'{"model":"zimg","payload":{"a":NaN}}', 400, "malformed_json", None),
     "Infinity": (b'{"model":"zimg","payload":{"a":-Infinity}}', 400, "malformed_json", None),
     "no UTF-8": (b'{"model":"zimg","payload":{"a":"\xff"}}', 400, "malformed_json", None),
-    "a number of 5000 digits": (b'{"model":"zimg","payload":{"a":%s}}' % (b"9" * 5000), 400, "malformed_json", None),
+    "a number of 5000 digits": (b'{"model":"zimg","payload":{"a":%s}}' % (b"9" * 5000), 422, "invalid_job", "payload"),
     "a key twice": (b'{"model":"zimg","model":"flux","payload":{}}', 400, "malformed_json", None),
     "a list": (b"[]", 422, "invalid_request", None),
     "a text that holds JSON": (orjson.dumps(_raw().decode()), 422, "invalid_request", None),
@@ -322,6 +321,28 @@ BROKEN_OFF = [
     ("/queue/submit-batch", "application/json", b"[%s]   "),
     ("/queue/submit-batch", "application/x-ndjson", b"%s\n%s"),
 ]
+
+
+@pytest.mark.parametrize("digits", [str(2**64), str(-(2**63) - 1), "7" * 5000])
+def test_a_whole_number_of_any_length_is_in_the_payload_as_it_came(api: Api, digits: str) -> None:
+    api.model()
+    body = _raw().replace(b"a cat", b"a dog").replace(b'"payload":', b'"payload":{"n":' + digits.encode() + b',"p":', 1)
+    answer = api.client.post("/queue/submit", data=body[:-1] + b"}}", content_type="application/json")
+    assert answer.status_code == 202, answer.text
+    assert f'"n":{digits}' in (api.job(answer.json["job_id"]).payload or "")
+
+
+@pytest.mark.parametrize("field", ["priority", "ttl", "not_before", "constraints", "model", "callback_url"])
+def test_a_number_beyond_all_bounds_is_refused_where_another_is_meant(api: Api, field: str) -> None:
+    api.model()
+    value = b'{"gpu":%d}' if field == "constraints" else b"%d"
+    body = b'{"model":"zimg","payload":{},"%s":%s}' % (field.encode(), value % 2**80)
+    answer = api.client.post(
+        "/queue/submit",
+        data=body.replace(b'"model":"zimg",', b"" if field == "model" else b'"model":"zimg",'),
+        content_type="application/json",
+    )
+    assert answer.status_code == 422, answer.text
 
 
 @pytest.mark.parametrize("path, kind, body", BROKEN_OFF)

@@ -4,6 +4,7 @@ import pytest
 
 from app.api.reading import _first_twice, parse
 from app.errors import ProblemError
+from routing import exact
 
 
 @pytest.mark.parametrize(
@@ -14,8 +15,9 @@ def test_json_is_read(text, value):
     assert parse(text) == value
 
 
-def test_whole_numbers_stay_whole_however_long():
-    assert parse(b"18446744073709551617") == 2**64 + 1
+@pytest.mark.parametrize("text", [b"18446744073709551617", b"9" * 100_000])
+def test_whole_numbers_stay_whole_however_long(text):
+    assert exact.dumps(parse(text)) == text
 
 
 def test_what_overflows_is_left_to_the_check_of_the_payload():
@@ -40,7 +42,6 @@ def test_what_overflows_is_left_to_the_check_of_the_payload():
         (b'"a\nb"', "line 1"),
         (b"[" * 1_000_000, "nested too deeply"),
         (b'{"a":' * 100_000, "nested too deeply"),
-        (b"9" * 5000, "4300"),
     ],
 )
 def test_what_is_not_json_is_said_where(text, said):

@@ -6,6 +6,7 @@ Jobs wait in the record and in the waiting room, never as ETA messages in a work
 
 from datetime import timedelta
 
+from tasks.beat import every
 from tasks.config import TaskSettings
 
 _settings = TaskSettings()
@@ -49,18 +50,15 @@ task_create_missing_queues = True
 
 # A bare client publishes `infer` to Celery's own default queue; workers admit it from there.
 task_default_queue = "celery"
-task_routes = {
-    "maintenance.*": {"queue": "maintenance"},
-    "webhooks.*": {"queue": "webhooks"},
-}
+task_routes = {"maintenance.*": {"queue": "maintenance"}}
 
 
 def _every(task: str, seconds: float, *args: object) -> dict[str, object]:
-    """A beat entry.  It expires with its period: a backlog of sweeps would help nobody."""
-    return {"task": task, "schedule": seconds, "args": args, "options": {"expires": max(seconds, 2)}}
+    """A beat entry.  It does not expire, which would compare two hosts' clocks; tasks/maintenance.py drops doubles."""
+    return {"task": task, "schedule": every(seconds), "args": args}
 
 
-beat_scheduler = "celery.beat:Scheduler"
+beat_scheduler = "tasks.beat:Scheduler"
 beat_max_loop_interval = 1
 beat_schedule = {
     "sweep": _every("maintenance.sweep", 2),
@@ -72,6 +70,5 @@ beat_schedule = {
     "reconcile": _every("maintenance.reconcile", 300),
     "scan-dlq": _every("maintenance.scan_dlq", 60),
     "audit": _every("maintenance.audit", 60),
-    "send-webhooks": _every("webhooks.send_due", 5),
-    "tell-ends": _every("webhooks.tell_due", 5),
+    "tell-ends": _every("maintenance.tell_due", 5),
 }

@@ -20,7 +20,7 @@ POINTS = (
     "run_remote_noted",  # the server's id is stored, not polled
     "settle_committed",  # ended or back in the record, the slot still held
     "settle_released",  # the slot is free, the next job is ours and not started
-    "settle_announced",  # the webhook's wake-up is sent, the next job not begun
+    "settle_announced",  # the outside is told, the next job not begun
     "hand_back_committed",  # queued in the record, the slot kept for a resume that is not offered yet
     "cancel_committed",  # canceled in the record, still in the room
     "cancel_requested",  # the wish is in the record, the worker does not know

@@ -4,12 +4,14 @@ The row is written with the job's last transition.  A try begins with a claim: a
 next try past the time this one can take, so that a doubled wake-up does not send the message twice.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from sqlalchemy import bindparam, select, update
+from sqlalchemy import bindparam, select, tuple_, update
 
 from jobs.db import Database, Transaction
-from jobs.models import webhooks
+from jobs.models import jobs, webhooks
 from jobs.record import Webhook, storable
 from jobs.states import FINAL, State
 
@@ -44,6 +46,16 @@ _END = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A message whose next try is due.  `next_ms` and `id` are the cursor of the page after it."""
+
+    next_ms: int
+    id: str
+    url: str
+    tenant: str
+
+
 def owe(tx: Transaction, row: Row, to: State, now: int) -> str | None:
     """In the transaction that brings a job to `to`: note the message that its client is owed, if this is the end.
 
@@ -75,9 +87,17 @@ class Webhooks:
 
     def claim(self, webhook_id: str, now: int, until: int) -> Webhook | None:
         """Begin a try that will be over by `until`; None: it is not due, or somebody else is at it."""
-        params = {"p_id": webhook_id, "p_now": now, "p_until": until}
-        row = self.database.write(lambda tx: tx.connection.execute(_CLAIM, params).first())
-        return None if row is None else Webhook(row.id, row.job_id, row.url, State(row.status), row.tries)
+        return next(iter(self.claim_all([webhook_id], now, until)), None)
+
+    def claim_all(self, ids: Sequence[str], now: int, until: int) -> list[Webhook]:
+        """Begin a try of each of these that is due and that nobody else is at."""
+
+        def unit(tx: Transaction) -> list[Webhook]:
+            tried = (tx.connection.execute(_CLAIM, {"p_id": id_, "p_now": now, "p_until": until}) for id_ in ids)
+            rows = [row for result in tried if (row := result.first()) is not None]
+            return [Webhook(row.id, row.job_id, row.url, State(row.status), row.tries) for row in rows]
+
+        return self.database.write(unit)
 
     def delivered(self, webhook: Webhook, now: int, status: int) -> bool:
         return self._end(webhook, "delivered", now, status, None, delivered=now)
@@ -107,13 +127,16 @@ class Webhooks:
         }
         return self.database.write(lambda tx: tx.connection.execute(_END, params).rowcount == 1)
 
-    def due(self, now: int, limit: int = 500) -> list[str]:
-        """Ids of the messages whose next try is due, oldest first."""
+    def due(self, now: int, limit: int = 500, after: Due | None = None) -> list[Due]:
+        """The messages whose next try is due, oldest first, from `after` on."""
         query = (
-            select(webhooks.c.id)
+            select(webhooks.c.next_ms, webhooks.c.id, webhooks.c.url, jobs.c.tenant)
+            .join(jobs, jobs.c.id == webhooks.c.job_id)
             .where(webhooks.c.state == "pending", webhooks.c.next_ms <= now)
-            .order_by(webhooks.c.next_ms)
+            .order_by(webhooks.c.next_ms, webhooks.c.id)
             .limit(limit)
         )
+        if after is not None:
+            query = query.where(tuple_(webhooks.c.next_ms, webhooks.c.id) > (after.next_ms, after.id))
         with self.database.read() as connection:
-            return list(connection.execute(query).scalars())
+            return [Due(*row) for row in connection.execute(query)]

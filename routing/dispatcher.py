@@ -15,7 +15,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from jobs.crash import crash_at
-from jobs.errors import Conflict, InvalidJob, JobNotFound, TooMany
+from jobs.errors import Conflict, InvalidJob, JobNotFound, TooMany, UnknownModel
 from jobs.record import Accepted, NewJob, Run, Waiting, now_ms
 from jobs.states import FINAL, STOPPED, Standing, State, Why
 from jobs.store import Error, Moved, Store
@@ -29,6 +29,7 @@ from routing.policies import placement, retry
 from routing.policies.forecast import SOON, Estimate
 from routing.policies.verdict import Verdict
 from routing.queues import Offer, Position, Queues
+from routing.seen import Seen
 from routing.slots import Slots
 from routing.submission import Submission, UrlCheck, naming, prepare
 
@@ -100,8 +101,7 @@ class Dispatcher:
         self._announcer = announcer
         self._check_url = check_url
         self._started: deque[tuple[str, str, str, int]] = deque(maxlen=_MOST_STARTS)
-        self.swept: dict[str, tuple[int, int]] = {}
-        """Fleet -> `seq` of the last queued job at the sweep before the last, and at the last; missing: look at all."""
+        self.seen = Seen()
 
     # -- submit ----------------------------------------------------------------------------------------------
 
@@ -161,19 +161,17 @@ class Dispatcher:
             model = snapshot.models.get(job.model)
             if model is not None:
                 by_fleet[model.fleet].append(job)
-        if self.queues.away:
-            self.swept.clear()
-            return
         for fleet, jobs in by_fleet.items():
+            if self.queues.is_away(fleet):
+                continue
             try:
                 offers = self.queues.enqueue(fleet, jobs)
                 crash_at("submit_enqueued")
                 self.publish(offers)
                 crash_at("offer_published")
             except RedisError as error:
-                self.swept.clear()
                 # A Redis that does not answer costs its time-out once, not at every submit.
-                self.queues.note_away()
+                self.queues.note_away(fleet, error)
                 log.warning("enqueue_postponed", fleet=fleet, jobs=len(jobs), error=str(error))
 
     def publish(self, offers: Sequence[Offer]) -> None:
@@ -365,6 +363,20 @@ class Dispatcher:
             self.forecasts.forget(fleet, job.model, job.id)
         except RedisError as error:
             log.warning("withdraw_postponed", job_id=job.id, error=str(error))
+
+    def withdraw_all(self, jobs: Sequence[Waiting]) -> None:
+        """The same for many, with a few calls."""
+        by_model: dict[str, list[Waiting]] = defaultdict(list)
+        for job in jobs:
+            by_model[job.model].append(job)
+        for model, its in by_model.items():
+            try:
+                fleet = self.fleet.model(model).fleet
+                if "freed" in self.queues.withdraw_all(fleet, its):
+                    self.publish(self.queues.offer_all(fleet))
+                self.forecasts.forget(fleet, model, *[job.id for job in its])
+            except (RedisError, UnknownModel) as error:
+                log.warning("withdraw_postponed", model=model, jobs=len(its), error=str(error))
 
     def revive(self, job_id: str) -> None:
         """Queue a dead job again.  Raises JobNotFound, Conflict."""

@@ -110,9 +110,9 @@ class Forecasts:
         self._note_level(key, bits)
         return learned == 1
 
-    def forget(self, fleet: str, model: str, job_id: str) -> None:
-        """This job will not start: it was canceled, or its deadline passed."""
-        self._scripts.redis.hdel(self._scripts.keys.forecast(fleet, model), _JOB + job_id)
+    def forget(self, fleet: str, model: str, *job_ids: str) -> None:
+        """These jobs will not start: they were canceled, or their deadline passed."""
+        self._scripts.redis.hdel(self._scripts.keys.forecast(fleet, model), *(_JOB + job_id for job_id in job_ids))
 
     # -- reading -----------------------------------------------------------------------------------------------
 

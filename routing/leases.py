@@ -3,10 +3,13 @@
 A lease is held by whoever knows its name and its owner; nobody else renews or frees it (LEASE-4).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
+
+import structlog
+from redis.exceptions import RedisError
 
 from jobs.record import Waiting
 from routing.config import RoutingSettings
@@ -15,7 +18,12 @@ from routing.queues import Offer, new_prefix, offers
 from routing.scripts import Scripts
 from routing.workers import Room, unbounded
 
+log = structlog.get_logger(__name__)
+
 Outcome = Literal["ok", "failed", "busy", ""]
+
+OCCUPIED_MS = 12_000
+"""How long slots that others use are withheld before the server is asked again."""
 
 
 class Renewal(StrEnum):
@@ -45,6 +53,19 @@ class Held:
     def tag(self) -> str:
         """The holder's name for the record, from which a lost Redis is rebuilt."""
         return f"{self.lease} {self.owner}"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When the first and the last of a fleet's leases expire, by Redis' clock; 0: there is none."""
+
+    now_ms: int
+    first_ms: int
+    last_ms: int
+
+    @property
+    def has_expired(self) -> bool:
+        return 0 < self.first_ms <= self.now_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +135,36 @@ class Leases:
         rows = self._scripts.run("expired", fleet, [limit])
         return [Held(fleet, *(field.decode() for field in row)) for row in rows]
 
+    def spans(self, fleets: Sequence[str]) -> dict[str, Span]:
+        """Which fleets have leases that have expired, in one round trip; a fleet that cannot be read is left out."""
+        found, failed = self._scripts.run_each("span", fleets)
+        _say("lease_look_failed", failed)
+        return {fleet: Span(*map(int, answer)) for fleet, answer in found.items()}
+
+    def pull_back(self, fleet: str) -> int:
+        """After Redis' clock was set back: end what would last longer than it ever may; answers how many."""
+        settings = self._settings
+        longest_lease = max(settings.lease_ms, settings.offer_ms)
+        longest_rest = max(settings.busy_rest_max_ms, settings.unreachable_rest_max_ms, OCCUPIED_MS)
+        return int(self._scripts.run("pull_back", fleet, [longest_lease, longest_rest, settings.breaker_open_max_ms]))
+
+    @property
+    def longest_ms(self) -> int:
+        """How far ahead a lease or an offer can expire at most."""
+        return max(self._settings.lease_ms, self._settings.offer_ms)
+
     def all(self, fleet: str) -> list[tuple[Held, int]]:
         """Every lease of a fleet, and for how many ms it has not been renewed (below 0: longer than usual)."""
-        now, rows = self._scripts.run("held", fleet)
+        return self._all(fleet, self._scripts.run("held", fleet))
+
+    def all_of(self, fleets: Sequence[str]) -> dict[str, list[tuple[Held, int]]]:
+        """The same of several fleets, in one round trip; a fleet that cannot be read is left out."""
+        found, failed = self._scripts.run_each("held", fleets)
+        _say("leases_not_read", failed)
+        return {fleet: self._all(fleet, answer) for fleet, answer in found.items()}
+
+    def _all(self, fleet: str, answer: Any) -> list[tuple[Held, int]]:
+        now, rows = answer
         return [
             (Held(fleet, *(field.decode() for field in row[:4])), self._settings.lease_ms - (int(row[4]) - int(now)))
             for row in rows
@@ -137,3 +185,8 @@ class Leases:
             args += [it.held.job_id, it.held.lease, it.held.owner, it.held.slot]
             args += [order.lane(it.job), it.job.needs, it.job.seq, it.job.created_ms]
         return self._scripts.run("restore", fleet, args) if leases else 0
+
+
+def _say(what: str, failed: Mapping[str, RedisError]) -> None:
+    for fleet, error in failed.items():
+        log.error(what, fleet=fleet, error=str(error))

@@ -6,11 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
+from redis.exceptions import ConnectionError, RedisError, TimeoutError
+
 from jobs.record import Waiting
 from routing.config import RoutingSettings
 from routing.policies import order
 from routing.scripts import Scripts
 from routing.workers import Room, unbounded
+
+log = structlog.get_logger(__name__)
 
 _CHUNK = 1000
 _AWAY_S = 1.0
@@ -124,15 +129,24 @@ class Queues:
         self._scripts = scripts
         self._settings = settings
         self._room = room
-        self._away_until = 0.0
+        self._away_until: dict[str | None, float] = {}  # fleet, or None: Redis as a whole
 
     @property
     def away(self) -> bool:
         """Whether Redis failed a moment ago: its time-out is paid once, not at every submit."""
-        return time.monotonic() < self._away_until
+        return self._is_away(None)
 
-    def note_away(self) -> None:
-        self._away_until = time.monotonic() + _AWAY_S
+    def is_away(self, fleet: str) -> bool:
+        """Whether this fleet's room, or all of Redis, failed a moment ago."""
+        return self._is_away(None) or self._is_away(fleet)
+
+    def note_away(self, fleet: str | None = None, error: RedisError | None = None) -> None:
+        """Redis does not answer; or, as `error` says, only this fleet's room is at fault."""
+        alone = error is not None and not isinstance(error, ConnectionError | TimeoutError)
+        self._away_until[fleet if alone else None] = time.monotonic() + _AWAY_S
+
+    def _is_away(self, whose: str | None) -> bool:
+        return time.monotonic() < self._away_until.get(whose, 0.0)
 
     def enqueue(self, fleet: str, jobs: Sequence[Waiting], limit: int = 8) -> list[Offer]:
         """Put queued jobs in their lanes and offer up to `limit`.  A job that is there already stays as it is."""
@@ -142,17 +156,26 @@ class Queues:
             for job in jobs[start : start + _CHUNK]:
                 args += [order.lane(job), job.needs, job.seq, job.id, job.created_ms]
             made += offers(fleet, self._scripts.run("enqueue", fleet, args)[1])
-        self._away_until = 0.0
-        return made
+        self._away_until.clear()
+        return made + self.offer_all(fleet) if len(made) >= limit > 0 else made
 
-    def offer(self, fleet: str, limit: int = 256, taker: str = "") -> list[Offer]:
-        """Offer what can be offered (SLOT-2).
+    def offer(self, fleet: str, limit: int = 64, taker: str = "") -> list[Offer]:
+        """Offer what can be offered (SLOT-2), in one step: of very many, nobody else shall wait for all.
 
         `taker`: who gets the first offer at once; that is the oldest one which nobody has taken up, if there is one.
         """
         settings = self._settings
         args = [new_prefix(), limit, self._room(), settings.offer_ms, taker, settings.lease_ms]
         return offers(fleet, self._scripts.run("offer", fleet, args))
+
+    def offer_all(self, fleet: str, limit: int = 64) -> list[Offer]:
+        """Offer all that can be offered, `limit` in one step."""
+        made: list[Offer] = []
+        while True:
+            more = self.offer(fleet, limit)
+            made += more
+            if len(more) < limit:
+                return made
 
     def looks(self, fleets: Sequence[str]) -> list[Look]:
         """What a worker may find in each fleet's room: one round trip, however many they are."""
@@ -168,9 +191,24 @@ class Queues:
             for fleet, oldest, waiting, free in zip(fleets, found[::3], found[1::3], found[2::3], strict=True)
         ]
 
+    def fill(self, fleet: str, jobs: Sequence[Waiting]) -> int:
+        """Put queued jobs in their lanes and offer none; answers how many were missing."""
+        args: list[Any] = [new_prefix(), 0, 0, self._settings.offer_ms]
+        for job in jobs:
+            args += [order.lane(job), job.needs, job.seq, job.id, job.created_ms]
+        return int(self._scripts.run("enqueue", fleet, args)[0])
+
     def withdraw(self, fleet: str, job: Waiting) -> str:
         """Take a job out: "withdrawn"; "freed": its open offer is gone, too; "asked": its holder is told; "absent"."""
         return self._scripts.run("withdraw", fleet, _place(job))[0].decode()
+
+    def withdraw_all(self, fleet: str, jobs: Sequence[Waiting]) -> list[str]:
+        """The same for many, in one round trip."""
+        answers = self._scripts.run_all("withdraw", [(fleet, _place(job)) for job in jobs])
+        for answer in answers:
+            if isinstance(answer, RedisError):
+                raise answer
+        return [answer[0].decode() for answer in answers]
 
     def position(self, fleet: str, job: Waiting, *, as_last: bool = False) -> Position | None:
         """Where it waits, or, `as_last`, where it would if it came in now; None: not in the room, or Redis is away."""
@@ -189,8 +227,14 @@ class Queues:
         return WaitFacts(*[*plain, tuple(job.decode() for job in before)])
 
     def depths(self, fleet: str) -> Depths:
-        is_open, free, resting, taken, waiting = self._scripts.run("depths", fleet)
-        return Depths(bool(is_open), free, resting, taken, {model.decode(): count for model, count in waiting})
+        return _depths(self._scripts.run("depths", fleet))
+
+    def depths_of(self, fleets: Sequence[str]) -> dict[str, Depths]:
+        """The same of several fleets, in one round trip; a fleet that cannot be read is left out."""
+        found, failed = self._scripts.run_each("depths", fleets)
+        for fleet, error in failed.items():
+            log.error("room_not_read", fleet=fleet, error=str(error))
+        return {fleet: _depths(answer) for fleet, answer in found.items()}
 
     def backlog(self, fleet: str, model: str, tenant: str) -> Backlog:
         """What waits for a model, of one tenant and of all."""
@@ -200,6 +244,11 @@ class Queues:
     def open(self, fleet: str) -> bool:
         """Declare the room complete.  False: it was open."""
         return self._scripts.run("open", fleet, [new_prefix()])[0] == b"opened"
+
+
+def _depths(answer: Any) -> Depths:
+    is_open, free, resting, taken, waiting = answer
+    return Depths(bool(is_open), free, resting, taken, {model.decode(): count for model, count in waiting})
 
 
 def _place(job: Waiting) -> list[Any]:

@@ -7,6 +7,7 @@ import structlog
 
 from jobs.states import State
 from routing.dispatcher import Dispatcher
+from routing.each import alone
 from routing.leases import Held, Restored
 
 log = structlog.get_logger(__name__)
@@ -30,8 +31,12 @@ def restore_missing(dispatcher: Dispatcher) -> int:
     Its worker, if it lives, renews it and goes on; if not, it expires and is reaped like any other: so a run always
     ends, whoever holds its slot by now.
     """
+    written = 0
     # The record first: a lease is there before its run, and goes after it.
-    return sum(_restore(dispatcher, fleet, runs) for fleet, runs in recorded(dispatcher).items())
+    for fleet, runs in recorded(dispatcher).items():
+        with alone("restore", fleet=fleet):
+            written += _restore(dispatcher, fleet, runs)
+    return written
 
 
 def _restore(dispatcher: Dispatcher, fleet: str, runs: Sequence[Restored]) -> int:

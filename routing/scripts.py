@@ -13,7 +13,7 @@ from typing import Any
 
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, RedisError
 from redis.retry import Retry
 
 from routing.keys import Keys
@@ -71,6 +71,34 @@ class Scripts:
         """Run a script on a fleet's keys; answers what it returns, texts as bytes.  Raises redis errors."""
         return self._run(name, self.keys.fleet(fleet), args)
 
+    def run_each(
+        self, name: str, fleets: Sequence[str], args: Sequence[Any] = ()
+    ) -> tuple[dict[str, Any], dict[str, RedisError]]:
+        """Run a script on each of these fleets in one round trip; its answers, and the errors of those that failed.
+
+        Raises redis errors that concern all of them.
+        """
+        answers = self.run_all(name, [(fleet, args) for fleet in fleets])
+        found = dict(zip(fleets, answers, strict=True))
+        failed = {fleet: answer for fleet, answer in found.items() if isinstance(answer, RedisError)}
+        return {fleet: answer for fleet, answer in found.items() if fleet not in failed}, failed
+
+    def run_all(self, name: str, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
+        """Run a script once for each (fleet, args), in one round trip; its answer, or the RedisError, of each."""
+        if not calls:
+            return []
+        sha = self._hash(name)
+        with self.redis.pipeline(transaction=False) as pipe:
+            for fleet, args in calls:
+                keys = self.keys.fleet(fleet)
+                pipe.evalsha(sha, len(keys), *keys, *args)
+            answers = pipe.execute(raise_on_error=False)
+        # The first that is run alone brings the text to a Redis that does not know it.
+        return [
+            self.run(name, *call) if isinstance(answer, NoScriptError) else answer
+            for call, answer in zip(calls, answers, strict=True)
+        ]
+
     def failures(self, fleet: str, server: str) -> int:
         """How often in a row a server failed, as lua/rest.lua counts it."""
         return int(self.redis.hget(self.keys.fleet(fleet)[-1], f"failures:{server}") or 0)
@@ -90,15 +118,19 @@ class Scripts:
         return int(learned), int(level)
 
     def _run(self, name: str, keys: list[str], args: Sequence[Any]) -> Any:
-        sha = self._hashes.get(name)
+        is_new = name not in self._hashes
+        sha = self._hash(name)
         try:
-            if sha is None:
+            if is_new:
                 raise NoScriptError
             return self.redis.evalsha(sha, len(keys), *keys, *args)
         except NoScriptError:
-            text = assemble(name, self._fragments)
-            self._hashes[name] = _sha1(text)
-            return self.redis.eval(text, len(keys), *keys, *args)
+            return self.redis.eval(assemble(name, self._fragments), len(keys), *keys, *args)
+
+    def _hash(self, name: str) -> str:
+        if name not in self._hashes:
+            self._hashes[name] = _sha1(assemble(name, self._fragments))
+        return self._hashes[name]
 
 
 def _sha1(text: str) -> str:

@@ -1,11 +1,13 @@
 """Slots: which of a fleet's slots can be offered, and by which rules."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jobs.catalog import Model, Snapshot
 from jobs.record import Server
 from routing.config import RoutingSettings
+from routing.keys import FLEET_KEYS
 from routing.policies.order import account, safe
 from routing.policies.placement import attribute_text
 from routing.scripts import Scripts
@@ -44,6 +46,14 @@ class ServerStanding:
     swaps: int
     passing_since_ms: int
     scores: dict[str, Score]
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Servers of a fleet with slots that rest, and those that failed when they were last called or asked."""
+
+    resting: frozenset[str]
+    failing: frozenset[str]
 
 
 class Slots:
@@ -86,6 +96,22 @@ class Slots:
     def failing(self, fleet: str, server: str) -> bool:
         """Whether the server failed when it was last called or asked."""
         return self._scripts.failures(fleet, server) > 0
+
+    def troubled(self, fleets: Sequence[str]) -> dict[str, "Trouble"]:
+        """Servers whose slots rest, and those that failed when they were last called or asked; in one round trip."""
+        with self._scripts.redis.pipeline(transaction=False) as pipe:
+            for fleet in fleets:
+                keys = self._scripts.keys.fleet(fleet)
+                pipe.zrange(keys[FLEET_KEYS.index("resting")], 0, -1)
+                pipe.hkeys(keys[FLEET_KEYS.index("meta")])
+            answers = pipe.execute()
+        return {
+            fleet: Trouble(
+                frozenset(slot.decode().rsplit("-slot", 1)[0] for slot in resting),
+                frozenset(name.removeprefix(b"failures:").decode() for name in meta if name.startswith(b"failures:")),
+            )
+            for fleet, resting, meta in zip(fleets, answers[::2], answers[1::2], strict=True)
+        }
 
     def occupy(self, fleet: str, server: str, count: int, rest_ms: int) -> int:
         """Others use `count` of a server's slots: offer so many fewer for a while; answers how many rest."""

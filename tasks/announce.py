@@ -6,7 +6,6 @@ from jobs.store import Moved
 from jobs.tellings import Telling
 from routing.queues import Offer
 from tasks import messages
-from tasks.celery_app import celery
 from tasks.publisher import publisher
 from tasks.telling import teller
 
@@ -20,9 +19,6 @@ class CeleryAnnouncer:
     def ended(self, moved: Moved, *, by_worker: bool) -> None:
         if moved.telling_id is not None:
             teller().soon(Telling(moved.telling_id, moved.job.id))
-        if moved.webhook_id is not None:
-            send = partial(celery.send_task, "webhooks.send", args=[moved.webhook_id], ignore_result=True, retry=False)
-            publisher().soon(send)
 
 
 def _wake(offer: Offer) -> None:

@@ -1,23 +1,28 @@
-"""What beat runs: each task is one call of a plain function in routing, and harmless when run twice at once."""
+"""What beat runs: each task is one call of a plain function in routing, and harmless when run twice at once.
 
-import math
+No task can take another's thread: each runs once at a time in a process, which has more threads than there are tasks.
+A message that comes while its task runs, or sooner after it than it should, ends at once.  Nothing is compared with
+beat's clock, so it does not matter what that says.
+"""
+
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, wait
+from typing import Any
 
 import structlog
-from redis.exceptions import RedisError
 
 from jobs import ledger
 from jobs.config import ModelConfig, RecordSettings
+from jobs.once import once
 from jobs.record import Server as ServerRow
 from jobs.record import now_ms
 from jobs.states import State
 from routing import audit, reconcile, runs
 from routing.policies.identity import ServerReport
 from tasks.celery_app import celery
+from tasks.rounds import Asked, Rounds
 from tasks.runner import server_for
 from tasks.servers import HealthKind
 from tasks.wiring import database, dispatcher
@@ -26,89 +31,82 @@ log = structlog.get_logger(__name__)
 
 # An answer that is on its way to the worker when the server is asked has arrived after this.
 _SECOND_LOOK_S = 1.0
-# The reaper looks twice a second; Redis, or beat, was away if it could not for so long.
-_NOT_LOOKED_S = 2.5
-_sweeping = threading.Lock()
+# How long deadlines, and due jobs, are worked on before the others have their turn again.
+_KEEP_TIME_S = 0.4
+# How long a round waits for servers; what comes later is heeded by the next.
+_ROUND_S = 1.5
+_GATHER_S = 0.1
+_REPORTS_S = 3.0
+_PURGE_S = 10.0
+_TOO_SOON = 0.5  # of a task's period
+
+_patience = reconcile.Patience()
 
 
-# Without results and events: several of them run each second, and Flower shall show jobs.
-_quiet = partial(celery.task, ignore_result=True, send_events=False)
+def _task(name: str, every_s: float) -> Callable[[Callable[..., None]], Any]:
+    """Decorator for what beat runs every `every_s`; called as a function it runs however soon after the last time.
 
-
-@_quiet(name="maintenance.sweep")
-def sweep() -> None:
-    """Every 2 s: offer what was missed; rebuild a room that turns out to be new."""
-    if not _sweeping.acquire(blocking=False):
-        return  # Filling a large room takes longer than 2 s, and longer still if each sweep joins in.
-    try:
-        reconcile.sweep(dispatcher())
-    finally:
-        _sweeping.release()
-
-
-@_quiet(name="maintenance.keep_time")
-def keep_time() -> None:
-    """Every second: deadlines, then delayed jobs whose time has come."""
-    reconcile.expire_overdue(dispatcher())
-    reconcile.promote_due(dispatcher())
-
-
-class _Patience:
-    """Keeps the reaper from leases whose living holders could not renew them, as long as those need to do so now.
-
-    Redis was away if a look failed, or, as it is the broker too, if there was no look for a while.
+    Without results and events: several of them run each second, and Flower shall show jobs.
     """
 
-    def __init__(self) -> None:
-        self._looked = math.inf  # nobody has looked yet, and no time has gone by since
-        self._until: float | None = None
+    def decorate(function: Callable[..., None]) -> Any:
+        running: dict[tuple[Any, ...], threading.Lock] = {}
+        began: dict[tuple[Any, ...], float] = {}
 
-    def has_ended(self, now: float, pause_s: float) -> bool:
-        """Whether to look now (monotonic seconds); `pause_s`: how long to wait after Redis was away."""
-        away, self._looked = now - self._looked > _NOT_LOOKED_S, now
-        if self._until is None and away:
-            self._until = now + pause_s
-        if self._until is not None and now < self._until:
-            return False
-        self._until = None
-        return True
+        def run(self: Any, *args: Any) -> None:
+            lock = running.setdefault(args, threading.Lock())
+            if not lock.acquire(blocking=False):
+                return
+            try:
+                now = time.monotonic()
+                if self.request.called_directly or now - began.get(args, -every_s) >= _TOO_SOON * every_s:
+                    began[args] = now
+                    function(*args)
+            finally:
+                lock.release()
 
-    def note_failure(self) -> None:
-        self._looked = -math.inf
+        run.__doc__ = function.__doc__
+        return celery.task(bind=True, name=f"maintenance.{name}", ignore_result=True, send_events=False)(run)
+
+    return decorate
 
 
-_patience = _Patience()
+@_task("sweep", 2)
+def sweep() -> None:
+    """Every 2 s: offer what was missed; rebuild a room that turns out to be new."""
+    reconcile.sweep(dispatcher())
 
 
-@_quiet(name="maintenance.reap")
+@_task("keep_time", 1)
+def keep_time() -> None:
+    """Every second: delayed jobs whose time has come, then deadlines; of very many some wait for the next second."""
+    reconcile.promote_due(dispatcher(), _KEEP_TIME_S)
+    reconcile.expire_overdue(dispatcher(), _KEEP_TIME_S)
+
+
+@_task("reap", 0.5)
 def reap() -> None:
     """Twice a second: leases that were not renewed, offers that nobody took up."""
-    if not _patience.has_ended(time.monotonic(), 2 * dispatcher().settings.renew_every_ms / 1000):
-        return
-    try:
-        reconcile.reap(dispatcher())
-    except RedisError:
-        _patience.note_failure()
-        raise
+    reconcile.reap(dispatcher(), _patience)
 
 
-@_quiet(name="maintenance.check_servers")
+@_task("check_servers", 2)
 def check_servers(all_of_them: bool = True) -> None:
     """Every 10 s all servers, every 2 s those that were down or whose workers went silent.
 
     Runs that Redis has lost sight of get their leases again.  Slots of servers that are down rest, those of servers
     that are back are woken; leases of jobs that their server does not know are freed, and slots that others use are
-    not offered.
+    not offered.  Each report is heeded as it comes.
     """
     runs.restore_missing(dispatcher())
     servers = dispatcher().fleet.snapshot().servers
-    names = set(servers) if all_of_them else reconcile.urgent_servers(dispatcher())
-    reports = _reports(servers[name] for name in names & set(servers))
-    reconcile.note_health(dispatcher(), reports)
-    reconcile.heed_reports(dispatcher(), reports)
+    names = servers if all_of_them else reconcile.urgent_servers(dispatcher())
+    for reports in _as_they_come(_rounds().ask(servers[name] for name in names)):
+        reconcile.note_health(dispatcher(), reports)
+        reconcile.heed_reports(dispatcher(), reports, silence_proves=not _patience.lasts)
 
 
-@_quiet(name="maintenance.sync_locks")
+@_task("sync_locks", 30)
 def sync_locks() -> None:
     """Every 30 s: free leases of jobs that their servers do not know, after a second look."""
     catalog = dispatcher().fleet.snapshot()
@@ -120,21 +118,21 @@ def sync_locks() -> None:
         reconcile.free_ghosts(dispatcher(), suspects, reports)
 
 
-@_quiet(name="maintenance.reconcile")
+@_task("reconcile", 300)
 def reconcile_all() -> None:
     """Every 5 min: bring back what the record knows and Redis does not."""
     reconcile.reconcile(dispatcher())
 
 
-@_quiet(name="maintenance.scan_dlq")
+@_task("scan_dlq", 60)
 def scan_dlq() -> None:
     """Every 60 s: say how many jobs are dead, and remove what ended before the retention time."""
     dead = dispatcher().store.counts()[State.DEAD]
-    removed = reconcile.purge(dispatcher(), RecordSettings().retention_s)
+    removed = reconcile.purge(dispatcher(), RecordSettings().retention_s, _PURGE_S)
     log.info("dlq_scanned", dead=dead, purged=removed)
 
 
-@_quiet(name="maintenance.audit")
+@_task("audit", 60)
 def check_invariants() -> None:
     """Every 60 s: raise the gauges, and an event, for each difference that two looks find."""
     servers = dispatcher().fleet.snapshot().servers.values()
@@ -147,21 +145,55 @@ def check_invariants() -> None:
         log.error("invariant_broken", check=finding.check, subject=finding.subject)
 
 
+# -- asking servers --------------------------------------------------------------------------------------------
+
+
+@once
+def _rounds() -> Rounds:
+    return Rounds(_report)
+
+
+_late: Asked = {}
+
+
+def _as_they_come(asked: Asked) -> Iterator[Mapping[str, ServerReport]]:
+    """The reports of these servers, and those that came too late for the last round, some at a time."""
+    for name in list(_late):
+        asked.setdefault(name, _late.pop(name))
+    until = time.monotonic() + _ROUND_S
+    while asked:
+        done, _ = wait(asked.values(), max(until - time.monotonic(), 0), FIRST_COMPLETED)
+        if not done:
+            _late.update(asked)
+            return
+        wait(asked.values(), _GATHER_S)
+        yield _taken(asked)
+
+
 def _reports(servers: Iterable[ServerRow]) -> Mapping[str, ServerReport]:
-    """Ask all servers at once for their health."""
-    asked = [server for server in servers if server.endpoints]
-    if not asked:
-        return {}
-    with ThreadPoolExecutor(min(len(asked), 16)) as pool:
-        return dict(zip((server.name for server in asked), pool.map(_report, asked), strict=True))
+    """Ask all these servers for their health; those that take long are left out."""
+    asked = _rounds().ask(servers)
+    wait(asked.values(), _REPORTS_S)
+    return _taken(asked)
+
+
+def _taken(asked: Asked) -> Mapping[str, ServerReport]:
+    """Take out the reports that are there; a server that could not be asked at all has none."""
+    there = {name: asked.pop(name) for name, report in list(asked.items()) if report.done()}
+    for name, report in there.items():
+        if (error := report.exception()) is not None:
+            log.error("server_not_asked", server=name, error=repr(error))
+    return {name: report.result() for name, report in there.items() if report.exception() is None}
 
 
 def _report(server: ServerRow) -> ServerReport:
     model, url = min(server.endpoints.items())
     known = dispatcher().fleet.snapshot().models.get(model)
+    asked_ms = now_ms()
     health = server_for(url, known.config if known else ModelConfig()).health()
     return ServerReport(
         up=health.kind is not HealthKind.DOWN,
         active_jobs=health.active_jobs if health.running_count else None,
         job_ids=health.job_ids,
+        asked_ms=asked_ms,
     )

@@ -113,7 +113,7 @@ def teller() -> Teller:
     return Teller(Tellings(database()))
 
 
-@celery.task(name="webhooks.tell_due", ignore_result=True, send_events=False)
+@celery.task(name="maintenance.tell_due", ignore_result=True, send_events=False)
 def tell_due() -> None:
     """Every 5 s: tell what is owed and was not told, because a process died or the backend was away."""
     if teller().idle:

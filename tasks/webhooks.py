@@ -1,54 +1,208 @@
-"""Webhooks: tell clients how their jobs ended, after the slot is free, from a queue of their own (HOOK-1)."""
+"""Webhooks: a process of its own that tells clients how their jobs ended, after the slot is free (HOOK-1).
+
+    python -m tasks.webhooks
+
+It asks the record for what is owed, claims what it can send at once, and sends each message in a thread of its own.
+So nothing else waits for a receiver, and receivers wait for each other only within the bounds of tasks/berths.py.
+Any number of these processes may run: a message is claimed before it is sent.
+"""
 
 import random
+import signal
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlsplit
 
+import structlog
+
+from jobs.config import RecordSettings
 from jobs.crash import crash_at
-from jobs.once import once
+from jobs.db import Database
+from jobs.errors import RecordUnavailable
 from jobs.record import Job, Webhook, now_ms
+from jobs.store import Store
+from jobs.webhooks import Due, Webhooks
 from routing import exact
-from tasks.celery_app import celery
+from tasks.berths import MOST, Berth, Berths
 from tasks.config import TaskSettings, signing_secret
-from tasks.outbound import Sender, parse_allow
-from tasks.wiring import dispatcher, webhooks
+from tasks.outbound import Sender, Sent, parse_allow
+
+log = structlog.get_logger(__name__)
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 6 * 3600.0
+_LOOK_EVERY_S = 0.25
+_LOOKING_SHARE = 0.2  # of the time, however much is owed
+_PAGE = 1000
+_KNOWN_OF_LINE = 256  # messages of one receiver and tenant that are remembered as due
+_MANY_KNOWN = 50_000
+_AT_ONCE = 64  # messages that one transaction claims
+_AWAY_S = 1.0
+_LAST_TRIES_S = 3.0  # what those under way get when the process is told to stop
+
+Send = Callable[[Webhook, bytes], Sent]
 
 
-@once
-def _sender() -> Sender:
-    settings = TaskSettings()
-    return Sender(signing_secret(), parse_allow(settings.webhook_allow), settings.webhook_timeout_s)
+def host_of(url: str) -> str:
+    """Whom a message is for, as far as its bounds are concerned."""
+    try:
+        return urlsplit(url).netloc.rpartition("@")[2].lower() or url
+    except ValueError:
+        return url
 
 
-@celery.task(name="webhooks.send", ignore_result=True)
-def send(webhook_id: str) -> None:
-    """Try one message, if it is due.  A second delivery finds it claimed."""
-    settings, now = TaskSettings(), now_ms()
-    until = now + round(settings.webhook_timeout_s * 2000)
-    webhook = webhooks().claim(webhook_id, now, until)
-    if webhook is None:
-        return
-    crash_at("webhook_claimed")
-    job = dispatcher().store.get(webhook.job_id)
-    if job is None:
-        webhooks().failed(webhook, None, None, "the job was removed from the record")
-        return
-    sent = _sender().send(webhook.url, webhook.id, exact.dumps(body(webhook, job)), datetime.now(UTC))
-    crash_at("webhook_sent")
-    if sent.ok:
-        webhooks().delivered(webhook, now_ms(), sent.status or 0)
-    else:
-        next_ms = None if sent.permanent else _next_try(webhook.tries, settings.webhook_max_tries)
-        webhooks().failed(webhook, next_ms, sent.status, sent.error)
+class _Known:
+    """Messages that are due and not begun, by receiver and tenant, who take turns."""
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[tuple[str, str], deque[str]] = OrderedDict()
+        self._ids: set[str] = set()
+
+    def add(self, due: Due) -> None:
+        line = self._lines.setdefault((host_of(due.url), due.tenant), deque())
+        most = _KNOWN_OF_LINE if len(self._ids) < _MANY_KNOWN else 1  # Others' piles leave room for everybody's first.
+        if due.id not in self._ids and len(line) < most:
+            line.append(due.id)
+            self._ids.add(due.id)
+
+    def take(self, berths: Berths, most: int) -> list[tuple[str, Berth]]:
+        """Up to `most` messages that may begin now, one of each line in turn."""
+        taken: list[tuple[str, Berth]] = []
+        turns = deque(self._lines)
+        while turns and len(taken) < most:
+            who = turns.popleft()
+            if not berths.admits(*who):
+                continue
+            line = self._lines[who]
+            taken.append((line.popleft(), berths.take(*who)))
+            self._ids.discard(taken[-1][0])
+            if line:
+                self._lines.move_to_end(who)
+                turns.append(who)
+            else:
+                del self._lines[who]
+        return taken
 
 
-@celery.task(name="webhooks.send_due", ignore_result=True, send_events=False)
-def send_due() -> None:
-    """Wake a task for each message whose time has come: first tries that were missed, and retries."""
-    for webhook_id in webhooks().due(now_ms()):
-        send.delay(webhook_id)
+class Deliveries:
+    """Looks for what is due, and has it sent."""
+
+    def __init__(self, webhooks: Webhooks, store: Store, send: Send, timeout_s: float, max_tries: int) -> None:
+        self._webhooks, self._store, self._send = webhooks, store, send
+        self._timeout_s, self._max_tries = timeout_s, max_tries
+        self._berths, self._known = Berths(), _Known()
+        self._lock = threading.Lock()  # over the berths
+        self._woken = threading.Event()
+        self._ended = threading.Event()
+        self._last: Due | None = None  # up to where this look has come
+        self._look_at = 0.0
+
+    def run(self) -> None:
+        """Send what is owed until `stop`, then give the tries under way a moment to end."""
+        while not self._ended.is_set():
+            try:
+                self.turn()
+            except Exception as error:
+                level = log.warning if isinstance(error, RecordUnavailable) else log.exception
+                level("webhooks_postponed", error=str(error))
+                self._ended.wait(_AWAY_S)
+            self._woken.wait(max(self._look_at - time.monotonic(), 0))
+            self._woken.clear()
+        until = time.monotonic() + _LAST_TRIES_S
+        while self.under_way and time.monotonic() < until:
+            self._woken.wait(0.1)
+            self._woken.clear()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._woken.set()
+
+    @property
+    def under_way(self) -> int:
+        with self._lock:
+            return self._berths.taken
+
+    def turn(self) -> int:
+        """Look for what is due, if it is time to, and begin what may begin; answers how many tries."""
+        if time.monotonic() >= self._look_at:
+            self._look()
+        begun = 0
+        while (now_begun := self._begin()) > 0:
+            begun += now_begun
+        return begun
+
+    def _look(self) -> None:
+        """Read one page of what is due.  The look goes on where it stopped, so that nobody's pile hides another's."""
+        began = time.monotonic()
+        page = self._webhooks.due(now_ms(), _PAGE, self._last)
+        for due in page:
+            self._known.add(due)
+        self._last = page[-1] if len(page) == _PAGE else None
+        took_s = time.monotonic() - began
+        rest_s = took_s / _LOOKING_SHARE if self._last else _LOOK_EVERY_S
+        self._look_at = began + rest_s
+
+    def _begin(self) -> int:
+        """Claim and begin some tries; answers how many were chosen."""
+        with self._lock:
+            chosen = self._known.take(self._berths, min(_AT_ONCE, MOST))
+        if not chosen:
+            return 0
+        now = now_ms()
+        berths = dict(chosen)
+        try:
+            claimed = self._webhooks.claim_all(list(berths), now, now + round(self._timeout_s * 2000))
+            crash_at("webhook_claimed")
+            for webhook in claimed:
+                task = (webhook, berths[webhook.id])
+                threading.Thread(target=self._try, args=task, name="webhook", daemon=True).start()
+                del berths[webhook.id]
+        finally:
+            for berth in berths.values():  # Somebody else was quicker, or the database is away.
+                self._leave(berth, None)
+        return len(chosen)
+
+    def _leave(self, berth: Berth, answered: bool | None) -> None:
+        with self._lock:
+            self._berths.leave(berth, answered)
+        self._woken.set()
+
+    def _try(self, webhook: Webhook, berth: Berth) -> None:
+        """Send one message, and note what came of it."""
+        answered = None
+        try:
+            answered = self._deliver(webhook)
+        except RecordUnavailable as error:  # It is sent again, under the same id, when its claim is over.
+            log.warning("webhook_not_noted", webhook_id=webhook.id, error=str(error))
+        except Exception as error:
+            log.exception("webhook_failed", webhook_id=webhook.id)
+            self._give_back(webhook, f"It could not be sent: {type(error).__name__}.")
+        finally:
+            self._leave(berth, answered)
+
+    def _deliver(self, webhook: Webhook) -> bool | None:
+        """Whether the receiver took it; None: it was not asked."""
+        job = self._store.get(webhook.job_id)
+        if job is None:
+            self._webhooks.failed(webhook, None, None, "the job was removed from the record")
+            return None
+        sent = self._send(webhook, exact.dumps(body(webhook, job)))
+        crash_at("webhook_sent")
+        if sent.ok:
+            self._webhooks.delivered(webhook, now_ms(), sent.status or 0)
+        else:
+            next_ms = None if sent.permanent else _next_try(webhook.tries, self._max_tries)
+            self._webhooks.failed(webhook, next_ms, sent.status, sent.error)
+        return sent.status is not None
+
+    def _give_back(self, webhook: Webhook, why: str) -> None:
+        try:
+            self._webhooks.failed(webhook, _next_try(webhook.tries, self._max_tries), None, why)
+        except RecordUnavailable as error:
+            log.warning("webhook_not_noted", webhook_id=webhook.id, error=str(error))
 
 
 def body(webhook: Webhook, job: Job) -> dict[str, Any]:
@@ -67,3 +221,25 @@ def _next_try(tries: int, most: int) -> int | None:
         return None
     wait_s = min(_FIRST_RETRY_S * 2.5 ** (tries - 1), _LONGEST_RETRY_S) * random.uniform(0.9, 1.1)
     return now_ms() + round(wait_s * 1000)
+
+
+def deliveries(database: Database) -> Deliveries:
+    """As the settings say."""
+    settings = TaskSettings()
+    sender = Sender(signing_secret(), parse_allow(settings.webhook_allow), settings.webhook_timeout_s)
+
+    def send(webhook: Webhook, content: bytes) -> Sent:
+        return sender.send(webhook.url, webhook.id, content, datetime.now(UTC))
+
+    return Deliveries(Webhooks(database), Store(database), send, settings.webhook_timeout_s, settings.webhook_max_tries)
+
+
+def main() -> None:
+    found = deliveries(Database(RecordSettings().record_url))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: found.stop())
+    found.run()
+
+
+if __name__ == "__main__":
+    main()

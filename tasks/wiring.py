@@ -5,7 +5,6 @@ from jobs.config import RecordSettings
 from jobs.db import Database
 from jobs.once import once
 from jobs.store import Store
-from jobs.webhooks import Webhooks
 from routing.admission import Admission
 from routing.config import RoutingSettings
 from routing.dispatcher import Dispatcher
@@ -29,11 +28,6 @@ def database() -> Database:
 @once
 def catalog() -> Catalog:
     return Catalog(database())
-
-
-@once
-def webhooks() -> Webhooks:
-    return Webhooks(database())
 
 
 @once

@@ -110,6 +110,7 @@ class Plan:
             "beat": (0, 4.0),
             "worker": (1, self.grace_s + _ENDS_AFTER_GRACE_S),
             "maintenance": (1, self.grace_s + _ENDS_AFTER_GRACE_S),
+            "webhooks": (1, 5.0),
             "flower": (2, 2.0),
         }
         roles = []

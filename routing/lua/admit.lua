@@ -6,9 +6,11 @@
 -- @include lib/now_ms
 
 local now, interval = now_ms(), tonumber(ARGV[2])
-local due = math.max(tonumber(redis.call("GET", KEYS[1]) or "0"), now)
+local burst_ms = tonumber(ARGV[3]) * interval
+-- Further ahead than the burst it can only be because the clock was set back.
+local due = math.min(math.max(tonumber(redis.call("GET", KEYS[1]) or "0"), now), now + burst_ms)
 local wanted = due + tonumber(ARGV[1]) * interval
-local wait = wanted - now - tonumber(ARGV[3]) * interval
+local wait = wanted - now - burst_ms
 if wait > 0 then return math.ceil(wait) end
 
 redis.call("SET", KEYS[1], string.format("%.3f", wanted), "PX", math.ceil(wanted - now) + 1000)

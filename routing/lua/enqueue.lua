@@ -6,7 +6,7 @@
   ARGV[4] offer_ms how long an offer stays open
   ARGV[5…]         lane, needs, seq, job, created of each job
   Returns {added, {job, lease, slot, server, model, number, owner}…}
-  Idempotent: a job that waits or holds a lease already is left as it is
+  Idempotent: a job that waits already is left as it is; one that holds a lease goes to its place when that is released
   Clock Redis TIME    Cost O(log n) a job    Upholds ORDER-1, SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
@@ -23,7 +23,11 @@ local added, longer = 0, {}
 for i = 5, #ARGV, 5 do
   local lane, needs, seq, job, created = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]
   local it = longer[lane] and longer[lane].it or read_lane(lane)
-  if redis.call("EXISTS", lease_key(job)) == 0 and add_to_lane(it, seq, job, created) then
+  local owner = redis.call("HGET", lease_key(job), "owner")
+  if owner then
+    -- Its last run has ended in the record and not freed its slot yet: the job goes to its place when that happens.
+    if owner ~= "" then redis.call("HSET", lease_key(job), "again", "1") end
+  elseif add_to_lane(it, seq, job, created) then
     longer[lane] = { it = it, needs = needs }
     added = added + 1
   end

@@ -62,8 +62,9 @@ end
 local job, now = ARGV[1], now_ms()
 local answer = "lost"
 if is_held(job, ARGV[2], ARGV[3]) then
+  local again = redis.call("HEXISTS", lease_key(job), "again") == 1
   local was = drop_lease(job, now)
-  if ARGV[4] == "1" then
+  if ARGV[4] == "1" or again then
     add_to_lane(was.lane, was.seq, job, was.created)
     reindex(was.lane, was.needs)
   end

@@ -16,11 +16,12 @@ YOUNG_MS = 5_000
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """What a server says of itself.  None: it did not say."""
+    """What a server says of itself.  None: it did not say.  `asked_ms`: when it was asked; None: just now."""
 
     up: bool
     active_jobs: int | None = None  # running ones
     job_ids: frozenset[str] | None = None
+    asked_ms: int | None = None
 
     @property
     def tells_what_runs(self) -> bool:

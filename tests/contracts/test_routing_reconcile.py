@@ -172,8 +172,8 @@ def test_a_reaper_that_dies_after_its_grip_is_followed_by_the_next(stage, faults
     job_id = stage.submit()
     stage.start()
     stage.later(LEASE_MS)
-    with faults("UPDATE jobs"), pytest.raises(ZeroDivisionError):
-        reconcile.reap(stage.dispatcher)
+    with faults("UPDATE jobs"):
+        assert reconcile.reap(stage.dispatcher) == 0
     assert stage.state(job_id) is State.RUNNING
     stage.later(OFFER_MS)
     assert reconcile.reap(stage.dispatcher) == 1

@@ -53,6 +53,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     env = {"SLOTKEEPER_WEBHOOK_ALLOW": "127.0.0.1/32"}
     with Stack(tmp_path_factory.mktemp("slotkeeper"), env) as running:
         running.maintenance()
+        running.webhooks()
         running.beat()
         running.worker()
         running.web()

@@ -60,7 +60,7 @@ SETTINGS = {
     "SLOTKEEPER_SECRET": "c2xvdGtlZXBlci1zbG90a2VlcGVyLXNsb3RrZWVwZXI=",
 }
 _CONFIG = {"retry_backoff": 0.05, "retry_backoff_max": 0.1, "poll_interval": 0.02, "max_retries": 1, "max_crashes": 20}
-_QUEUES = (messages.queue_of(SYNC), messages.queue_of(ASYNC), "webhooks")
+_QUEUES = (messages.queue_of(SYNC), messages.queue_of(ASYNC))
 _QUIET_WITHIN_S = 80.0
 _TICK_S = 0.02
 _SILENT_S = 0.25  # longer than two renewals
@@ -75,7 +75,7 @@ class Hands:
         self.put_aside: deque[tuple[dict[str, Any], Any]] = deque()
         self.strategies = {messages.TASK: self._hand_on}
         self._channel = app.connection_for_read().default_channel
-        self._tracers = {task.name: build_tracer(task.name, task, app=app) for task in (infer, hooks.send)}
+        self._tracers = {task.name: build_tracer(task.name, task, app=app) for task in (infer,)}
         this_worker().consumer = self
 
     def work(self) -> None:
@@ -108,6 +108,7 @@ class Life:
     def __init__(self, name: str, home: Path, url: str) -> None:
         self.name, self.home, self.url = name, home, url
         self.dispatcher = wiring.dispatcher()
+        self.deliveries = hooks.deliveries(wiring.database())
         self._prepare()
         self.hands = Hands()
         self._say_room()
@@ -183,7 +184,7 @@ class Life:
             self.hands.work()
             for task in (maintenance.keep_time, maintenance.reap, maintenance.reconcile_all, maintenance.sweep):
                 task()
-            hooks.send_due()
+            self._send_webhooks()
             telling.tell_due()
             self.hands.work()
             self._revive()
@@ -230,6 +231,11 @@ class Life:
         self._leave_something_old()
         maintenance.scan_dlq()
         self.recover()
+
+    def _send_webhooks(self) -> None:
+        self.deliveries.turn()
+        while self.deliveries.under_way:
+            _pause()
 
     def _cancel(self, job_id: str) -> None:
         with suppress(Conflict):
@@ -306,7 +312,7 @@ def live(step: str) -> None:
     """One life, by the settings of the environment.  `story`: first what others have left, then its own jobs."""
     crash._left.clear()
     home = Path(os.environ["SLOTKEEPER_HOME"])
-    hooks._FIRST_RETRY_S = 0.1
+    hooks._FIRST_RETRY_S, hooks._LOOK_EVERY_S = 0.1, 0.0
     tellings.FIRST_MS = 50
     telling.Teller.soon = lambda self, owed: self.tell([owed])  # type: ignore[method-assign]  # one pair of hands
     identity.YOUNG_MS = 0

@@ -39,6 +39,7 @@ from tests.faults.mutants_door import DOOR
 from tests.faults.mutants_offers import OFFERS
 from tests.faults.mutants_room import ROOM
 from tests.faults.mutants_run import RUN
+from tests.faults.mutants_upkeep import UPKEEP
 
 REPO = Path(__file__).resolve().parents[2]
 _COPIED = ("jobs", "routing", "tasks", "app", "reference_server", "migrations", "tests", "celeryconfig.py", "setup.cfg")
@@ -51,6 +52,7 @@ MUTANTS = [
     *DOOR,
     *RUN,
     *CELERY,
+    *UPKEEP,
     # -- the record ------------------------------------------------------------------------------------------
     Mutant(
         "a transition asks for no state",
@@ -269,7 +271,7 @@ MUTANTS = [
     Mutant(
         "the reaper ends whatever run there is",
         "LEASE-3",
-        "routing/reconcile.py",
+        "routing/reconcile/reaper.py",
         "if job is not None and job.state is State.RUNNING and (job.lease == held.tag or held.owner == _REAPER):",
         "if job is not None and job.state is State.RUNNING:",
         (f"{GUARDS}test_a_lease_that_outlived_its_run_does_not_end_the_next_one",),
@@ -285,7 +287,7 @@ MUTANTS = [
     Mutant(
         "what a dead reaper held is held for ever",
         "LEASE-1",
-        "routing/reconcile.py",
+        "routing/reconcile/reaper.py",
         "(job.lease == held.tag or held.owner == _REAPER):",
         "job.lease == held.tag:",
         (f"{MAINTENANCE}test_a_reaper_that_dies_after_its_grip_is_followed_by_the_next",),
@@ -293,7 +295,7 @@ MUTANTS = [
     Mutant(
         "a canceled job runs again when its worker dies",
         "JOB-1",
-        "routing/reconcile.py",
+        "routing/reconcile/reaper.py",
         """    if job.cancel_requested_ms is not None:
         return Why.CANCEL_REQUESTED
 """,
@@ -303,15 +305,15 @@ MUTANTS = [
     Mutant(
         "a waiting job that the room lost stays lost",
         "QUEUE-1",
-        "routing/reconcile.py",
-        "found += _fill(dispatcher, fleet)[0]",
+        "routing/reconcile/room.py",
+        "found += _fill(dispatcher, fleet)",
         "pass",
         (f"{MAINTENANCE}test_queue_1_a_queued_job_that_the_room_has_lost_is_brought_back_to_its_place",),
     ),
     Mutant(
         "a lease that Redis lost stays lost",
         "LEASE-1",
-        "routing/reconcile.py",
+        "routing/reconcile/room.py",
         "found = runs.restore_missing(dispatcher)",
         "found = 0",
         (f"{MAINTENANCE}test_a_running_job_whose_lease_is_lost_gets_it_back",),
@@ -363,7 +365,7 @@ MUTANTS = [
     Mutant(
         "ghosts are freed at the first look",
         "R114",
-        "routing/reconcile.py",
+        "routing/reconcile/servers.py",
         "for job in suspects(dispatcher, reports) if (job.id, job.attempt) in known)",
         "for job in suspects(dispatcher, reports))",
         (f"{SERVERS}test_a_later_run_of_a_suspect_is_no_suspect",),
@@ -371,7 +373,7 @@ MUTANTS = [
     Mutant(
         "the second look is not asked",
         "R114",
-        "routing/reconcile.py",
+        "routing/reconcile/servers.py",
         "for job in suspects(dispatcher, reports) if (job.id, job.attempt) in known)",
         "for job in before)",
         (f"{SERVERS}test_a_suspicion_that_the_second_look_does_not_confirm_frees_nothing",),
@@ -379,8 +381,8 @@ MUTANTS = [
     Mutant(
         "a living worker's run is freed at once",
         "R114",
-        "routing/reconcile.py",
-        "if job.id in found.ghosts and silent.get((server.name, job.id), 0) > silent_ms:",
+        "routing/reconcile/servers.py",
+        "if job.id in found.ghosts and (server.name, job.id) in silent:",
         "if job.id in found.ghosts:",
         (f"{SERVERS}test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too",),
     ),

@@ -74,7 +74,7 @@ AWAY = [
     Mutant(
         "leases are reaped as soon as Redis is back",
         "LEASE-4",
-        "tasks/maintenance.py",
+        "routing/reconcile/reaper.py",
         "if self._until is None and away:",
         "if self._until is None and away is None:",
         (

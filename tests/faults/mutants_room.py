@@ -47,8 +47,8 @@ ROOM = [
         "a job under lease is put in its lane",
         "R30",
         "routing/lua/enqueue.lua",
-        'redis.call("EXISTS", lease_key(job)) == 0 and ',
-        "",
+        "  if owner then\n",
+        "  if owner == 0 then\n",
         (
             f"{ORDER}test_r30_a_job_that_waits_or_is_offered_is_left_as_it_is",
             f"{MAINTENANCE}test_r30_reconcile_leaves_waiting_jobs_where_they_are",

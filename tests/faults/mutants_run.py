@@ -126,7 +126,7 @@ RUN = [
     Mutant(
         "a run that began while its room was rebuilt has no lease",
         "LEASE-1",
-        "routing/reconcile.py",
+        "routing/reconcile/room.py",
         "    dispatcher.leases.restore(fleet, runs.recorded(dispatcher)[fleet])\n    if",
         "    if",
         (f"{RUNS}test_a_run_that_began_while_its_room_was_rebuilt_keeps_its_slot",),

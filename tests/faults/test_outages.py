@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psycopg
 import pytest
+from celery.app.trace import build_tracer
 from redis import Redis
 from redis.exceptions import RedisError
 from sqlalchemy import make_url
@@ -22,12 +22,13 @@ from jobs.errors import RecordUnavailable
 from jobs.record import now_ms
 from jobs.states import State, Why
 from routing import queues, reconcile
-from routing.config import RoutingSettings
+from routing.leases import Renewal
 from routing.outcome import Kind
+from routing.policies.identity import ServerReport
 from routing.scripts import connect
 from tasks import maintenance
 from tests.faults.stage import LEASE_S, Town, started_town, town
-from tests.lua.stage import Stage, client, stage, valkey
+from tests.lua.stage import LEASE_MS, OFFER_MS, Stage, client, stage, valkey
 from tests.support.postgres import Postgres
 from tests.support.stack import eventually
 from tests.support.valkey import Valkey
@@ -177,43 +178,82 @@ def test_a_redis_that_does_not_answer_is_waited_for_once_and_not_at_every_submit
 
 
 @pytest.fixture
-def reaped(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], bool]:
-    """At a moment (s) the task `reap` is called; answers whether it looked.  A renewal takes place every 1.5 s."""
-    looks: list[object] = []
-    settings = RoutingSettings(lease_ms=6_000, renew_every_ms=1_500)
-    monkeypatch.setattr(maintenance, "_patience", maintenance._Patience())
-    monkeypatch.setattr(maintenance, "dispatcher", lambda: SimpleNamespace(settings=settings))
-    monkeypatch.setattr(reconcile, "reap", looks.append)
+def reaped() -> Callable[..., bool]:
+    """At a moment (s) the reaper looks; answers whether it may reap.  A renewal takes place every 1.5 s.
 
-    def at(now: float) -> bool:
-        looks.clear()
-        monkeypatch.setattr(maintenance, "time", SimpleNamespace(monotonic=lambda: now))
-        maintenance.reap()
-        return bool(looks)
+    `ahead`: what Redis' clock is ahead of the first moments (s).  `asked`: when it was asked, if that took time.
+    """
+    patience = reconcile.Patience()
 
+    def at(now: float, ahead: float = 0.0, asked: float | None = None) -> bool:
+        return patience.has_ended(now if asked is None else asked, now, 5_000.0 + now + ahead, 3.0)
+
+    at.patience = patience
     return at
 
 
-def test_after_redis_was_away_living_workers_renew_before_anything_is_reaped(reaped: Callable[[float], bool]) -> None:
+def test_after_redis_was_away_living_workers_renew_before_anything_is_reaped(reaped: Callable[..., bool]) -> None:
     assert [now for now in (100, 101, 102, 110, 111, 112, 113, 114) if reaped(now)] == [100, 101, 102, 113, 114]
 
 
-def test_after_a_look_that_failed_living_workers_renew_before_anything_is_reaped(
-    reaped: Callable[[float], bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_look_that_failed_living_workers_renew_before_anything_is_reaped(reaped: Callable[..., bool]) -> None:
     assert reaped(100)
-    with monkeypatch.context() as full, pytest.raises(RedisError):
-        full.setattr(reconcile, "reap", _refuses)
-        reaped(101)
+    reaped.patience.note_failure()
     assert [now for now in (102, 103, 104, 105, 106) if reaped(now)] == [105, 106]
 
 
-def test_a_reaper_that_seldom_comes_to_look_does_look(reaped: Callable[[float], bool]) -> None:
+def test_a_reaper_that_seldom_comes_to_look_does_look(reaped: Callable[..., bool]) -> None:
     assert [now for now in range(100, 140, 5) if reaped(now)] == [100, 110, 120, 130]
 
 
-def _refuses(*_: object) -> None:
-    raise RedisError("out of memory")
+@pytest.mark.parametrize("step_s", [3600, 5, -3600])
+def test_after_redis_clock_was_set_living_workers_renew_before_anything_is_reaped(
+    reaped: Callable[..., bool], step_s: float
+) -> None:
+    assert reaped(100) and reaped(100.5)
+    assert [now for now in (101, 101.5, 102, 103, 103.9, 104, 104.5) if reaped(now, step_s)] == [104, 104.5]
+
+
+def test_a_slow_answer_is_no_clock_that_was_set(reaped: Callable[..., bool]) -> None:
+    assert reaped(100)
+    assert reaped(102, ahead=-1.4, asked=100.5), "it was read at the beginning"
+    assert reaped(102.5)
+
+
+def test_the_reaper_leaves_a_living_workers_lease_that_a_step_of_the_clock_let_expire(stage: Stage) -> None:
+    stage.register(2)
+    job_id = stage.submit()
+    task = stage.start()
+    patience = reconcile.Patience()
+    assert reconcile.reap(stage.dispatcher, patience) == 0
+    stage.later(3_600_000)
+    assert reconcile.reap(stage.dispatcher, patience) == 0
+    assert stage.renewal(task) is Renewal.RENEWED
+    assert stage.job(job_id).crashes == 0
+
+
+def test_a_dead_holders_lease_does_not_last_as_long_as_redis_clock_was_set_back(stage: Stage) -> None:
+    stage.register()
+    job_id = stage.submit()
+    stage.start()
+    stage.set_clock(stage.now - 3_600_000)
+    assert reconcile.reap(stage.dispatcher) == 0
+    stage.later(max(LEASE_MS, OFFER_MS))
+    assert reconcile.reap(stage.dispatcher) == 1
+    assert stage.offered()[-1] == job_id
+
+
+def test_rests_and_breakers_do_not_last_as_long_as_redis_clock_was_set_back(stage: Stage) -> None:
+    stage.register(2)
+    for _ in range(2):
+        stage.submit()
+    reconcile.note_health(stage.dispatcher, {"gpu": ServerReport(up=False)})
+    stage.redis.hset("test:{zimg}:stats:server:gpu", "open_until", stage.now + 1_000)
+    assert stage.free() == 0
+    stage.set_clock(stage.now - 3_600_000)
+    assert stage.dispatcher.leases.pull_back("zimg") >= 2
+    reconcile.sweep(stage.dispatcher)
+    assert stage.offered(), "a slot is tried again"
 
 
 def test_a_sweep_that_takes_longer_than_its_period_is_not_joined_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +269,15 @@ def test_a_sweep_that_takes_longer_than_its_period_is_not_joined_by_the_next(mon
     assert swept == ["begun"]
     maintenance.sweep()
     assert len(swept) == 2
+
+
+def test_messages_that_have_piled_up_are_one() -> None:
+    done: list[object] = []
+    task = maintenance._task("of_this_test", 60)(lambda: done.append("done"))
+    tracer = build_tracer(task.name, task, app=maintenance.celery)
+    for n in range(100):
+        tracer(f"m{n}", (), {}, {"delivery_info": {}, "id": f"m{n}", "hostname": "h"})
+    assert done == ["done"]
 
 
 # -- the database ----------------------------------------------------------------------------------------------

@@ -155,8 +155,8 @@ def test_every_task_on_beats_schedule_is_registered(entry):
 
 
 @pytest.mark.parametrize("entry", sorted(celeryconfig.beat_schedule))
-def test_what_beat_sends_expires_before_it_piles_up(entry):
-    assert 0 < celeryconfig.beat_schedule[entry]["options"]["expires"] <= 300
+def test_what_beat_sends_does_not_depend_on_two_clocks_being_equal(entry):
+    assert "expires" not in celeryconfig.beat_schedule[entry].get("options", {})
 
 
 @pytest.mark.parametrize("pattern", sorted(celeryconfig.task_routes))

@@ -79,7 +79,13 @@ class Stage:
         self.told.count_taken = lambda: self.dispatcher.queues.depths("zimg").taken
         self._names = iter(f"j{n}" for n in range(10_000))
         self.set_clock(T0)
-        for module in ("routing.dispatcher", "routing.reconcile", "routing.audit"):
+        for module in (
+            "routing.dispatcher",
+            "routing.reconcile.reaper",
+            "routing.reconcile.servers",
+            "routing.reconcile.timekeeping",
+            "routing.audit",
+        ):
             monkeypatch.setattr(f"{module}.now_ms", lambda: self.now)
 
     def a_dispatcher(self, redis: Redis) -> Dispatcher:

@@ -79,6 +79,9 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.rest("gpu-slot3", 1000) == [1000, 0]
     assert room.run("occupy", "gpu-slot3", 1, 500) == 0
     assert len(room.run("held")[1]) == 2
+    now_ms, first_ms, last_ms = room.run("span")
+    assert now_ms < first_ms <= last_ms
+    assert room.run("pull_back", 60_000, 60_000, 60_000) == 0
     assert room.offer() == []
     assert room.keep(two._replace(lease="seized")) == "kept"
     assert room.restore((_b("back", 9), "p9-1", "w2", "elsewhere-slot0")) == 1

@@ -40,7 +40,7 @@ A = TypeVar("A", bound="Api")
 
 def clear_wiring() -> None:
     """Forget what this process has put together from the settings, so that the next use reads them anew."""
-    from tasks import callbacks, config, webhooks, wiring
+    from tasks import callbacks, config, wiring
 
     if wiring.database.made:
         wiring.database().close()
@@ -49,7 +49,6 @@ def clear_wiring() -> None:
             cached.cache_clear()
     config.signing_secret.cache_clear()
     callbacks._base.cache_clear()
-    webhooks._sender.cache_clear()
 
 
 def point_celery_at(url: str) -> None:

@@ -67,7 +67,15 @@ def timed_api(
     shared_valkey.flush()
     monkeypatch.setattr("tasks.wiring.Scripts", lambda redis, keys: Scripts(redis, keys, FRAGMENTS))
     api = build(shared_valkey, _sqlite_template, tmp_path / "record", settings, monkeypatch, TimedApi)
-    for module in ("routing.dispatcher", "routing.reconcile", "app.api.servers", "app.api.models", "app.api.tenants"):
+    for module in (
+        "routing.dispatcher",
+        "routing.reconcile.reaper",
+        "routing.reconcile.servers",
+        "routing.reconcile.timekeeping",
+        "app.api.servers",
+        "app.api.models",
+        "app.api.tenants",
+    ):
         monkeypatch.setattr(f"{module}.now_ms", lambda: api.now)
     api.set_clock(T0)
     yield api

@@ -134,8 +134,10 @@ class Stack:
         return self.start(name, [*command[:-1], level])
 
     def maintenance(self, name: str = "maintenance") -> Process:
-        queues = "maintenance,webhooks"
-        return self.start(name, self.celery("worker", "-Q", queues, "-c", "8", "-n", f"{name}@%h"))
+        return self.start(name, self.celery("worker", "-Q", "maintenance", "-c", "12", "-n", f"{name}@%h"))
+
+    def webhooks(self, name: str = "webhooks") -> Process:
+        return self.start(name, [sys.executable, "-m", "tasks.webhooks"])
 
     def beat(self) -> Process:
         return self.start("beat", self.celery("beat"))

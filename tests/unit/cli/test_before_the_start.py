@@ -144,7 +144,7 @@ def test_everything_that_takes_jobs_stops_before_the_servers_and_flower(settings
 
 
 def test_the_procfile_has_the_roles_and_is_shipped_with_the_package() -> None:
-    assert list(procfile()) == ["web", "worker", "maintenance", "beat", "flower"]
+    assert list(procfile()) == ["web", "worker", "maintenance", "webhooks", "beat", "flower"]
     root = Path(__file__).parents[3]
     assert (root / "Procfile").read_text() == (root / "app" / "Procfile").read_text()
 

@@ -1,0 +1,188 @@
+"""Leases whose holder is gone, and runs that their server no longer knows."""
+
+import time
+
+import structlog
+from redis.exceptions import RedisError
+
+from jobs.crash import crash_at
+from jobs.record import Job, now_ms
+from jobs.states import State, Why
+from jobs.store import Error, Moved
+from routing.dispatcher import Dispatcher
+from routing.each import alone
+from routing.leases import Held, Span
+from routing.policies.verdict import crashed
+
+log = structlog.get_logger(__name__)
+
+_REAPER = "reaper"
+# The reaper looks twice a second; Redis, or beat, was away if it could not for so long.
+_NOT_LOOKED_S = 2.5
+# Redis' clock and ours go apart by more than this only if one of them was set.
+_CLOCK_SET_S = 0.5
+
+
+class Patience:
+    """Keeps the reaper from leases whose living holders could not renew them, as long as those need to do so now.
+
+    Redis was away if a look failed, or, as it is the broker too, if there was no look for a while.  And leases that
+    expired because Redis' clock was set forward get time to be renewed by the new one.
+    """
+
+    def __init__(self) -> None:
+        self._looked: float | None = None  # nobody has looked yet, and no time has gone by since
+        self._apart: tuple[float, float] | None = None  # bounds of what Redis' clock is ahead of our monotonic one
+        self._until: float | None = None
+
+    @property
+    def lasts(self) -> bool:
+        """Whether silence proves nothing at present."""
+        return self._until is not None
+
+    def has_ended(self, asked_s: float, now_s: float, redis_s: float, pause_s: float) -> bool:
+        """Whether leases that have expired may be taken.
+
+        Redis was asked for its time at `asked_s` and had answered `redis_s` by `now_s`; the others are monotonic.
+        `pause_s`: how long to wait after Redis was away.
+        """
+        away = self._looked is not None and now_s - self._looked > _NOT_LOOKED_S
+        self._looked = now_s
+        if self._clock_was_set(redis_s - now_s, redis_s - asked_s):
+            log.warning("redis_clock_was_set")
+            self._until = now_s + pause_s
+        elif self._until is None and away:
+            self._until = now_s + pause_s
+        if self._until is not None and now_s < self._until:
+            return False
+        self._until = None
+        return True
+
+    def _clock_was_set(self, least: float, most: float) -> bool:
+        before, self._apart = self._apart, (least, most)
+        return before is not None and (least > before[1] + _CLOCK_SET_S or most < before[0] - _CLOCK_SET_S)
+
+    def note_failure(self) -> None:
+        self._looked = float("-inf")
+
+
+def reap(dispatcher: Dispatcher, patience: Patience | None = None) -> int:
+    """Take back offers that nobody took up and leases that nobody renewed; answers how many.
+
+    What would last longer than it ever may, since Redis' clock was set back, is ended.  Raises redis errors.
+    """
+    fleets = dispatcher.fleet.snapshot().fleets()
+    asked_s = time.monotonic()
+    try:
+        spans = dispatcher.leases.spans(fleets)
+    except RedisError:
+        if patience is not None:
+            patience.note_failure()
+        raise
+    for fleet, span in spans.items():
+        if span.last_ms > span.now_ms + dispatcher.leases.longest_ms:
+            with alone("pull_back", fleet=fleet):
+                log.warning("pulled_back", fleet=fleet, how_many=dispatcher.leases.pull_back(fleet))
+    if patience is not None and not _has_patience_ended(dispatcher, patience, asked_s, spans):
+        return 0
+    return sum(_reap_fleet(dispatcher, fleet) for fleet, span in spans.items() if span.has_expired)
+
+
+def _has_patience_ended(dispatcher: Dispatcher, patience: Patience, asked_s: float, spans: dict[str, Span]) -> bool:
+    redis_s = max((span.now_ms for span in spans.values()), default=0) / 1000
+    pause_s = 2 * dispatcher.settings.renew_every_ms / 1000
+    return bool(spans) and patience.has_ended(asked_s, time.monotonic(), redis_s, pause_s)
+
+
+def _reap_fleet(dispatcher: Dispatcher, fleet: str) -> int:
+    reaped = 0
+    with alone("reap", fleet=fleet):
+        for held in dispatcher.leases.expired(fleet):
+            with alone("reap", fleet=fleet, job_id=held.job_id):
+                reaped += _reap_offer(dispatcher, held) if held.owner == "" else _reap_lease(dispatcher, held)
+    return reaped
+
+
+def _reap_offer(dispatcher: Dispatcher, held: Held) -> bool:
+    """An offer that nobody has taken up keeps its slot and its message: its job is not overtaken by later ones.
+
+    Workers look by themselves for those whose message is lost.
+    """
+    job = dispatcher.store.get(held.job_id)
+    resumes = job is not None and job.server == held.server
+    if job is not None and job.state is State.QUEUED and dispatcher.leases.keep(held, resumes=resumes) != "closed":
+        return False
+    _put_back(dispatcher, held, job)
+    return True
+
+
+def _reap_lease(dispatcher: Dispatcher, held: Held) -> bool:
+    """Seize the lease first, so that its holder, should it wake, can neither renew nor free it."""
+    mine = dispatcher.leases.seize(held, _REAPER, dispatcher.settings.offer_ms, only_expired=True)
+    if mine is None:
+        return False
+    crash_at("reap_seized")
+    job = dispatcher.store.get(held.job_id)
+    # The reaper's own lease expires only if a reaper died before it had written the end of the run.
+    if job is not None and job.state is State.RUNNING and (job.lease == held.tag or held.owner == _REAPER):
+        _end_lost_run(dispatcher, mine, job)
+    else:  # Its holder died before the start or after the end was written.
+        _put_back(dispatcher, mine, job)
+    return True
+
+
+def _put_back(dispatcher: Dispatcher, held: Held, job: Job | None) -> None:
+    """A job that is not running: to its place, or on with the same slot where its server still has it."""
+    if job is None or job.state is not State.QUEUED:
+        dispatcher.free(held, back=False)
+    elif job.server == held.server:
+        dispatcher.offer_again(held, job.model)
+    else:
+        dispatcher.free(held, back=True)
+
+
+def _end_lost_run(dispatcher: Dispatcher, mine: Held, job: Job) -> None:
+    """The worker died under the job, and its server may still be at work on it: straight on in the same slot."""
+    error = Error("worker_lost", f"The worker that ran it on {job.slot} stopped renewing its lease.")
+    moved = dispatcher.store.settle(job.id, job.attempt, _lost_why(dispatcher, job), now_ms(), error=error)
+    crash_at("reap_committed")
+    _after_lost_run(dispatcher, mine, job.id, moved)
+
+
+def _after_lost_run(dispatcher: Dispatcher, mine: Held, job_id: str, moved: Moved | None) -> None:
+    """What becomes of the slot.  `moved` None: another has ended the run, perhaps while we waited for the database."""
+    if moved is None:
+        _put_back(dispatcher, mine, dispatcher.store.get(job_id))
+    elif moved.to is State.QUEUED:
+        # Anywhere else it could run twice at once.  Here another worker resumes the polling, or repeats the call:
+        # the server joins it to the run, answers from memory, or says that it is busy, and then the job goes back.
+        dispatcher.offer_again(mine, moved.job.model)
+    else:
+        dispatcher.free(mine, back=False)
+        dispatcher.announce_end(moved)
+
+
+def _lost_why(dispatcher: Dispatcher, job: Job) -> Why:
+    if job.cancel_requested_ms is not None:
+        return Why.CANCEL_REQUESTED
+    return crashed(job.crashes, dispatcher.fleet.model(job.model).config, Why.LEASE_EXPIRED)
+
+
+def free_ghost(dispatcher: Dispatcher, job: Job) -> bool:
+    """End a run that its server does not know any more; False: it has ended meanwhile."""
+    model = dispatcher.fleet.model(job.model)
+    if not job.lease or not job.slot:
+        return False
+    lease, owner = job.lease.split(" ", 1)
+    held = Held(model.fleet, job.id, lease, owner, job.slot)
+    mine = dispatcher.leases.seize(held, _REAPER, dispatcher.settings.offer_ms, only_expired=False)
+    if mine is None:
+        return False
+    crash_at("ghost_seized")
+    error = Error("server_lost", f"Server {job.server} does not know the job any more.")
+    why = crashed(job.crashes, model.config)
+    moved = dispatcher.store.settle(job.id, job.attempt, why, now_ms(), error=error)
+    crash_at("ghost_committed")
+    # Offered again on the same slot: the server may remember the result of a run that has ended.
+    _after_lost_run(dispatcher, mine, job.id, moved)
+    return moved is not None

@@ -1,0 +1,261 @@
+"""The waiting room against the record: what was missed is offered, what Redis lost is brought back."""
+
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+
+import structlog
+
+from jobs import outbox
+from jobs.catalog import Snapshot
+from jobs.crash import crash_at
+from jobs.errors import UnknownModel
+from jobs.record import Waiting
+from jobs.states import Standing
+from routing import runs
+from routing.dispatcher import Dispatcher
+from routing.each import alone
+from routing.queues import Depths
+from routing.seen import Doubt
+
+log = structlog.get_logger(__name__)
+
+_CHUNK = 1000
+# How long one sweep reads the record before it leaves the rest to the next.
+_READS_S = 1.5
+# A fleet that looks whole gets its catalog again after so long.
+_SYNC_EVERY_S = 20.0
+# On PostgreSQL a row becomes visible when its transaction commits, which may be after that of a later row.
+_VISIBLE_WITHIN_S = {"postgresql": 10.0}
+# Counting what is queued may take this share of the time; and how long a room that was filled in vain is trusted.
+_COUNTING_SHARE = 0.05
+_TRUSTED_S, _TRUSTED_MOST_S = 10.0, 300.0
+
+
+# -- the sweep -------------------------------------------------------------------------------------------------
+
+
+def sweep(dispatcher: Dispatcher) -> int:
+    """Offer whatever can be offered, in every fleet; bring back what a room has lost (SLOT-2, QUEUE-1).
+
+    Answers offers made.  A fleet without jobs costs its share of one round trip.
+    """
+    catalog = dispatcher.fleet.snapshot()
+    rooms = dispatcher.queues.depths_of(catalog.fleets())
+    until = time.monotonic() + _READS_S
+    with alone("catch_up"):
+        _catch_up(dispatcher, rooms, until)
+    for fleet, room in rooms.items():
+        if room.open:
+            dispatcher.seen.rebuilding.discard(fleet)
+        else:
+            with alone("rebuild", fleet=fleet):
+                _rebuild_on(dispatcher, fleet, until)
+    with alone("count"):
+        _heed_counts(dispatcher, catalog)
+    for fleet in set(dispatcher.seen.filling) - dispatcher.seen.rebuilding:
+        with alone("fill", fleet=fleet):
+            _fill_on(dispatcher, fleet, until)
+    return _offer_all(dispatcher, catalog)
+
+
+def _offer_all(dispatcher: Dispatcher, catalog: Snapshot) -> int:
+    made = 0
+    for fleet, room in dispatcher.queues.depths_of(catalog.fleets()).items():
+        with alone("offer", fleet=fleet):
+            _sync(dispatcher, fleet, catalog, room)
+            if room.waiting or room.resting:
+                offers = dispatcher.queues.offer_all(fleet)
+                dispatcher.publish(offers)
+                made += len(offers)
+    return made
+
+
+def _sync(dispatcher: Dispatcher, fleet: str, catalog: Snapshot, room: Depths) -> None:
+    """Bring the catalog to Redis, if it has changed or the room's slots are not those that it says."""
+    version, at = dispatcher.seen.synced.get(fleet, (None, 0.0))
+    slots = sum(server.slots for server in catalog.servers_of(fleet) if server.state == Standing.ONLINE)
+    is_whole = room.free + room.resting + room.taken == slots
+    if version != catalog.version or not is_whole or time.monotonic() - at > _SYNC_EVERY_S:
+        dispatcher.slots.sync(fleet, catalog)
+        dispatcher.seen.synced[fleet] = catalog.version, time.monotonic()
+
+
+def refresh_fleet(dispatcher: Dispatcher, fleet: str) -> None:
+    """After a change of the catalog: bring it to Redis now, and offer what it makes possible."""
+    catalog = dispatcher.fleet.refresh()
+    if not dispatcher.queues.depths(fleet).open:
+        rebuild(dispatcher, fleet)
+    dispatcher.slots.sync(fleet, catalog)
+    dispatcher.publish(dispatcher.queues.offer_all(fleet))
+
+
+# -- what was queued and did not reach the room ----------------------------------------------------------------
+
+
+def _catch_up(dispatcher: Dispatcher, fleets: Collection[str], until: float) -> None:
+    """Enqueue what has been queued since the last sweep, by whatever act: who did it may have died, or found Redis
+    away (QUEUE-1).  The outbox tells, so that jobs that have waited for long are not read again."""
+    seen, database = dispatcher.seen, dispatcher.store.database
+    late_s = _VISIBLE_WITHIN_S.get(database.engine.dialect.name, 0.0)
+    last = outbox.last_event(database)
+    after = seen.after(last)
+    while batch := outbox.queued_between(database, after, last, _CHUNK):
+        after = batch[-1][0]
+        _enqueue(dispatcher, fleets, [job for event, job in batch if event not in seen.events])
+        seen.events |= {event for event, _ in batch}
+    seen.note_look(last, late_s)
+    _scan(dispatcher, fleets, until)
+
+
+def _scan(dispatcher: Dispatcher, fleets: Collection[str], until: float) -> None:
+    """Once in each process's life all queued jobs are looked at."""
+    seen = dispatcher.seen
+    while seen.scanned is not None:
+        batch = dispatcher.store.queued(sorted(dispatcher.fleet.snapshot().models), seen.scanned, _CHUNK)
+        _enqueue(dispatcher, fleets, batch)
+        seen.scanned = batch[-1].seq if batch else None
+        if time.monotonic() >= until:
+            return
+
+
+def _enqueue(dispatcher: Dispatcher, fleets: Collection[str], jobs: Iterable[Waiting]) -> None:
+    """Put these jobs into the rooms of `fleets`, where they are missing."""
+    for fleet, its in _by_fleet(dispatcher, jobs).items():
+        taken = False
+        if fleet in fleets:
+            with alone("enqueue", fleet=fleet):
+                dispatcher.queues.fill(fleet, its)
+                taken = True
+        if not taken:  # It is filled as a whole later.
+            dispatcher.seen.filling.setdefault(fleet, 0)
+
+
+def _by_fleet(dispatcher: Dispatcher, jobs: Iterable[Waiting]) -> dict[str, list[Waiting]]:
+    found: dict[str, list[Waiting]] = defaultdict(list)
+    for job in jobs:
+        with suppress(UnknownModel):
+            found[dispatcher.fleet.model(job.model).fleet].append(job)
+    return found
+
+
+# -- counts ----------------------------------------------------------------------------------------------------
+
+
+def _heed_counts(dispatcher: Dispatcher, catalog: Snapshot) -> None:
+    """Fill the room of a fleet in which two looks in a row find fewer jobs than the record has queued."""
+    seen, began = dispatcher.seen, time.monotonic()
+    if began < seen.counted_at or seen.scanned is not None:
+        return
+    short = short_rooms(dispatcher, catalog)
+    now = time.monotonic()
+    seen.counted_at = now + (now - began) / _COUNTING_SHARE
+    for fleet in list(seen.doubts):
+        if fleet not in short and now > seen.doubts[fleet].until:
+            del seen.doubts[fleet]
+    for fleet in short:
+        doubt = seen.doubts.setdefault(fleet, Doubt())
+        doubt.looks += 1
+        if doubt.looks >= 2 and now >= doubt.until and fleet not in seen.filling:
+            # A busy room may look short although it is not: each time it was filled for nothing it is trusted longer.
+            doubt.pause_s = min(max(2 * doubt.pause_s, _TRUSTED_S), _TRUSTED_MOST_S)
+            doubt.until, doubt.looks = now + doubt.pause_s, 0
+            seen.filling[fleet] = 0
+
+
+def short_rooms(dispatcher: Dispatcher, catalog: Snapshot) -> set[str]:
+    """Fleets of which the record has more jobs queued than wait in the room or are under offer, at this moment."""
+    queued = dispatcher.store.queued_by_model()
+    recorded = {fleet: sum(queued[model] for model in catalog.models_of(fleet)) for fleet in catalog.fleets()}
+    rooms = dispatcher.queues.depths_of([fleet for fleet, count in recorded.items() if count])
+    short = {fleet for fleet, room in rooms.items() if room.open and recorded[fleet] > sum(room.waiting.values())}
+    leases = dispatcher.leases.all_of(sorted(short))
+    running = {job.id for job in dispatcher.store.running()} if leases else set()
+    for fleet, held in leases.items():
+        offered = sum(1 for lease, _ in held if lease.job_id not in running)
+        if recorded[fleet] <= sum(rooms[fleet].waiting.values()) + offered:
+            short.discard(fleet)
+    return short & leases.keys()
+
+
+# -- a room that is new ----------------------------------------------------------------------------------------
+
+
+def reconcile(dispatcher: Dispatcher) -> int:
+    """Bring back what the record knows and Redis does not; answers how many jobs (QUEUE-1)."""
+    fleets = dispatcher.fleet.refresh().fleets()
+    found = runs.restore_missing(dispatcher)
+    for fleet in fleets:
+        with alone("reconcile", fleet=fleet):
+            if dispatcher.queues.depths(fleet).open:
+                found += _fill(dispatcher, fleet)
+                crash_at("reconcile_filled")
+                dispatcher.publish(dispatcher.queues.offer_all(fleet))
+            else:
+                found += rebuild(dispatcher, fleet)
+    return found
+
+
+def rebuild(dispatcher: Dispatcher, fleet: str) -> int:
+    """Fill an empty room from the record: leases of running jobs, then queued jobs in order; then open it.
+
+    Until it is open it offers nothing, so no late job overtakes an early one that is not back yet (ORDER-1).
+    """
+    _begin_rebuild(dispatcher, fleet)
+    filled = _fill(dispatcher, fleet)
+    _end_rebuild(dispatcher, fleet)
+    return filled
+
+
+def _rebuild_on(dispatcher: Dispatcher, fleet: str, until: float) -> None:
+    """Go on with a rebuild until it is done, or it is `until`: other fleets have their sweeps meanwhile."""
+    seen = dispatcher.seen
+    if fleet not in seen.rebuilding:
+        _begin_rebuild(dispatcher, fleet)
+        seen.rebuilding.add(fleet)
+        seen.filling[fleet] = 0
+    _fill_on(dispatcher, fleet, until)
+    if fleet not in seen.filling:
+        _end_rebuild(dispatcher, fleet)
+        seen.rebuilding.discard(fleet)
+
+
+def _begin_rebuild(dispatcher: Dispatcher, fleet: str) -> None:
+    dispatcher.leases.restore(fleet, runs.recorded(dispatcher)[fleet])
+    crash_at("rebuild_leases")
+    dispatcher.slots.sync(fleet, dispatcher.fleet.snapshot())
+
+
+def _end_rebuild(dispatcher: Dispatcher, fleet: str) -> None:
+    crash_at("rebuild_filled")
+    # Once more: of runs that began after the first look, their start was on its way when Redis was emptied.
+    dispatcher.leases.restore(fleet, runs.recorded(dispatcher)[fleet])
+    if dispatcher.queues.open(fleet):
+        log.info("room_rebuilt", fleet=fleet)
+    dispatcher.publish(dispatcher.queues.offer_all(fleet))
+
+
+def _fill(dispatcher: Dispatcher, fleet: str) -> int:
+    """Enqueue all of a fleet's queued jobs; those that are there already stay as they are (R30).
+
+    Answers how many there are.
+    """
+    models, seq, filled = dispatcher.fleet.snapshot().models_of(fleet), 0, 0
+    while batch := dispatcher.store.queued(models, seq, _CHUNK):
+        dispatcher.queues.fill(fleet, batch)
+        seq, filled = batch[-1].seq, filled + len(batch)
+    return filled
+
+
+def _fill_on(dispatcher: Dispatcher, fleet: str, until: float) -> None:
+    """Go on filling a fleet's room until all is done, or it is `until`."""
+    seen, models = dispatcher.seen, dispatcher.fleet.snapshot().models_of(fleet)
+    while batch := dispatcher.store.queued(models, seen.filling[fleet], _CHUNK):
+        missing = dispatcher.queues.fill(fleet, batch)
+        if missing and fleet in seen.doubts:
+            seen.doubts[fleet].pause_s = 0.0
+        seen.filling[fleet] = batch[-1].seq
+        if time.monotonic() >= until:
+            return
+    del seen.filling[fleet]

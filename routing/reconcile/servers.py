@@ -1,0 +1,159 @@
+"""The servers' own reports, held against the leases and the record."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from jobs.record import Job, Server, now_ms
+from jobs.states import State
+from routing.dispatcher import Dispatcher
+from routing.each import alone
+from routing.leases import OCCUPIED_MS
+from routing.policies import identity
+from routing.policies.identity import LeaseView, ServerReport
+from routing.reconcile.reaper import free_ghost
+
+# How long after its end a job may still stand in a server's report.
+_JUST_ENDED_MS = 2_000
+_ATTEMPT = re.compile(r"[-.]\d+$")  # that some servers know a job of ours by
+
+
+def note_health(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> None:
+    """Let the slots of servers that are down rest, and wake those of servers that are well again."""
+    for fleet, its in _by_fleet(dispatcher, reports).items():
+        with alone("note_health", fleet=fleet):
+            failing = dispatcher.slots.troubled([fleet])[fleet].failing
+            for server, report in its:
+                if not report.up:
+                    dispatcher.slots.rest(fleet, server.name)
+            _wake(dispatcher, fleet, [server for server, report in its if report.up and server.name in failing])
+
+
+def _wake(dispatcher: Dispatcher, fleet: str, servers: Sequence[Server]) -> None:
+    for server in servers:
+        dispatcher.slots.wake(fleet, server.name)
+    if servers:
+        dispatcher.publish(dispatcher.queues.offer_all(fleet))
+
+
+def urgent_servers(dispatcher: Dispatcher) -> set[str]:
+    """Servers that should be asked now: those that were down or busy, and those of leases gone silent."""
+    catalog, found = dispatcher.fleet.snapshot(), set[str]()
+    silent_ms = 2 * dispatcher.settings.renew_every_ms
+    for trouble in dispatcher.slots.troubled(catalog.fleets()).values():
+        found |= trouble.resting | trouble.failing
+    for leases in dispatcher.leases.all_of(catalog.fleets()).values():
+        found |= {held.server for held, silent in leases if held.owner and silent > silent_ms}
+    return found & catalog.servers.keys()
+
+
+def heed_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport], *, silence_proves: bool = True) -> int:
+    """Hold the leases against the servers' reports; answers how many were freed.
+
+    A ghost is freed at once only if its worker has been silent too: a living worker finds out by itself, and
+    its answer may be on the way just now.  `silence_proves`: False while living workers could not renew.
+    """
+    running, freed = _by_server(dispatcher), 0
+    for fleet, its in _by_fleet(dispatcher, reports).items():
+        with alone("heed_reports", fleet=fleet):
+            silent = _silent(dispatcher, fleet) if silence_proves else set()
+            freed += _heed_fleet(dispatcher, fleet, its, running, silent)
+    return freed
+
+
+def _heed_fleet(
+    dispatcher: Dispatcher,
+    fleet: str,
+    reports: Sequence[tuple[Server, ServerReport]],
+    running: Mapping[str, Sequence[Job]],
+    silent: set[tuple[str, str]],
+) -> int:
+    resting, idle, freed = dispatcher.slots.troubled([fleet])[fleet].resting, [], 0
+    for server, report in reports:
+        jobs = running.get(server.name, ())
+        found = identity.compare(_views(jobs, report), report)
+        for job in jobs:
+            if job.id in found.ghosts and (server.name, job.id) in silent:
+                freed += free_ghost(dispatcher, job)
+        strange = _strangers(dispatcher, found, report)
+        if strange:
+            dispatcher.slots.occupy(fleet, server.name, strange, OCCUPIED_MS)
+        elif report.tells_what_runs and server.name in resting:
+            idle.append(server)
+    _wake(dispatcher, fleet, idle)  # Nobody else uses these: slots that rest because they were busy can be tried (R64).
+    return freed
+
+
+def _silent(dispatcher: Dispatcher, fleet: str) -> set[tuple[str, str]]:
+    """(server, job) of leases that have missed renewals."""
+    silent_ms = 2 * dispatcher.settings.renew_every_ms
+    leases = dispatcher.leases.all(fleet)
+    return {(held.server, held.job_id) for held, silent in leases if held.owner and silent > silent_ms}
+
+
+def suspects(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> list[Job]:
+    """Running jobs that their server does not know.  No proof: the answer may be on its way to the worker."""
+    found: list[Job] = []
+    running = _by_server(dispatcher)
+    for server, report in _known(dispatcher, reports):
+        jobs = running[server.name]
+        ghosts = set(identity.compare(_views(jobs, report), report).ghosts)
+        found += [job for job in jobs if job.id in ghosts]
+    return found
+
+
+def free_ghosts(dispatcher: Dispatcher, before: Sequence[Job], reports: Mapping[str, ServerReport]) -> int:
+    """Free the leases of runs that were suspects `before` and still are; answers how many (R114)."""
+    known = {(job.id, job.attempt) for job in before}
+    return sum(free_ghost(dispatcher, job) for job in suspects(dispatcher, reports) if (job.id, job.attempt) in known)
+
+
+def _known(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> list[tuple[Server, ServerReport]]:
+    servers = dispatcher.fleet.snapshot().servers
+    return [(servers[name], report) for name, report in reports.items() if name in servers]
+
+
+def _by_fleet(
+    dispatcher: Dispatcher, reports: Mapping[str, ServerReport]
+) -> dict[str, list[tuple[Server, ServerReport]]]:
+    found: dict[str, list[tuple[Server, ServerReport]]] = defaultdict(list)
+    for server, report in _known(dispatcher, reports):
+        found[server.fleet].append((server, report))
+    return found
+
+
+def _by_server(dispatcher: Dispatcher) -> defaultdict[str, list[Job]]:
+    """All running jobs, by the server that runs them."""
+    found = defaultdict[str, list[Job]](list)
+    for job in dispatcher.store.running():
+        found[job.server or ""].append(job)
+    return found
+
+
+def _views(jobs: Sequence[Job], report: ServerReport) -> list[LeaseView]:
+    """The leases as old as they were when the server was asked: what it was given since it cannot know."""
+    now = _asked_ms(report)
+    return [
+        LeaseView(
+            job.id,
+            frozenset({job.id, f"{job.id}-{job.attempt}", f"{job.id}.{job.attempt}", job.remote_id or job.id}),
+            now - (job.started_ms or now),
+        )
+        for job in jobs
+    ]
+
+
+def _asked_ms(report: ServerReport) -> int:
+    return now_ms() if report.asked_ms is None else report.asked_ms
+
+
+def _strangers(dispatcher: Dispatcher, found: identity.Comparison, report: ServerReport) -> int:
+    """How many of the server's slots others use.  A job of ours that had only just ended when it was asked, or has
+    ended since, is none of them."""
+    settled_before = _asked_ms(report) - _JUST_ENDED_MS
+    strange = found.uncounted - len(found.strangers)
+    for job_id in found.strangers:
+        job = dispatcher.store.get(job_id) or dispatcher.store.get(_ATTEMPT.sub("", job_id))
+        if job is None or (job.state is not State.RUNNING and (job.finished_ms or 0) < settled_before):
+            strange += 1
+    return strange

@@ -1,0 +1,52 @@
+"""What a process's sweeps have seen, so that the next reads only what is new."""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Seen:
+    """Empty in a new process: it looks at everything once."""
+
+    looks: deque[tuple[float, int]] = field(default_factory=deque)
+    """When (monotonic s) the outbox was looked at, and its last event then."""
+    events: set[int] = field(default_factory=set)
+    """Events after the oldest of these looks whose jobs were brought to the room."""
+    scanned: int | None = 0
+    """Up to which `seq` all queued jobs were looked at; None: up to the end."""
+    rebuilding: set[str] = field(default_factory=set)
+    """Fleets whose room is new, and not open yet."""
+    filling: dict[str, int] = field(default_factory=dict)
+    """Fleets whose room is being filled, up to which `seq`."""
+    synced: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Fleet -> version of the catalog that its room got last, and when (monotonic s)."""
+    doubts: dict[str, "Doubt"] = field(default_factory=dict)
+    """Fleets whose room holds fewer jobs than the record has queued."""
+    counted_at: float = 0.0
+    """When (monotonic s) rooms and record may be compared again."""
+
+    def after(self, last_event: int) -> int:
+        """After which event to read, if `last_event` is the last there is."""
+        if self.looks and last_event < self.looks[-1][1]:  # Another record, or one that was restored.
+            self.looks.clear()
+            self.events.clear()
+            self.scanned = 0
+        return self.looks[0][1] if self.looks else last_event
+
+    def note_look(self, last_event: int, late_s: float) -> None:
+        """All events so far are dealt with, but for those that become visible late, by `late_s` at most."""
+        now = time.monotonic()
+        self.looks.append((now, last_event))
+        while len(self.looks) > 1 and self.looks[1][0] <= now - late_s:
+            self.looks.popleft()
+        self.events = {event for event in self.events if event > self.looks[0][1]}
+
+
+@dataclass(slots=True)
+class Doubt:
+    """`looks`: how many in a row found the room short.  `until`: when (monotonic s) it may be filled again for that."""
+
+    looks: int = 0
+    until: float = 0.0
+    pause_s: float = 0.0

@@ -1,0 +1,168 @@
+"""Guards of maintenance and webhooks: nothing that one is owed holds up another."""
+
+from tests.faults.mutant import Mutant
+
+_UPKEEP = "tests/faults/test_upkeep.py::"
+_OUTAGES = "tests/faults/test_outages.py::"
+_BERTHS = "tests/unit/test_berths.py::"
+_DELIVERIES = "tests/faults/test_deliveries.py::"
+
+UPKEEP = [
+    Mutant(
+        "one fleet's error is everybody's",
+        "SLOT-2",
+        "routing/each.py",
+        """    except Exception as error:
+        log.error""",
+        """    except ZeroDivisionError as error:
+        log.error""",
+        (
+            f"{_UPKEEP}test_a_fleet_whose_room_is_broken_holds_up_no_other",
+            f"{_UPKEEP}test_a_job_that_cannot_be_reaped_holds_up_no_other",
+        ),
+    ),
+    Mutant(
+        "what was queued since the last sweep is not looked for",
+        "QUEUE-1",
+        "routing/reconcile/room.py",
+        "    while batch := outbox.queued_between(database, after, last, _CHUNK):",
+        "    while batch := outbox.queued_between(database, last, last, _CHUNK):",
+        (
+            f"{_UPKEEP}test_what_another_process_queued_while_it_did_not_reach_redis_is_swept",
+            f"{_UPKEEP}test_a_job_revived_by_a_process_without_redis_is_swept",
+            f"{_UPKEEP}test_a_job_whose_promoter_died_is_swept",
+        ),
+    ),
+    Mutant(
+        "an event that becomes visible late is missed",
+        "QUEUE-1",
+        "routing/seen.py",
+        "self.looks[1][0] <= now - late_s",
+        "self.looks[1][0] <= now",
+        (f"{_UPKEEP}test_what_becomes_visible_late_is_swept_all_the_same",),
+    ),
+    Mutant(
+        "a room that lost a job is not filled",
+        "QUEUE-1",
+        "routing/reconcile/room.py",
+        "            seen.filling[fleet] = 0\n\n\ndef short_rooms",
+        "            pass\n\n\ndef short_rooms",
+        (f"{_UPKEEP}test_a_job_that_only_its_room_has_lost_is_found_by_counting",),
+    ),
+    Mutant(
+        "a room is filled as often as it looks short",
+        "SLOT-2",
+        "routing/reconcile/room.py",
+        "doubt.looks >= 2 and now >= doubt.until and",
+        "doubt.looks >= 2 and",
+        (f"{_UPKEEP}test_a_room_that_only_looked_short_is_not_read_again_and_again",),
+    ),
+    Mutant(
+        "one step of offers is all of them",
+        "SLOT-2",
+        "routing/queues.py",
+        "            if len(more) < limit:\n",
+        "            if more is not None:\n",
+        (f"{_UPKEEP}test_slot_2_a_thousand_slots_fill_in_one_sweep",),
+    ),
+    Mutant(
+        "a release forgets that its job was queued again",
+        "QUEUE-1",
+        "routing/lua/release.lua",
+        'if ARGV[4] == "1" or again then',
+        'if ARGV[4] == "1" then',
+        (f"{_UPKEEP}test_a_job_that_is_queued_again_before_its_slot_is_freed_goes_to_its_place_then",),
+    ),
+    Mutant(
+        "a step of Redis' clock kills living workers' leases",
+        "LEASE-4",
+        "routing/reconcile/reaper.py",
+        "        if self._clock_was_set(redis_s - now_s, redis_s - asked_s):",
+        "        if self._clock_was_set(redis_s - now_s, redis_s - asked_s) and pause_s < 0:",
+        (
+            f"{_OUTAGES}test_the_reaper_leaves_a_living_workers_lease_that_a_step_of_the_clock_let_expire",
+            f"{_OUTAGES}test_after_redis_clock_was_set_living_workers_renew_before_anything_is_reaped",
+        ),
+        still=f"{_OUTAGES}test_a_slow_answer_is_no_clock_that_was_set",
+    ),
+    Mutant(
+        "a lease lasts as long as the clock was set back",
+        "LEASE-1",
+        "routing/reconcile/reaper.py",
+        "        if span.last_ms > span.now_ms + dispatcher.leases.longest_ms:",
+        "        if span.last_ms < 0:",
+        (f"{_OUTAGES}test_a_dead_holders_lease_does_not_last_as_long_as_redis_clock_was_set_back",),
+    ),
+    Mutant(
+        "messages that have piled up are all obeyed",
+        "SLOT-2",
+        "tasks/maintenance.py",
+        "if self.request.called_directly or now - began.get(args, -every_s) >= _TOO_SOON * every_s:",
+        "if now:",
+        (f"{_OUTAGES}test_messages_that_have_piled_up_are_one",),
+    ),
+    Mutant(
+        "deadlines have all the time they want",
+        "R122",
+        "routing/reconcile/timekeeping.py",
+        """        done += len(batch)
+        if time.monotonic() >= until:""",
+        """        done += len(batch)
+        if until < 0:""",
+        (f"{_UPKEEP}test_many_deadlines_leave_the_others_their_turn",),
+    ),
+    Mutant(
+        "a report is as young as the look at it",
+        "SLOT-2",
+        "routing/reconcile/servers.py",
+        "    return now_ms() if report.asked_ms is None else report.asked_ms",
+        "    return now_ms()",
+        (
+            f"{_UPKEEP}test_a_report_that_waited_withholds_no_slot_for_a_job_that_has_ended_since",
+            f"{_UPKEEP}test_a_report_that_waited_makes_no_ghost_of_a_job_that_began_since",
+        ),
+    ),
+    Mutant(
+        "servers that hang take every thread",
+        "SLOT-2",
+        "tasks/rounds.py",
+        "            if server.name in self._slow and slow >= MOST_SLOW:",
+        "            if slow > MOST:",
+        (f"{_UPKEEP}test_servers_that_hang_do_not_hold_up_the_reports_of_others",),
+    ),
+    Mutant(
+        "beat fills a queue that nobody works off",
+        "SLOT-2",
+        "tasks/beat.py",
+        "        if not self._has_backlog():",
+        "        if self._has_backlog() is not None:",
+        (f"{_UPKEEP}test_beat_adds_nothing_to_a_queue_that_nobody_works_off",),
+    ),
+    Mutant(
+        "a silent receiver gets as many tries at once as it is owed",
+        "HOOK-1",
+        "tasks/berths.py",
+        "        return self._hosts[host] == 0 and",
+        "        return",
+        (
+            f"{_BERTHS}test_a_receiver_that_was_never_tried_gets_one_try_at_a_time",
+            f"{_DELIVERIES}test_a_silent_receiver_of_one_tenant_is_tried_once_at_a_time",
+        ),
+    ),
+    Mutant(
+        "receivers that fail take every berth",
+        "HOOK-1",
+        "tasks/berths.py",
+        "        if standing is False and self._taken[False] >= MOST_FAILING:",
+        "        if standing is False and self._taken[False] > MOST:",
+        (f"{_BERTHS}test_receivers_whose_last_try_failed_share_a_small_part",),
+    ),
+    Mutant(
+        "a pile of messages hides what comes after it",
+        "HOOK-1",
+        "tasks/webhooks.py",
+        "        self._last = page[-1] if len(page) == _PAGE else None",
+        "        self._last = None",
+        (f"{_DELIVERIES}test_one_receivers_pile_does_not_hide_what_is_owed_to_another",),
+    ),
+]

@@ -1,0 +1,187 @@
+"""Webhooks under way: receivers that never answer, a database that is away, rows that nobody can send."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from jobs.db import Database
+from jobs.errors import RecordUnavailable
+from jobs.models import webhooks as rows
+from jobs.record import NewJob, Webhook, now_ms
+from jobs.states import Why
+from jobs.store import Store
+from jobs.webhooks import Webhooks
+from tasks import webhooks
+from tasks.outbound import Sent
+from tasks.webhooks import Deliveries, host_of
+from tests.support.stack import eventually
+
+_TIMEOUT_S = 10.0
+
+
+class Receivers:
+    """The outside: hosts whose name begins with "silent" answer only when the test lets them."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+        self.let_go = threading.Event()
+
+    def send(self, webhook: Webhook, body: bytes) -> Sent:
+        host = host_of(webhook.url)
+        if host.startswith("broken"):
+            raise ZeroDivisionError("this test's sender")
+        if host.startswith("silent"):
+            self.let_go.wait(60)
+            return Sent(False, None, "no answer", permanent=False)
+        self.told.append((host, webhook.job_id))
+        return Sent(True, 200, "", permanent=False)
+
+
+@pytest.fixture
+def receivers() -> Iterator[Receivers]:
+    found = Receivers()
+    yield found
+    found.let_go.set()
+
+
+@pytest.fixture
+def deliveries(database: Database, store: Store, receivers: Receivers, monkeypatch) -> Iterator[Deliveries]:
+    monkeypatch.setattr(webhooks, "_LOOK_EVERY_S", 0.0)
+    found = Deliveries(Webhooks(database), store, receivers.send, _TIMEOUT_S, 3)
+    yield found
+    receivers.let_go.set()
+    eventually(lambda: not found.under_way, "every try ends")
+
+
+def _owe(store: Store, host: str, name: str, tenant: str = "default") -> str:
+    now = now_ms() - 1000
+    store.submit([NewJob(name, "zimg", "{}", tenant=tenant, callback_url=f"https://{host}/hook")], now)
+    store.end_waiting(name, Why.CANCEL_REQUESTED, now)
+    return name
+
+
+def _states(database: Database) -> dict[str, str]:
+    with database.read() as connection:
+        return {row.job_id: row.state for row in connection.execute(rows.select())}
+
+
+def _until_quiet(deliveries: Deliveries) -> None:
+    def is_quiet() -> bool:
+        return not deliveries.turn() and not deliveries.under_way
+
+    eventually(is_quiet, "nothing is under way")
+
+
+def test_silent_receivers_do_not_delay_those_that_answer(deliveries, store, receivers) -> None:
+    for n in range(100):
+        _owe(store, f"silent{n}", f"s{n}")
+    deliveries.turn()
+    assert deliveries.under_way == 100
+    for n in range(20):
+        _owe(store, "good", f"g{n}")
+
+    def all_told() -> bool:
+        deliveries.turn()
+        return len(receivers.told) == 20
+
+    eventually(all_told, "the one that answers has all of its messages")
+    assert deliveries.under_way >= 100, "the silent ones are still being waited for"
+
+
+def test_one_receivers_pile_does_not_hide_what_is_owed_to_another(deliveries, store, receivers, monkeypatch) -> None:
+    monkeypatch.setattr(webhooks, "_PAGE", 10)
+    monkeypatch.setattr(webhooks, "_LOOKING_SHARE", 1e9)
+    for n in range(50):
+        _owe(store, "silent", f"s{n}")
+    _owe(store, "good", "last")
+
+    def is_told() -> bool:
+        deliveries.turn()
+        return receivers.told == [("good", "last")]
+
+    eventually(is_told, "it is found behind the pile")
+    assert deliveries.under_way == 1
+
+
+def test_a_silent_receiver_of_one_tenant_is_tried_once_at_a_time(deliveries, store) -> None:
+    for n in range(5):
+        _owe(store, "silent", f"s{n}", tenant=f"t{n}")
+    for _ in range(3):
+        deliveries.turn()
+    assert deliveries.under_way == 1
+
+
+def test_receivers_take_turns(deliveries, store, receivers) -> None:
+    for n in range(3):
+        _owe(store, "a", f"a{n}")
+    for host in ("b", "c"):
+        _owe(store, host, f"{host}0")
+    _until_quiet(deliveries)
+    assert {host for host, _ in receivers.told[:3]} == {"a", "b", "c"}
+    assert len(receivers.told) == 5
+
+
+def test_a_message_that_cannot_be_sent_ends_nothing_and_is_tried_again(database, deliveries, store, receivers) -> None:
+    _owe(store, "broken", "bad")
+    _owe(store, "good", "well")
+    _until_quiet(deliveries)
+    assert receivers.told == [("good", "well")]
+    assert _states(database) == {"bad": "pending", "well": "delivered"}
+    with database.read() as connection:
+        tries = {row.job_id: (row.tries, row.last_error) for row in connection.execute(rows.select())}
+    assert tries["bad"] == (1, "It could not be sent: ZeroDivisionError.")
+
+
+def test_two_processes_tell_each_client_once(database, store, receivers, deliveries) -> None:
+    other = Deliveries(Webhooks(database), store, receivers.send, _TIMEOUT_S, 3)
+    names = [_owe(store, f"good{n % 3}", f"g{n}") for n in range(30)]
+
+    def all_told() -> bool:
+        threads = [threading.Thread(target=one.turn) for one in (deliveries, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return len(receivers.told) >= 30 and not other.under_way
+
+    eventually(all_told, "all are told")
+    assert sorted(job for _, job in receivers.told) == sorted(names)
+
+
+def test_a_claim_that_fails_gives_its_berths_back(deliveries, store, receivers, monkeypatch) -> None:
+    _owe(store, "good", "g")
+
+    def refuse(*_: Any) -> list[Webhook]:
+        raise RecordUnavailable("the database is away")
+
+    with monkeypatch.context() as away:
+        away.setattr(Webhooks, "claim_all", refuse)
+        with pytest.raises(RecordUnavailable):
+            deliveries.turn()
+        assert deliveries.under_way == 0
+    _until_quiet(deliveries)
+    assert receivers.told == [("good", "g")]
+
+
+def test_the_process_ends_when_told_to_and_survives_a_database_that_is_away(
+    deliveries, store, receivers, monkeypatch
+) -> None:
+    monkeypatch.setattr(webhooks, "_AWAY_S", 0.01)
+    looks = iter([RecordUnavailable("away"), ZeroDivisionError("a bug")])
+    look = Webhooks.due
+
+    def shaky(self: Webhooks, *args: Any) -> Any:
+        if (error := next(looks, None)) is not None:
+            raise error
+        return look(self, *args)
+
+    monkeypatch.setattr(Webhooks, "due", shaky)
+    _owe(store, "good", "g")
+    thread = threading.Thread(target=deliveries.run)
+    thread.start()
+    eventually(lambda: receivers.told, "it goes on")
+    deliveries.stop()
+    thread.join(10)
+    assert not thread.is_alive()

@@ -1,0 +1,439 @@
+"""What maintenance owes to many at once: nothing of one fleet, server or job holds up the others."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from celery.beat import Scheduler as CelerysScheduler
+from redis.exceptions import ResponseError, TimeoutError
+from sqlalchemy import event
+
+from jobs.record import Server
+from jobs.states import State, Why
+from routing import queues, reconcile
+from routing.outcome import Kind
+from routing.policies.identity import ServerReport
+from routing.scripts import Scripts
+from tasks import beat, maintenance, rounds
+from tasks.celery_app import celery
+from tasks.rounds import Rounds
+from tests.lua.stage import LEASE_MS, OFFER_MS, Stage, client, stage, valkey
+from tests.support.builders import at_once
+from tests.support.stack import eventually
+
+__all__ = ["client", "stage", "valkey"]
+
+
+# -- one fleet's error is no other's ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """The keys of the fleet "flux", the first of two, make a script fail."""
+    stage.register(model="flux", server="spoiled")
+    stage.register()
+
+    def spoil(key: str) -> None:
+        stage.redis.delete(f"test:{{flux}}:{key}")
+        stage.redis.set(f"test:{{flux}}:{key}", "of another kind")
+
+    return spoil
+
+
+@pytest.mark.parametrize("key", ["meta", "leases", "resting", "free", "slots"])
+def test_a_fleet_whose_room_is_broken_holds_up_no_other(stage, broken, key) -> None:
+    broken(key)
+    stage.set_state("paused")
+    job_id = stage.submit()
+    stage.catalog.set_server_state("gpu", "online")
+    reconcile.sweep(stage.dispatcher)
+    assert [offer.job_id for offer in stage.told.offers] == [job_id]
+    stage.start()
+    stage.later(LEASE_MS)
+    assert reconcile.reap(stage.dispatcher) == 1
+    reconcile.heed_reports(stage.dispatcher, {"spoiled": ServerReport(True), "gpu": ServerReport(True, 0)})
+    assert reconcile.reconcile(stage.dispatcher) >= 1
+
+
+def test_a_job_that_cannot_be_reaped_holds_up_no_other(stage, monkeypatch) -> None:
+    stage.register(3)
+    ids = [stage.submit() for _ in range(3)]
+    for _ in ids:
+        stage.start()
+    stage.later(LEASE_MS)
+    get = stage.store.get
+
+    def refuse(job_id: str) -> Any:
+        if job_id == ids[0]:
+            raise ValueError("nobody can read this one")
+        return get(job_id)
+
+    monkeypatch.setattr(stage.store, "get", refuse)
+    assert reconcile.reap(stage.dispatcher) == 2
+
+
+def test_a_room_at_fault_is_its_own_and_a_redis_that_does_not_answer_is_everybodys(stage) -> None:
+    queues_ = stage.dispatcher.queues
+    queues_.note_away("flux", ResponseError("WRONGTYPE"))
+    assert queues_.is_away("flux") and not queues_.is_away("zimg") and not queues_.away
+    queues_.note_away("flux", TimeoutError("Timeout reading from socket"))
+    assert queues_.is_away("zimg") and queues_.away
+
+
+# -- the sweep -------------------------------------------------------------------------------------------------
+
+
+def _statements(stage: Stage, act: Callable[[], object]) -> list[str]:
+    said: list[str] = []
+
+    def listen(_: object, __: object, statement: str, *___: object) -> None:
+        said.append(statement)
+
+    event.listen(stage.database.engine, "before_cursor_execute", listen)
+    try:
+        act()
+    finally:
+        event.remove(stage.database.engine, "before_cursor_execute", listen)
+    return said
+
+
+def test_idle_fleets_cost_a_sweep_no_read_of_their_own(stage, monkeypatch) -> None:
+    monkeypatch.setattr("tests.lua.stage.FLEETS", [f"idle{n}" for n in range(20)])
+    stage.later(0)
+    for n in range(20):
+        stage.register(model=f"idle{n}", server=f"s{n}")
+    for _ in range(5):
+        stage.submit("idle0")
+    reconcile.sweep(stage.dispatcher)
+    scripts: list[str] = []
+    run = Scripts.run
+    monkeypatch.setattr(Scripts, "run", lambda self, name, *args: scripts.append(name) or run(self, name, *args))
+    said = _statements(stage, lambda: reconcile.sweep(stage.dispatcher))
+    assert len([it for it in said if "FROM jobs" in it]) <= 3, "not one for each fleet"
+    assert set(scripts) <= {"offer"} and len(scripts) <= 1, "only the fleet in which jobs wait is asked alone"
+
+
+def test_what_another_process_queued_while_it_did_not_reach_redis_is_swept(stage) -> None:
+    stage.register()
+    reconcile.sweep(stage.dispatcher)
+    receipt = stage.cut_off().submit([stage.a()])[0]
+    reconcile.sweep(stage.dispatcher)
+    assert stage.offered() == [receipt.accepted.id]
+
+
+def test_a_job_revived_by_a_process_without_redis_is_swept(stage) -> None:
+    stage.register(max_retries=0)
+    job_id = stage.submit()
+    stage.settle(stage.start(), Kind.RETRY)
+    assert stage.state(job_id) is State.DEAD
+    reconcile.sweep(stage.dispatcher)
+    stage.cut_off().revive(job_id)
+    reconcile.sweep(stage.dispatcher)
+    assert stage.offered() == [job_id]
+
+
+def test_a_job_whose_promoter_died_is_swept(stage) -> None:
+    stage.register()
+    job_id = stage.submit(delay_s=1)
+    reconcile.sweep(stage.dispatcher)
+    stage.later(1_000)
+    stage.store.promote_due(stage.now)
+    reconcile.sweep(stage.dispatcher)
+    assert stage.offered() == [job_id]
+
+
+def test_what_becomes_visible_late_is_swept_all_the_same(stage, monkeypatch) -> None:
+    """On PostgreSQL a transaction may commit after one that began later."""
+    monkeypatch.setattr("routing.reconcile.room._VISIBLE_WITHIN_S", {"sqlite": 10.0, "postgresql": 10.0})
+    stage.register()
+    stage.submit()
+    reconcile.sweep(stage.dispatcher)
+    _renumber(stage, "id = id + 1000000")
+    reconcile.sweep(stage.dispatcher)
+    late = stage.cut_off().submit([stage.a()])[0].accepted.id
+    _renumber(stage, f"id = id - 500000 WHERE job_id = '{late}'")
+    reconcile.sweep(stage.dispatcher)
+    assert stage.room.waiting() == [late]
+
+
+def _renumber(stage: Stage, change: str) -> None:
+    with stage.database.engine.begin() as connection:
+        connection.exec_driver_sql(f"UPDATE events SET {change}")
+
+
+def test_a_job_that_only_its_room_has_lost_is_found_by_counting(stage, monkeypatch) -> None:
+    monkeypatch.setattr("routing.reconcile.room._COUNTING_SHARE", 1e9)
+    stage.register()
+    first, lost, last = (stage.submit() for _ in range(3))
+    reconcile.sweep(stage.dispatcher)
+    stage.dispatcher.queues.withdraw("zimg", stage.job(lost).waiting)
+    for _ in range(2):
+        reconcile.sweep(stage.dispatcher)
+    assert stage.run_all() == [first, lost, last]
+
+
+def test_a_room_that_only_looked_short_is_not_read_again_and_again(stage, monkeypatch) -> None:
+    monkeypatch.setattr("routing.reconcile.room._COUNTING_SHARE", 1e9)
+    monkeypatch.setattr("routing.reconcile.room.short_rooms", lambda *_: {"zimg"})
+    stage.register()
+    stage.submit()
+    reconcile.sweep(stage.dispatcher)
+    read: list[object] = []
+    queued = stage.store.queued
+    monkeypatch.setattr(stage.store, "queued", lambda models, *a: read.append(models) or queued(models, *a))
+    for _ in range(10):
+        reconcile.sweep(stage.dispatcher)
+    assert read.count(["zimg"]) == 2, "one page, and that there are no more"
+
+
+def test_slot_2_a_thousand_slots_fill_in_one_sweep(stage) -> None:
+    stage.register(1_000)
+    stage.set_state("paused")
+    stage.submit_all([stage.a() for _ in range(1_200)])
+    stage.catalog.set_server_state("gpu", "online")
+    reconcile.sweep(stage.dispatcher)
+    assert len(stage.offered()) == 1_000
+
+
+def test_slot_2_a_batch_fills_all_slots_at_once(stage) -> None:
+    stage.register(300)
+    stage.submit_all([stage.a() for _ in range(400)])
+    assert len(stage.offered()) == 300
+
+
+def test_a_large_room_that_is_rebuilt_does_not_keep_the_others_from_their_sweeps(stage, monkeypatch) -> None:
+    monkeypatch.setattr("routing.reconcile.room._READS_S", 0.0)
+    monkeypatch.setattr("routing.reconcile.room._CHUNK", 10)
+    stage.register(model="flux", server="other")
+    stage.register()
+    ids = stage.submit_all([stage.a("flux") for _ in range(25)])
+    stage.lose_redis()
+    stage.told.offers.clear()
+    other = stage.cut_off().submit([stage.a()])[0].accepted.id
+    for _ in range(20):
+        reconcile.sweep(stage.dispatcher)
+        if other in stage.offered():
+            break
+    else:
+        pytest.fail("the small fleet waits for the large one")
+    for _ in range(20):
+        reconcile.sweep(stage.dispatcher)
+    assert stage.dispatcher.queues.depths("flux").open
+    assert stage.dispatcher.queues.depths("flux").waiting == {"flux": len(ids) - 1}
+
+
+# -- runs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_reaper_held_up_at_the_database_leaves_no_job_in_no_room(stage, monkeypatch) -> None:
+    stage.register()
+    job_id = stage.submit()
+    stage.start()
+    stage.later(LEASE_MS)
+    other, settle = stage.a_dispatcher(stage.redis), stage.store.settle
+
+    def slow(*args: Any, **more: Any) -> Any:
+        monkeypatch.setattr(stage.store, "settle", settle)
+        moved = settle(*args, **more)  # by one whose answer comes late
+        stage.later(OFFER_MS)
+        assert reconcile.reap(other) == 1
+        return None if moved else moved
+
+    monkeypatch.setattr(stage.store, "settle", slow)
+    reconcile.reap(stage.dispatcher)
+    stage.later(OFFER_MS)
+    reconcile.reap(stage.dispatcher)
+    assert job_id in stage.offered()
+    assert stage.job(job_id).crashes == 1
+
+
+def test_a_job_that_is_queued_again_before_its_slot_is_freed_goes_to_its_place_then(stage) -> None:
+    stage.register()
+    job_id = stage.submit()
+    task = stage.start()
+    moved = stage.store.settle(job_id, task.run.attempt, Why.SERVER_BUSY, stage.now)
+    stage.dispatcher.enqueue([moved.job])  # the release of its lease is owed
+    assert stage.offered() == []
+    stage.dispatcher.free(task.held, back=False)
+    assert stage.offered() == [job_id]
+
+
+# -- time ------------------------------------------------------------------------------------------------------
+
+
+def test_many_deadlines_leave_the_others_their_turn(stage, monkeypatch) -> None:
+    monkeypatch.setattr("routing.reconcile.timekeeping._CHUNK", 10)
+    stage.register()
+    ids = stage.submit_all([stage.a(ttl_s=1) for _ in range(35)])
+    stage.later(1_000)
+    turns = []
+    while done := reconcile.expire_overdue(stage.dispatcher, within_s=0):
+        turns.append(done)
+    assert turns == [10, 10, 10, 5]
+    assert {stage.state(job_id) for job_id in ids} == {State.EXPIRED}
+    assert not stage.room.waiting()
+
+
+def test_a_batch_of_deadlines_is_one_call_of_redis(stage, monkeypatch) -> None:
+    stage.register()
+    stage.submit_all([stage.a(ttl_s=1) for _ in range(50)])
+    stage.later(1_000)
+    single: list[str] = []
+    run = Scripts.run
+    monkeypatch.setattr(Scripts, "run", lambda self, name, *args: single.append(name) or run(self, name, *args))
+    assert reconcile.expire_overdue(stage.dispatcher) == 50
+    assert "withdraw" not in single
+
+
+# -- the servers -----------------------------------------------------------------------------------------------
+
+
+def _server(name: str) -> Server:
+    return Server(name, "zimg", 1, "online", {"zimg": f"http://{name}:1/"}, 0)
+
+
+def test_servers_that_hang_do_not_hold_up_the_reports_of_others(monkeypatch) -> None:
+    let_go = threading.Event()
+
+    def ask(server: Server) -> ServerReport:
+        if server.name.startswith("hangs"):
+            let_go.wait(60)
+        return ServerReport(up=True)
+
+    monkeypatch.setattr(rounds, "_SLOW_S", 0.0)
+    asking = Rounds(ask)
+    hanging = [_server(f"hangs{n}") for n in range(rounds.MOST + 50)]
+    try:
+        first = asking.ask(hanging[: rounds.MOST // 2])
+        assert asking.ask([_server("well")])["well"].result(10).up
+        assert not any(report.done() for report in first.values())
+        let_go.set()
+        for report in asking.ask(hanging).values():
+            report.result(10)
+        let_go.clear()
+        asking.ask(hanging)  # all were slow the last time
+        assert asking.ask([_server("new")])["new"].result(10).up
+    finally:
+        let_go.set()
+
+
+def test_a_server_is_asked_once_at_a_time_and_an_error_of_its_own_is_nobody_elses() -> None:
+    let_go, asked = threading.Event(), []
+
+    def ask(server: Server) -> ServerReport:
+        asked.append(server.name)
+        let_go.wait(60)
+        if server.name == "odd":
+            raise ValueError("a template that cannot be filled")
+        return ServerReport(up=True)
+
+    asking = Rounds(ask)
+    first, second = asking.ask([_server("odd"), _server("well")]), asking.ask([_server("well")])
+    let_go.set()
+    assert second["well"] is first["well"] and first["well"].result(10).up
+    assert isinstance(first["odd"].exception(10), ValueError)
+    assert sorted(asked) == ["odd", "well"]
+    assert maintenance._taken(first).keys() == {"well"}
+
+
+def test_a_report_that_comes_late_is_heeded_by_the_next_round(monkeypatch) -> None:
+    let_go = threading.Event()
+    monkeypatch.setattr(maintenance, "_ROUND_S", 0.01)
+
+    def ask(server: Server) -> ServerReport:
+        if server.name == "late":
+            let_go.wait(60)
+        return ServerReport(up=True)
+
+    asking = Rounds(ask)
+    heeded = {name for batch in maintenance._as_they_come(asking.ask([_server("late")])) for name in batch}
+    assert heeded == set()
+    let_go.set()
+    eventually(lambda: maintenance._late["late"].done(), "it answers after all")
+    heeded = {name for batch in maintenance._as_they_come({}) for name in batch}
+    assert heeded == {"late"} and not maintenance._late
+
+
+def test_a_report_that_waited_withholds_no_slot_for_a_job_that_has_ended_since(stage) -> None:
+    stage.register()
+    job_id = stage.submit()
+    task = stage.start()
+    report = ServerReport(True, 1, frozenset({job_id}), asked_ms=stage.now)
+    stage.settle(task)
+    stage.later(7_000)
+    reconcile.heed_reports(stage.dispatcher, {"gpu": report})
+    assert stage.free() == 1
+
+
+def test_a_report_that_waited_makes_no_ghost_of_a_job_that_began_since(stage) -> None:
+    stage.register()
+    report = ServerReport(True, 0, frozenset(), asked_ms=stage.now)
+    stage.submit()
+    stage.start()
+    stage.later(6_000)
+    assert reconcile.suspects(stage.dispatcher, {"gpu": report}) == []
+
+
+def test_while_workers_could_not_renew_silence_proves_nothing(stage) -> None:
+    stage.register()
+    job_id = stage.submit()
+    stage.start()
+    stage.later(6_000)
+    report = {"gpu": ServerReport(True, 0, frozenset())}
+    assert reconcile.heed_reports(stage.dispatcher, report, silence_proves=False) == 0
+    assert stage.state(job_id) is State.RUNNING
+    assert reconcile.heed_reports(stage.dispatcher, report) == 1
+
+
+def test_many_servers_of_a_fleet_are_looked_at_together(stage, monkeypatch) -> None:
+    for n in range(30):
+        stage.catalog.register("zimg", f"s{n}", f"http://s{n}:1/run", 1, stage.now)
+    stage.register()
+    calls: list[str] = []
+    run = Scripts.run
+    monkeypatch.setattr(Scripts, "run", lambda self, name, *args: calls.append(name) or run(self, name, *args))
+    reports = {f"s{n}": ServerReport(True, 0, frozenset()) for n in range(30)}
+    reconcile.note_health(stage.dispatcher, reports)
+    reconcile.heed_reports(stage.dispatcher, reports)
+    reconcile.urgent_servers(stage.dispatcher)
+    assert len(calls) <= 3
+
+
+# -- beat ------------------------------------------------------------------------------------------------------
+
+
+def test_beat_measures_time_by_a_clock_that_nobody_sets(monkeypatch) -> None:
+    now = [1_000.0]
+    monkeypatch.setattr(beat.time, "monotonic", lambda: now[0])
+    due = beat.every(2)
+    begun = due.now()
+    assert not due.is_due(begun).is_due
+    now[0] += 2
+    assert due.is_due(begun).is_due
+    assert due.now() - begun == timedelta(seconds=2)
+
+
+def test_beat_adds_nothing_to_a_queue_that_nobody_works_off(monkeypatch) -> None:
+    sent: list[object] = []
+    queued = [0]
+    monkeypatch.setattr(CelerysScheduler, "apply_entry", lambda self, entry, producer=None: sent.append(entry))
+    monkeypatch.setattr(beat.Scheduler, "_queued", lambda self: queued[0])
+    monkeypatch.setattr(beat, "_COUNT_EVERY_S", 0.0)
+    scheduler = beat.Scheduler(celery, lazy=True)
+    scheduler.apply_entry("one")
+    queued[0] = beat._MOST_QUEUED + 1
+    scheduler.apply_entry("two")
+    queued[0] = 0
+    scheduler.apply_entry("three")
+    assert sent == ["one", "three"]
+
+
+def test_two_processes_that_sweep_at_once_lose_and_double_nothing(stage) -> None:
+    stage.register(2)
+    ids = [stage.submit() for _ in range(6)]
+    others = [stage.dispatcher, stage.a_dispatcher(stage.redis)]
+    at_once(*[lambda it=it: reconcile.sweep(it) for it in others * 2])
+    assert sorted(stage.run_all()) == sorted(ids)
+    assert queues.Queues is type(stage.dispatcher.queues)

@@ -1,0 +1,65 @@
+"""How many webhooks may be under way at once, and to whom."""
+
+from tasks import berths
+from tasks.berths import Berths
+
+
+def _fill(room: Berths, hosts: int, tenant: str = "one", name: str = "silent") -> list[berths.Berth]:
+    wished = [f"{name}{n}" for n in range(hosts)]
+    return [room.take(host, tenant) for host in wished if room.admits(host, tenant)]
+
+
+def test_a_receiver_that_was_never_tried_gets_one_try_at_a_time() -> None:
+    room = Berths()
+    first = room.take("new", "one")
+    assert not room.admits("new", "one")
+    room.leave(first, None)
+    assert room.admits("new", "one")
+
+
+def test_a_receiver_that_answers_gets_several_tries_and_loses_them_when_it_falls_silent() -> None:
+    room = Berths()
+    room.leave(room.take("good", "one"), True)
+    tries = [room.take("good", "one") for _ in range(berths.MOST_OF_HOST) if room.admits("good", "one")]
+    assert len(tries) == berths.MOST_OF_HOST and not room.admits("good", "one")
+    for one in tries:
+        room.leave(one, False)
+    room.take("good", "one")
+    assert not room.admits("good", "one")
+
+
+def test_three_hundred_silent_receivers_leave_room_for_one_that_is_new() -> None:
+    room = Berths()
+    assert len(_fill(room, 300)) == 300
+    assert room.admits("new", "one")
+
+
+def test_receivers_whose_last_try_failed_share_a_small_part() -> None:
+    room = Berths()
+    for one in _fill(room, berths.MOST_UNPROVEN):
+        room.leave(one, False)
+    assert len(_fill(room, berths.MOST_UNPROVEN)) == berths.MOST_FAILING
+    assert room.admits("new", "one")
+
+
+def test_a_receiver_that_answers_is_served_however_many_strangers_are_silent() -> None:
+    room = Berths()
+    room.leave(room.take("good", "two"), True)
+    _fill(room, 10_000)
+    assert not room.admits("new", "three") and room.admits("good", "two")
+
+
+def test_no_tenant_gets_all_berths() -> None:
+    room = Berths()
+    for n in range(berths.MOST):
+        room.leave(room.take(f"good{n}", "greedy"), True)
+    assert len(_fill(room, berths.MOST, "greedy", "good")) == berths.MOST_OF_TENANT
+    assert room.admits("new", "modest")
+
+
+def test_what_is_remembered_of_receivers_is_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(berths, "_REMEMBERED", 3)
+    room = Berths()
+    for n in range(10):
+        room.leave(room.take(f"host{n}", "one"), True)
+    assert len(room._answers) == 3 and not room._hosts and not room._tenants

@@ -120,6 +120,7 @@ class Card:
         found = self.findings
         lines = [f"lost: {job_id}, in the record: {self.states.get(job_id) or 'no'}" for job_id in found.lost[:_SHOWN]]
         lines += [f"unexpected: {job_id}" for job_id in found.unexpected[:_SHOWN]]
+        lines += [f"doubled: {job_id} was given for two orders" for job_id in self.doubled[:_SHOWN]]
         lines += [f"reversed: {job_id}" for job_id in found.reversals[:_SHOWN]]
         lines += [
             f"overlap in {it.what}: {it.first.job_id} attempt {it.first.attempt} on {it.first.server} and "
@@ -168,6 +169,7 @@ class Card:
             ("overlaps", str(len(found.overlaps)), not found.overlaps),
             ("order violations", f"{len(self.disordered)} ({explained} more by a fault)", not self.disordered),
             ("reversals", str(len(found.reversals)), not found.reversals),
+            ("doubled ids", str(len(self.doubled)), not self.doubled),
             ("ledger", "balanced" if self.balanced else "does not balance", self.balanced),
             *((name, str(len(those)), not those) for name, those in self.conduct.found.items()),
             ("answers", _listed(self.answers), not self.refusals),

@@ -4,13 +4,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from app.drill import clocks
+from app.drill import clocks, launcher
 from app.drill.command import drill
 from app.drill.jobs import masses, orders
+from app.drill.launcher import Wishes
 from app.drill.proxy import Proxy
 from app.drill.schedule import Change, Kind, schedule, targets
 from app.drill.setting import Setting, hindrance
 from app.drill.stack import Stack
+from app.up.errors import Stopped
 
 AMONG = targets(
     ["worker-1", "worker-2"], ["a", "b", "c"], ["zimg", "flux"], doors=["redis", "broker", "database", "a", "b", "c"]
@@ -148,3 +150,17 @@ def test_a_mass_has_one_deadline_and_numbers_of_its_own() -> None:
 def test_a_quarter_of_the_jobs_is_told_to_a_receiver_if_there_is_one() -> None:
     assert sum(order.hooked for order in orders(3, 400, ["a"], 8, 40, 0.5, hooks=True)) == 100
     assert not any(order.hooked for order in orders(3, 400, ["a"], 8, 40, 0.5))
+
+
+def test_the_command_that_repeats_a_drill_names_the_seed_and_what_is_no_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+
+    def stop(wishes: Wishes, _: object) -> None:
+        told.append(wishes.command)
+        raise Stopped
+
+    monkeypatch.setattr(launcher, "drill", stop)
+    CliRunner().invoke(drill, ["--faults", "worker,web", "--seconds", "30", "--seed", "4", "--keep"])
+    assert told == ["slotkeeper drill --seed 4 --seconds 30.0 --faults worker,web"]

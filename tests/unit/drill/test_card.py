@@ -1,0 +1,82 @@
+"""A card passes, and each breach alone keeps it from that."""
+
+from dataclasses import replace
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from app.drill.accounts import Conduct
+from app.drill.card import Card
+from app.drill.checker import Findings, Overlap, Overtaken, Run
+from jobs.states import State
+
+RUN = Run("j", 1, "a", 0, 0, 10)
+CLEAN = Card(
+    seed=7,
+    command="slotkeeper drill --seed 7",
+    findings=Findings(1, {State.COMPLETED: 1}, [], [], {}, [], [], []),
+    conduct=Conduct({"stuck": [], "lies": []}),
+    disordered=[],
+    faults=[],
+    stalled=False,
+    answers={"202": 1},
+    refusals={},
+    gave_up=0,
+    doubled=[],
+    unheard=0,
+    balanced=True,
+    submits_per_s=None,
+    recovery={},
+    rerun=None,
+    agreed_s=1.0,
+    left=[],
+    crashes=[],
+    slow=[],
+    states={"j": State.RUNNING},
+)
+BREACHES: dict[str, dict[str, Any]] = {
+    "lost": {"findings": replace(CLEAN.findings, lost=["j"])},
+    "unexpected": {"findings": replace(CLEAN.findings, unexpected=["j"])},
+    "overlap": {"findings": replace(CLEAN.findings, overlaps=[Overlap("slot a-slot0", RUN, RUN)])},
+    "reversed": {"findings": replace(CLEAN.findings, reversals=["j"])},
+    "order": {"disordered": [Overtaken("j", "k", 1, 2)]},
+    "stuck": {"conduct": Conduct({"stuck": ["j waits beside a free slot"], "lies": []})},
+    "left over": {"left": ["a: j"]},
+    "stalled": {"stalled": True},
+    "does not balance": {"balanced": False},
+    "500 1": {"answers": {"500": 1}, "refusals": {"500": 1}},
+    "doubled": {"doubled": ["j"]},
+}
+
+
+def shown(card: Card) -> str:
+    out = StringIO()
+    card.show(Console(file=out, width=150))
+    return out.getvalue()
+
+
+def test_a_card_without_a_breach_passes() -> None:
+    assert CLEAN.passed
+    assert "not passed" not in shown(CLEAN)
+
+
+@pytest.mark.parametrize("name", BREACHES)
+def test_each_breach_alone_keeps_a_card_from_passing_and_is_shown(name: str) -> None:
+    card = replace(CLEAN, **BREACHES[name])
+    assert not card.passed
+    assert not card.data()["passed"]
+    assert "not passed" in shown(card)
+    assert name in shown(card)
+
+
+def test_duplicates_are_shown_and_held_against_nobody() -> None:
+    card = replace(CLEAN, findings=replace(CLEAN.findings, duplicated={"j": 3}))
+    assert card.passed
+    assert card.data()["duplicates"] == 2
+
+
+def test_a_card_says_how_to_repeat_it() -> None:
+    assert "slotkeeper drill --seed 7" in shown(CLEAN)
+    assert CLEAN.data()["command"] == "slotkeeper drill --seed 7"

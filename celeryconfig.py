@@ -35,6 +35,7 @@ result_serializer = "json"
 timezone = "UTC"
 enable_utc = True
 
+worker_consumer = "tasks.consumer:Consumer"
 worker_pool = "threads"
 worker_concurrency = _settings.threads
 worker_prefetch_multiplier = 1

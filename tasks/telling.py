@@ -14,7 +14,6 @@ from queue import Empty, Full, Queue
 from typing import Any
 from uuid import NAMESPACE_OID, uuid5
 
-import orjson
 import structlog
 from celery import Signature, signature, states
 from celery._state import _task_stack  # type: ignore[attr-defined]
@@ -30,6 +29,7 @@ from jobs.once import once
 from jobs.record import Job, now_ms
 from jobs.states import State
 from jobs.tellings import Telling, Tellings
+from routing import exact
 from tasks import messages
 from tasks.celery_app import celery
 from tasks.wiring import database, dispatcher
@@ -159,7 +159,7 @@ def _as_its_task(request: Context) -> Iterator[None]:
 
 def _tell_result(job: Job, request: Context) -> None:
     """First what follows, then the result: with that there, nothing that follows is sent a second time."""
-    result = None if job.result is None else orjson.loads(job.result)
+    result = None if job.result is None else exact.plain(job.result)
     if request.ignore_result or celery.backend.get_task_meta(job.id, cache=False)["status"] != states.SUCCESS:
         for link in _links(job, request.callbacks, "link"):
             _send(link, result, request)

@@ -1,6 +1,6 @@
 """Guards of Celery's side: messages from the broker, revokes, and what Celery's clients are told."""
 
-from tests.faults.mutant import MESSAGES, REVOKES, WORKERS, Mutant
+from tests.faults.mutant import CALLS, MALFORMED, MESSAGES, REVOKES, SUBMIT, TELLINGS, WORKERS, Mutant
 
 CELERY = [
     Mutant(
@@ -20,5 +20,79 @@ CELERY = [
         "        return super().revoked()",
         (f"{REVOKES}test_no_message_of_a_job_is_dropped_as_revoked",),
         still=f"{WORKERS}test_only_a_wake_up_is_acknowledged_before_it_is_done",
+    ),
+    Mutant(
+        "a malformed message ends the worker",
+        "JOB-3",
+        "tasks/consumer.py",
+        """            except Exception as error:
+                self._reject(message, error)""",
+        """            except Exception:
+                raise""",
+        (f"{MALFORMED}test_no_message_ends_a_worker_or_is_read_twice",),
+        still=f"{MALFORMED}test_no_broadcast_ends_a_worker",
+    ),
+    Mutant(
+        "what cannot be decoded ends the worker",
+        "JOB-3",
+        "tasks/broker.py",
+        "if isinstance(error, about_the_connection) and not isinstance(error, DataError):",
+        "if error is not None:",
+        (f"{MALFORMED}test_no_message_ends_a_worker_or_is_read_twice",),
+        still=f"{MESSAGES}test_a_wake_up_carries_its_offer",
+    ),
+    Mutant(
+        "a message that came to nothing is told under the id of a job",
+        "JOB-1",
+        "tasks/consumer.py",
+        "if dispatcher().store.state_of(str(request.id)) is None:",
+        "if request.id:",
+        (f"{MALFORMED}test_a_message_with_the_id_of_a_job_changes_nothing_about_it",),
+        still=f"{MALFORMED}test_no_broadcast_ends_a_worker",
+    ),
+    Mutant(
+        "an end is owed to nobody",
+        "TELL-1",
+        "jobs/tellings.py",
+        "if to not in FINAL or row.envelope is None:",
+        "if to:",
+        (f"{TELLINGS}test_every_end_of_a_job_that_came_by_celery_is_owed",),
+        still=f"{TELLINGS}test_a_job_that_came_by_another_way_owes_nothing",
+    ),
+    Mutant(
+        "a job that came by another way owes a telling",
+        "TELL-1",
+        "jobs/tellings.py",
+        "if to not in FINAL or row.envelope is None:",
+        "if to not in FINAL:",
+        (f"{TELLINGS}test_a_job_that_came_by_another_way_owes_nothing",),
+        still=f"{TELLINGS}test_every_end_of_a_job_that_came_by_celery_is_owed",
+    ),
+    Mutant(
+        "what is being told is claimed by everybody",
+        "TELL-1",
+        "jobs/tellings.py",
+        'next_ms=bindparam("p_until") + case',
+        'next_ms=0 * bindparam("p_until") + 0 * case',
+        (f"{TELLINGS}test_what_was_claimed_falls_due_again_and_later_each_time",),
+        still=f"{TELLINGS}test_every_end_of_a_job_that_came_by_celery_is_owed",
+    ),
+    Mutant(
+        "an id names whatever comes under it",
+        "R21",
+        "jobs/idempotency.py",
+        "if getattr(row, name) != getattr(job, name):",
+        "if name is None:",
+        (f"{CALLS}test_a_task_id_with_another_payload_is_a_conflict",),
+        still=f"{SUBMIT}test_an_id_that_comes_twice_in_one_batch_is_one_job",
+    ),
+    Mutant(
+        "an option that means nothing is passed over",
+        "JOB-3",
+        "tasks/asking.py",
+        "    for name in given.keys() - known:",
+        "    for name in ():",
+        (f"{CALLS}test_an_option_that_means_nothing_to_a_job_is_refused_by_name",),
+        still=f"{CALLS}test_times_are_seconds_or_moments",
     ),
 ]

@@ -1,0 +1,47 @@
+"""The Redis broker for a worker that reads what strangers write: what is no message is dropped, and ends nobody.
+
+kombu decodes what it takes from a list or a channel in the loop of the worker; an error there would end the worker,
+and with a list that is read again, each worker after it.
+"""
+
+from queue import Empty
+from typing import Any
+
+import structlog
+from kombu.transport import redis
+from redis.exceptions import DataError
+
+log = structlog.get_logger(__name__)
+
+
+class Channel(redis.Channel):
+    """Lets connections fail, but not because of what was read from them."""
+
+    def _brpop_read(self, **options: Any) -> Any:
+        try:
+            return super()._brpop_read(**options)  # type: ignore[misc]
+        except Exception as error:
+            self._drop(error)
+            return True
+
+    def _receive_one(self, c: Any) -> Any:
+        try:
+            return super()._receive_one(c)  # type: ignore[misc]
+        except Exception as error:
+            self._drop(error)
+            raise Empty from None
+
+    def _drop(self, error: Exception) -> None:
+        """Called while handling `error`, which is raised again unless what was read is to blame."""
+        about_the_connection: tuple[type[BaseException], ...] = (
+            Empty,
+            *self.connection.connection_errors,
+            *self.connection.channel_errors,
+        )
+        if isinstance(error, about_the_connection) and not isinstance(error, DataError):
+            raise error
+        log.warning("no_message_dropped", error=type(error).__name__)
+
+
+class Transport(redis.Transport):
+    Channel = Channel

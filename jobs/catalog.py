@@ -4,6 +4,7 @@ Every change raises a version in its own transaction; processes compare it to kn
 """
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,8 +12,9 @@ from typing import Any, TypeAlias
 
 import orjson
 import structlog
-from sqlalchemy import Table, Update, delete, insert, select, update
+from sqlalchemy import Table, Update, delete, func, insert, null, select, update
 
+from jobs.clock import clock
 from jobs.config import ModelConfig, understood
 from jobs.db import Database, Transaction
 from jobs.errors import Conflict, NotFound
@@ -30,6 +32,8 @@ _MIN_WEIGHT = 0.001
 _MAX_WEIGHT = 1000
 _VERSION = "catalog_version"
 _SELECT_VERSION = select(counters.c.value).where(counters.c.name == _VERSION)
+_VERSION_ALONE = select(_SELECT_VERSION.scalar_subquery(), null())
+_VERSION_AND_TIME = select(_SELECT_VERSION.scalar_subquery(), func.extract("epoch", func.clock_timestamp()) * 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,14 @@ class Catalog:
         self._warned: set[tuple[str, ...]] = set()
 
     def version(self) -> int:
+        """Raised by each change.  Where the database has a clock of its own, the time is heard with it."""
+        hears = self.database.engine.dialect.name == "postgresql"
         with self.database.read() as connection:
-            return connection.execute(_SELECT_VERSION).scalar() or 0
+            asked = time.monotonic()
+            version, common_ms = connection.execute(_VERSION_AND_TIME if hears else _VERSION_ALONE).one()
+            if hears:
+                clock.note(float(common_ms), asked, time.monotonic())
+            return version or 0
 
     def snapshot(self) -> Snapshot:
         """The catalog as it stands.  The version is read first: at worst a newer content is read again."""

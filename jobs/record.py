@@ -3,21 +3,21 @@
 Times are integers, milliseconds since the epoch, UTC; their names end in `_ms`.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import uuid_utils
 
+from jobs.clock import clock
 from jobs.states import State, Why
 
 TIER_MOST_URGENT, TIER_DEFAULT, TIER_LEAST_URGENT = 1, 5, 9
 
 
 def now_ms() -> int:
-    """The wall clock, in milliseconds since the epoch."""
-    return time.time_ns() // 1_000_000
+    """The time by the common clock (jobs/clock.py), in milliseconds since the epoch."""
+    return clock.now_ms()
 
 
 def new_job_id() -> str:

@@ -111,6 +111,7 @@ class Dispatcher:
         Raises InvalidJob (its fact `index` says which of them), UnknownModel, TooMany, IdempotencyConflict,
         RecordUnavailable.
         """
+        self.fleet.snapshot()  # With it the common time is heard.
         now = now_ms()
         new = []
         for index, one in enumerate(asked):

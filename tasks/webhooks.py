@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import structlog
 
+from jobs.catalog import Catalog
 from jobs.config import RecordSettings
 from jobs.crash import crash_at
 from jobs.db import Database
@@ -39,6 +40,7 @@ _LOOKING_SHARE = 0.2  # of the time, however much is owed
 _PAGE = 1000
 _KNOWN_OF_LINE = 256  # messages of one receiver and tenant that are remembered as due
 _MANY_KNOWN = 50_000
+_HEAR_EVERY_S = 5.0
 _AT_ONCE = 64  # messages that one transaction claims
 _AWAY_S = 1.0
 _LAST_TRIES_S = 3.0  # what those under way get when the process is told to stop
@@ -98,7 +100,8 @@ class Deliveries:
         self._woken = threading.Event()
         self._ended = threading.Event()
         self._last: Due | None = None  # up to where this look has come
-        self._look_at = 0.0
+        self._look_at = self._hear_at = 0.0
+        self._catalog = Catalog(webhooks.database)
 
     def run(self) -> None:
         """Send what is owed until `stop`, then give the tries under way a moment to end."""
@@ -137,6 +140,9 @@ class Deliveries:
     def _look(self) -> None:
         """Read one page of what is due.  The look goes on where it stopped, so that nobody's pile hides another's."""
         began = time.monotonic()
+        if began >= self._hear_at:
+            self._catalog.version()  # With it the common time is heard.
+            self._hear_at = began + _HEAR_EVERY_S
         page = self._webhooks.due(now_ms(), _PAGE, self._last)
         for due in page:
             self._known.add(due)

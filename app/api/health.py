@@ -19,6 +19,7 @@ _PROBES: dict[str, Callable[[], str | None]] = {
     "database": probes.database,
     "redis": probes.redis,
     "broker": probes.broker,
+    "clocks": probes.clocks,
 }
 
 

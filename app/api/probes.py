@@ -9,6 +9,7 @@ from redis.exceptions import RedisError
 
 from app.api.context import dispatcher
 from jobs import migrate
+from jobs.clock import TOLERATED_MS, clock
 from jobs.errors import SlotkeeperError
 from tasks.celery_app import celery
 from tasks.wiring import catalog, scripts
@@ -47,6 +48,18 @@ def broker() -> str | None:
         log.warning("broker_away", error=str(error))
         return "The broker does not answer; jobs are accepted, and start when it is back."
     return None
+
+
+def clocks() -> str | None:
+    """This host's clock, and Redis', go with the record's."""
+    if abs(clock.skew_ms) > TOLERATED_MS:
+        return f"This host's clock is {clock.skew_ms / 1000:+.1f} s from the database's."
+    try:
+        seconds, microseconds = scripts().redis.time()
+    except RedisError:
+        return None  # It is said elsewhere.
+    apart_s = seconds + microseconds / 1e6 - clock.now_ms() / 1000
+    return f"Redis' clock is {apart_s:+.1f} s from the record's." if abs(apart_s) * 1000 > TOLERATED_MS else None
 
 
 def _schema_problem(url: str) -> str | None:

@@ -9,6 +9,7 @@ from sqlalchemy import event, text, update
 from structlog.testing import capture_logs
 
 from jobs.catalog import Catalog
+from jobs.clock import Clock
 from jobs.config import ModelConfig
 from jobs.db import Database
 from jobs.errors import Conflict, NotFound
@@ -478,3 +479,13 @@ def test_tenants_are_listed_by_name(tenants):
     for name in ("zoe", "acme"):
         tenants.add(Tenant(name, admin=False), T0)
     assert [tenant.name for tenant in tenants.all()] == ["acme", "zoe"]
+
+
+def test_with_the_catalogs_version_the_databases_time_is_heard(database, monkeypatch):
+    ours = Clock()
+    monkeypatch.setattr("jobs.catalog.clock", ours)
+    Catalog(database).version()
+    if database.engine.dialect.name == "postgresql":
+        assert ours._ahead_ms is not None and abs(ours.skew_ms) < 1_000
+    else:
+        assert ours._ahead_ms is None, "its only clock is this machine's"

@@ -5,6 +5,7 @@ from tests.faults.mutant import Mutant
 _UPKEEP = "tests/faults/test_upkeep.py::"
 _OUTAGES = "tests/faults/test_outages.py::"
 _BERTHS = "tests/unit/test_berths.py::"
+_CLOCK = "tests/unit/jobs/test_clock.py::"
 _DELIVERIES = "tests/faults/test_deliveries.py::"
 
 UPKEEP = [
@@ -164,5 +165,23 @@ UPKEEP = [
         "        self._last = page[-1] if len(page) == _PAGE else None",
         "        self._last = None",
         (f"{_DELIVERIES}test_one_receivers_pile_does_not_hide_what_is_owed_to_another",),
+    ),
+    Mutant(
+        "each host goes by its own clock",
+        "R122",
+        "jobs/clock.py",
+        "        return round(time.monotonic() * 1000 + self._ahead_ms)",
+        "        return time.time_ns() // 1_000_000",
+        (f"{_CLOCK}test_a_host_whose_clock_is_wrong_goes_by_the_common_one",),
+        still=f"{_CLOCK}test_until_the_common_clock_is_heard_the_hosts_own_counts",
+    ),
+    Mutant(
+        "a common clock that was set is followed late",
+        "R122",
+        "jobs/clock.py",
+        "            self._measured.clear()",
+        "            pass",
+        (f"{_CLOCK}test_a_common_clock_that_was_set_is_followed_at_once",),
+        still=f"{_CLOCK}test_the_quickest_answer_is_believed",
     ),
 ]

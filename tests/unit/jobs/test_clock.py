@@ -1,0 +1,81 @@
+"""One time for all hosts: what the database says, whatever their own clocks say."""
+
+import time
+
+import pytest
+
+from jobs import clock as clocks
+from jobs.clock import Clock
+
+COMMON = 1_800_000_000_000
+
+
+class Host:
+    """A host's two clocks, which the test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steady, self.wall_ms = 1_000.0, COMMON
+        monkeypatch.setattr(clocks.time, "monotonic", lambda: self.steady)
+        monkeypatch.setattr(clocks.time, "time_ns", lambda: self.wall_ms * 1_000_000)
+        self.clock = Clock()
+
+    def later(self, seconds: float) -> None:
+        self.steady += seconds
+        self.wall_ms += round(seconds * 1000)
+
+    def hear(self, common_ms: int, took_s: float = 0.001) -> None:
+        """The common clock said `common_ms` when the answer came."""
+        self.clock.note(common_ms - took_s * 500, self.steady - took_s, self.steady)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(monkeypatch)
+
+
+def test_until_the_common_clock_is_heard_the_hosts_own_counts(host: Host) -> None:
+    assert host.clock.now_ms() == COMMON and host.clock.skew_ms == 0
+
+
+@pytest.mark.parametrize("wrong_by_ms", [30_000, -30_000, 3_600_000])
+def test_a_host_whose_clock_is_wrong_goes_by_the_common_one(host: Host, wrong_by_ms: int) -> None:
+    host.wall_ms += wrong_by_ms
+    host.hear(COMMON)
+    host.later(10)
+    assert host.clock.now_ms() == COMMON + 10_000
+    assert host.clock.skew_ms == wrong_by_ms
+
+
+def test_while_the_database_is_away_a_step_of_the_hosts_clock_changes_nothing(host: Host) -> None:
+    host.hear(COMMON)
+    host.wall_ms -= 3_600_000
+    host.later(60)
+    assert host.clock.now_ms() == COMMON + 60_000
+
+
+def test_the_quickest_answer_is_believed(host: Host) -> None:
+    host.hear(COMMON, took_s=0.001)
+    host.later(1)
+    host.hear(COMMON + 1_000 + 300, took_s=0.8)
+    assert host.clock.now_ms() == COMMON + 1_000
+
+
+def test_a_common_clock_that_was_set_is_followed_at_once(host: Host) -> None:
+    host.hear(COMMON)
+    host.later(1)
+    host.hear(COMMON + 6_000, took_s=0.01)
+    assert host.clock.now_ms() == COMMON + 6_000
+
+
+def test_a_host_that_is_far_off_says_so_now_and_then(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host.wall_ms += clocks.TOLERATED_MS + 1
+    for _ in range(3):
+        host.hear(COMMON)
+    assert capsys.readouterr().out.count("host_clock_differs") == 1
+
+
+def test_all_of_the_product_goes_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jobs.record import now_ms
+
+    monkeypatch.setattr(clocks.clock, "_ahead_ms", 5_000.0)
+    assert abs(now_ms() - 5_000 - time.monotonic() * 1000) < 1_000

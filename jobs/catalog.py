@@ -20,8 +20,8 @@ from jobs.db import Database, Transaction
 from jobs.errors import Conflict, NotFound
 from jobs.models import counters, endpoints, jobs, models, servers, tenant_states
 from jobs.record import Server, TenantState, storable
+from jobs.removal import count
 from jobs.states import ACTIVE, Standing
-from jobs.store import count
 
 log = structlog.get_logger(__name__)
 

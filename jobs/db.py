@@ -1,34 +1,55 @@
-"""The database: engines for SQLite and PostgreSQL, and one committer per process.
+"""The database: one committer per process.
 
 Threads that write at the same moment share one transaction (group commit): each hands in a *unit*, one of
 them becomes the leader, runs all units that are waiting, commits once, and wakes the others.  Alone, a caller
 leads itself and pays nothing for it.  Nobody is answered before the commit.
+
+Everything has its time (config.Limits), and an unknown is never called a no: when the answer to a COMMIT is lost,
+its fate is asked on a new connection before anybody is answered.
 """
 
-import os
+import math
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import IntegrityError, InterfaceError, InternalError, OperationalError, TimeoutError
+from sqlalchemy import Connection, Engine, func, select
+from sqlalchemy.exc import (
+    IntegrityError,
+    InterfaceError,
+    InternalError,
+    OperationalError,
+    SQLAlchemyError,
+    TimeoutError,
+)
 
-from jobs.errors import RecordUnavailable
+from jobs import engines, fate
+from jobs.config import Limits
+from jobs.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
+from jobs.fate import Fate, Mark
 from jobs.models import events, tellings, webhooks
 
 T = TypeVar("T")
 
 _LARGEST_BATCH = 128
-_BUSY_TIMEOUT_MS = 10_000
-CONNECT_TIMEOUT_S = 5
-# Reading needs no transaction; psycopg is told so by isolation level, SQLite by our saying no BEGIN.
-_READS: dict[str, dict[str, Any]] = {
-    "sqlite": {"slotkeeper_reads": True},
-    "postgresql": {"isolation_level": "AUTOCOMMIT"},
-}
+_ASK_AGAIN_S = 0.1
+_SLACK_S = 0.5
 # InternalError: PostgreSQL has become a read-only standby.  TimeoutError: every connection is taken.
 _GONE = (OperationalError, InterfaceError, InternalError, TimeoutError)
+# PostgreSQL says with them, for nothing, by what the transaction can be known later (jobs.fate).
+_INSERT_EVENTS = {"sqlite": events.insert(), "postgresql": events.insert().returning(func.txid_current())}
+_NUMBER = select(func.txid_current_if_assigned())
+
+
+class _Unanswered(Exception):
+    """A COMMIT was sent, and what came of it was not heard."""
+
+    def __init__(self, mark: Mark, cause: BaseException) -> None:
+        super().__init__(cause)
+        self.mark, self.reason = mark, _reason(cause)
+        self.interrupt = None if isinstance(cause, Exception) else cause
 
 
 class Transaction:
@@ -40,38 +61,57 @@ class Transaction:
         self.webhooks: list[dict[str, Any]] = []
         self.tellings: list[dict[str, Any]] = []
 
-    def flush(self) -> None:
-        """Write the collected rows.  One executemany each: a third of the cost of single inserts."""
+    def flush(self) -> Mark:
+        """Write the collected rows, and tell by what the transaction can be known.
+
+        One executemany each: a third of the cost of single inserts.
+        """
+        dialect = self.connection.dialect.name
+        number, numbered = None, dialect == "postgresql"
         if self.events:
-            self.connection.execute(events.insert(), self.events)
+            written = self.connection.execute(_INSERT_EVENTS[dialect], self.events)
+            number = written.scalars().first() if numbered else None
+        elif numbered:
+            number = self.connection.execute(_NUMBER).scalar()
         if self.webhooks:
             self.connection.execute(webhooks.insert(), self.webhooks)
         if self.tellings:
             self.connection.execute(tellings.insert(), self.tellings)
+        return Mark(number, self.events[-1] if self.events else None)
 
 
-Unit = Callable[[Transaction], T]
+Unit = Callable[[Transaction], T | SlotkeeperError]
 
 
 class _Ticket(Generic[T]):
     """One unit in the line for the next commit."""
 
-    __slots__ = ("_woken", "done", "error", "relaxed", "result", "unit")
+    __slots__ = ("_woken", "done", "error", "leads", "relaxed", "result", "unit", "until")
 
-    def __init__(self, unit: Unit[T], relaxed: bool) -> None:
+    def __init__(self, unit: Unit[T], relaxed: bool, until: float) -> None:
         self.unit = unit
         self.relaxed = relaxed
+        self.until = until  # monotonic: when it is refused if it has not been begun
+        self.leads = False
         self.done = False
         self.result: T | None = None
         self.error: BaseException | None = None
         self._woken = threading.Lock()
         self._woken.acquire()
 
-    def wait(self) -> None:
-        self._woken.acquire()
+    def wait(self, seconds: float) -> bool:
+        """False: nobody has woken it."""
+        return self._woken.acquire(timeout=max(seconds, 0.0))
 
     def wake(self) -> None:
         self._woken.release()
+
+    def fulfil(self, result: T | SlotkeeperError) -> None:
+        self.done, self.error = True, None
+        if isinstance(result, SlotkeeperError):
+            self.error = result
+        else:
+            self.result = result
 
     def fail(self, error: BaseException | None) -> None:
         self.done, self.error = True, error
@@ -85,11 +125,16 @@ class _Ticket(Generic[T]):
 class Database:
     """One record.  Safe to share between threads, not across a fork."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, limits: Limits | None = None) -> None:
         self.url = url
-        self.engine = _engine(url)
-        self._relaxed = self.engine.execution_options(slotkeeper_relaxed=True)
-        self._reader = self.engine.execution_options(**_READS[self.engine.dialect.name])
+        self.limits = limits or Limits()
+        self.engine = engines.make(url, self.limits)
+        self._relaxed = self.engine.execution_options(**engines.RELAXED)
+        dialect = self.engine.dialect.name
+        self._reader = self.engine.execution_options(**engines.READS[dialect])
+        self._snapshots = self.engine.execution_options(**engines.SNAPSHOT[dialect])
+        # For the question what became of a commit: a pooled connection may be as silent as the one that was lost.
+        self._inquirer = engines.make(url, self.limits, pooled=False).execution_options(**engines.READS[dialect])
         self._lock = threading.Lock()
         self._line: list[_Ticket[Any]] = []
         self._led = False
@@ -101,82 +146,148 @@ class Database:
         survive the end of any process, and spares the wait for the disk (0.3 of 0.5 ms).
 
         `unit` may be run again if a neighbour spoils the shared transaction: it must have no effect but on
-        its connection.  Raises what the unit raised, or RecordUnavailable; then nothing of it was stored.
+        its connection.  What it refuses before it has written anything, it returns as an error, which is raised
+        here: so its neighbours are not concerned.  Raises what the unit raised, or RecordUnavailable; then nothing
+        of it was stored; or RecordUncertain.
         """
-        ticket: _Ticket[T] = _Ticket(unit, relaxed)
+        limits = self.limits
+        ticket: _Ticket[T] = _Ticket(unit, relaxed, time.monotonic() + limits.turn_s)
         with self._lock:
             self._line.append(ticket)
-            leads, self._led = not self._led, True
-        if not leads:
-            ticket.wait()
+            ticket.leads, self._led = not self._led, True
+        if not ticket.leads and not ticket.wait(limits.turn_s):
+            self._leave(ticket)
         if not ticket.done:
             self._lead()
         return ticket.outcome()
+
+    def _leave(self, ticket: _Ticket[Any]) -> None:
+        """Give up the turn that did not come.  Raises RecordUnavailable, unless it has come just now."""
+        with self._lock:
+            if ticket in self._line and not ticket.leads:
+                self._line.remove(ticket)
+                raise _turned_away()
+        if not ticket.wait(self.limits.transaction_s + self.limits.inquiry_s + _SLACK_S):
+            raise _uncertain("the commit takes very long")
 
     def _lead(self) -> None:
         """Commit what waits, our own unit among it, then pass the lead on."""
         with self._lock:
             batch, self._line = self._line[:_LARGEST_BATCH], self._line[_LARGEST_BATCH:]
         try:
-            self._commit(batch)
+            self._answer(batch)
         finally:
             with self._lock:
                 heir = self._line[0] if self._line else None
                 self._led = heir is not None
+                if heir is not None:
+                    heir.leads = True
             for ticket in batch:
                 if not ticket.done:  # Ctrl-C or the like came in between; it is raised in this thread alone.
-                    ticket.fail(RecordUnavailable("The commit was interrupted; try again."))
+                    ticket.fail(_unavailable("the commit was interrupted"))
             for ticket in batch[1:]:
                 ticket.wake()
             if heir is not None:
                 heir.wake()
 
-    def _commit(self, batch: list[_Ticket[Any]], look_again: bool = True) -> bool:
+    def _answer(self, batch: list[_Ticket[Any]]) -> None:
+        """Begin what is not too late, and answer every ticket of `batch`, all within their time."""
+        now = time.monotonic()
+        for ticket in batch:
+            if ticket.until < now:
+                ticket.fail(_turned_away())
+        in_time = [ticket for ticket in batch if not ticket.done]
+        if in_time:
+            self._commit(in_time, now + self.limits.transaction_s)
+
+    def _commit(self, batch: Sequence[_Ticket[Any]], until: float, look_again: bool = True) -> bool:
         """Answer every ticket of `batch`.  False: the database did not even begin."""
-        began = False
+        began, results = False, []
         try:
-            with self._transaction(relaxed=all(ticket.relaxed for ticket in batch)) as transaction:
+            with self._transaction(all(ticket.relaxed for ticket in batch), until) as transaction:
                 began = True
-                results = [ticket.unit(transaction) for ticket in batch]
+                for ticket in batch:
+                    results.append(ticket.unit(transaction))
+        except _Unanswered as lost:
+            self._inquire(batch, results, lost)
         except Exception as error:
-            if began and len(batch) > 1:  # One of them spoiled it for all: each on its own.
-                return self._commit_singly(batch)
+            if began and len(batch) > 1:
+                return self._commit_apart(batch, len(results), until)
             if began and look_again and isinstance(error, IntegrityError):
                 # On PostgreSQL another process may insert a row between our look and our insert.
-                return self._commit(batch, look_again=False)
+                return self._commit(batch, until, look_again=False)
             for ticket in batch:
                 ticket.fail(error)
         else:
-            for ticket, result in zip(batch, results, strict=True):
-                ticket.done, ticket.result = True, result
+            _fulfil(batch, results)
         return began
 
-    def _commit_singly(self, batch: list[_Ticket[Any]]) -> bool:
-        for n, ticket in enumerate(batch):
-            if not self._commit([ticket]):
-                for other in batch[n + 1 :]:  # Or each would wait for the time-out in turn.
-                    other.fail(ticket.error)
+    def _commit_apart(self, batch: Sequence[_Ticket[Any]], n: int, until: float) -> bool:
+        """Nothing of a group was stored: try again without its `n`-th unit, which spoiled it, and that one alone.
+
+        If none of them did, but what they wrote together, each is tried alone.
+        """
+        groups = [[ticket] for ticket in batch]
+        if n < len(batch):
+            groups = [[*batch[:n], *batch[n + 1 :]], [batch[n]]]
+        while groups:
+            group = groups.pop(0)
+            if not self._commit(group, until):
+                for ticket in (ticket for others in groups for ticket in others):
+                    ticket.fail(group[0].error)  # Or each would wait for the time-out in turn.
                 return False
         return True
 
-    @contextmanager
-    def _transaction(self, relaxed: bool) -> Iterator[Transaction]:
-        try:
-            with (self._relaxed if relaxed else self.engine).begin() as connection:
-                transaction = Transaction(connection)
-                yield transaction
-                transaction.flush()
-        except _GONE as error:
-            raise _unavailable(error) from error
+    def _inquire(self, batch: Sequence[_Ticket[Any]], results: Sequence[Any], lost: _Unanswered) -> None:
+        """Answer the tickets of a COMMIT that was not answered itself, with what is found out."""
+        for ticket in batch:
+            ticket.fail(_uncertain(lost.reason))
+        found = self._fate_of(lost.mark)
+        if found is Fate.STORED:
+            _fulfil(batch, results)
+        elif found is Fate.NOT_STORED:
+            for ticket in batch:
+                ticket.fail(_unavailable(lost.reason))
+        if lost.interrupt is not None:
+            raise lost.interrupt
+
+    def _fate_of(self, mark: Mark) -> Fate:
+        with engines.within(self.limits.inquiry_s):
+            while True:
+                try:
+                    with self._inquirer.connect() as connection:
+                        found = fate.ask(connection, mark)
+                except SQLAlchemyError:
+                    found = Fate.OPEN
+                if found is not Fate.OPEN or engines.left() < _ASK_AGAIN_S:
+                    return found
+                time.sleep(_ASK_AGAIN_S)
 
     @contextmanager
-    def read(self) -> Iterator[Connection]:
-        """A connection on which each statement sees the newest commit.  Raises RecordUnavailable."""
+    def _transaction(self, relaxed: bool, until: float) -> Iterator[Transaction]:
+        """Commits at the end of the block.  Raises RecordUnavailable: nothing was stored; _Unanswered."""
+        engine = self._relaxed if relaxed else self.engine
         try:
-            with self._reader.connect() as connection:
-                yield connection
+            with engines.within(until - time.monotonic()), engine.connect() as connection, connection.begin() as begun:
+                transaction = Transaction(connection)
+                yield transaction
+                mark = transaction.flush()
+                try:
+                    begun.commit()
+                except BaseException as error:
+                    connection.invalidate()  # It may still be in the transaction, with its locks.
+                    raise _Unanswered(mark, error) from error
         except _GONE as error:
-            raise _unavailable(error) from error
+            raise _unavailable(_reason(error)) from error
+
+    @contextmanager
+    def read(self, *, patient: bool = False) -> Iterator[Connection]:
+        """A connection on which each statement sees the newest commit.  Raises RecordUnavailable.
+
+        `patient`: no request waits for it, or it looks at all jobs.
+        """
+        with self._reading(self._reader, math.inf if patient else self.limits.read_s) as connection:
+            yield connection
 
     @contextmanager
     def snapshot(self) -> Iterator[Connection]:
@@ -184,65 +295,41 @@ class Database:
 
         What is read stands still meanwhile, and the database keeps what others remove: do not hold it for hours.
         """
-        # PostgreSQL pages only inside a transaction; on SQLite that would lock out all who write.
-        source = self._reader if self.engine.dialect.name == "sqlite" else self.engine
+        with self._reading(self._snapshots, math.inf) as connection:
+            yield connection
+
+    @contextmanager
+    def _reading(self, engine: Engine, seconds: float) -> Iterator[Connection]:
         try:
-            with source.connect() as connection:
+            with engines.within(seconds), engine.connect() as connection:
                 yield connection
         except _GONE as error:
-            raise _unavailable(error) from error
+            raise RecordUnavailable(f"The database did not answer ({_reason(error)}); try again.") from error
 
     def close(self) -> None:
         self.engine.dispose()
 
 
-def _unavailable(error: Exception) -> RecordUnavailable:
-    reason = str(getattr(error, "orig", error)).strip().splitlines()
-    return RecordUnavailable(
-        f"The database did not take the request ({reason[0] if reason else 'no reason given'}); "
-        "nothing was stored, try again."
+def _fulfil(batch: Sequence[_Ticket[Any]], results: Sequence[Any]) -> None:
+    for ticket, result in zip(batch, results, strict=True):
+        ticket.fulfil(result)
+
+
+def _reason(error: BaseException) -> str:
+    said = str(getattr(error, "orig", None) or error).strip().splitlines()
+    return said[0] if said else "no reason given"
+
+
+def _unavailable(reason: str) -> RecordUnavailable:
+    return RecordUnavailable(f"The database did not take the request ({reason}); nothing was stored, try again.")
+
+
+def _turned_away() -> RecordUnavailable:
+    return _unavailable("its turn did not come in time")
+
+
+def _uncertain(reason: str) -> RecordUncertain:
+    return RecordUncertain(
+        f"The database did not answer ({reason}); whether the request was stored is not known.  Look for what it "
+        "asked for, or ask again with the same Idempotency-Key."
     )
-
-
-def _engine(url: str) -> Engine:
-    if url.startswith("sqlite"):
-        return _sqlite(url)
-    patience = {} if "connect_timeout" in make_url(url).query else {"connect_timeout": CONNECT_TIMEOUT_S}
-    return create_engine(
-        url, connect_args=patience, pool_size=8, max_overflow=24, pool_pre_ping=True, pool_timeout=CONNECT_TIMEOUT_S
-    )
-
-
-def _sqlite(url: str) -> Engine:
-    path = url.removeprefix("sqlite:///")
-    if path and path != url and os.path.dirname(path):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-    engine = create_engine(
-        url,
-        connect_args={"timeout": _BUSY_TIMEOUT_MS / 1000, "check_same_thread": False},
-        pool_size=8,
-        max_overflow=56,
-    )
-    event.listen(engine, "connect", _prepare_sqlite)
-    event.listen(engine, "begin", _begin_sqlite)
-    return engine
-
-
-def _prepare_sqlite(connection: Any, _: object) -> None:
-    connection.isolation_level = None  # We say BEGIN ourselves, see below.
-    for pragma in (
-        "journal_mode=WAL",
-        "foreign_keys=ON",
-        "wal_autocheckpoint=4000",
-        "cache_size=-16000",
-    ):
-        connection.execute(f"PRAGMA {pragma}")
-
-
-def _begin_sqlite(connection: Connection) -> None:
-    # IMMEDIATE: a transaction that first reads and then writes cannot fail half-way with SQLITE_BUSY.
-    options = connection.get_execution_options()
-    if "slotkeeper_reads" not in options:
-        # FULL: what was answered survives a power cut.
-        connection.exec_driver_sql(f"PRAGMA synchronous={'NORMAL' if 'slotkeeper_relaxed' in options else 'FULL'}")
-        connection.exec_driver_sql("BEGIN IMMEDIATE")

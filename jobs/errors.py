@@ -71,3 +71,9 @@ class RecordUnavailable(SlotkeeperError):
 
     code = "record_unavailable"
     retry_after_s = 2.0
+
+
+class RecordUncertain(RecordUnavailable):
+    """The database did not answer; whether it stored the request is not known."""
+
+    code = "record_uncertain"

@@ -46,15 +46,18 @@ class Attempt:
 
 def append(transaction: Transaction, job_id: str, to: State, at_ms: int, attempt: int, data: dict[str, Any]) -> None:
     """Have the event of one transition written before the transaction commits."""
-    transaction.events.append(
-        {
-            "job_id": job_id,
-            "type": TYPES[to],
-            "at_ms": at_ms,
-            "attempt": attempt,
-            "data": orjson.dumps(data).decode(),
-        }
-    )
+    transaction.events.append(row_of(job_id, to, at_ms, attempt, data))
+
+
+def row_of(job_id: str, to: State, at_ms: int, attempt: int, data: dict[str, Any]) -> dict[str, Any]:
+    """The event of one transition, as it stands in the table."""
+    return {
+        "job_id": job_id,
+        "type": TYPES[to],
+        "at_ms": at_ms,
+        "attempt": attempt,
+        "data": orjson.dumps(data).decode(),
+    }
 
 
 def note(transaction: Transaction, subject: str, type_: str, at_ms: int, data: dict[str, Any]) -> None:

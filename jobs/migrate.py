@@ -19,7 +19,7 @@ from alembic.util import CommandError
 from sqlalchemy import Engine, NullPool, create_engine, make_url
 from sqlalchemy.exc import InterfaceError, OperationalError
 
-from jobs.db import CONNECT_TIMEOUT_S
+from jobs.engines import CONNECT_S
 from jobs.errors import Conflict, RecordUnavailable
 
 # Found beside this package, not by its name: the working folder of a user may have `migrations` of its own.
@@ -140,7 +140,7 @@ def _patient(url: str) -> str:
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite" or "connect_timeout" in parsed.query:
         return url
-    patient = parsed.update_query_dict({"connect_timeout": str(CONNECT_TIMEOUT_S)})
+    patient = parsed.update_query_dict({"connect_timeout": str(CONNECT_S)})
     return patient.render_as_string(hide_password=False)
 
 

@@ -5,67 +5,42 @@ find; its row count is the answer.  The event and, at the end of a job, the webh
 transaction.  What may follow what is read from states.TRANSITIONS and nowhere else.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from sqlalchemy import (
-    ColumnElement,
+    CompoundSelect,
+    Executable,
+    Integer,
     Select,
-    Update,
     bindparam,
     case,
-    delete,
-    exists,
     func,
-    insert,
     select,
+    text,
+    union_all,
     update,
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from jobs import events, history, idempotency, tellings, webhooks
+from jobs import events, fate, history, idempotency, moves, removal, tellings, webhooks
 from jobs.db import Database, Transaction
-from jobs.errors import Conflict
-from jobs.models import counters, jobs
-from jobs.models import events as _events
-from jobs.models import tellings as _tellings
-from jobs.models import webhooks as _webhooks
+from jobs.errors import RecordUncertain
+from jobs.models import MAY_EXPIRE, QUEUED, jobs
+from jobs.moves import UNFINISHED, WAITING_COLUMNS, Move, stands
 from jobs.record import Accepted, Brief, Event, Job, NewJob, Past, Run, Waiting, storable
-from jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, Edge, State, Why, edge
+from jobs.states import State, Why, edge
 
 Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are named at the statements
 
-# A worker may die and its job go on at the server: these transitions keep what is needed to resume it.
-_KEEPS_REMOTE = frozenset({Why.LEASE_EXPIRED, Why.HANDED_BACK})
-# Where a run ends without a result; a job that shall be canceled does not go there.
-_UNFINISHED = frozenset({State.QUEUED, State.DELAYED, State.DEAD})
 _MAX_ERROR = 2000
+_MOST_UNHEARD = 10_000  # Each is asked again soon, unless its worker ends.
+_MOST_MODELS = 100  # in one statement; SQLite joins at most 500 queries
 
-_WAITING_COLUMNS = (
-    jobs.c.id,
-    jobs.c.seq,
-    jobs.c.model,
-    jobs.c.tier,
-    jobs.c.tenant,
-    jobs.c.created_ms,
-    jobs.c.needs,
-)
-_BRIEF_COLUMNS = (*_WAITING_COLUMNS, jobs.c.state, jobs.c.attempt, jobs.c.lease, jobs.c.cancel_requested_ms)
-_MOVED_COLUMNS = (
-    *_WAITING_COLUMNS,
-    jobs.c.attempt,
-    jobs.c.failures,
-    jobs.c.crashes,
-    jobs.c.deadline_ms,
-    jobs.c.remote_id,
-    jobs.c.sent_ms,
-    jobs.c.started_ms,
-    jobs.c.cancel_requested_ms,
-    jobs.c.callback_url,
-    jobs.c.envelope,
-)
+_BRIEF_COLUMNS = (*WAITING_COLUMNS, jobs.c.state, jobs.c.attempt, jobs.c.lease, jobs.c.cancel_requested_ms)
 _LISTED_COLUMNS = tuple(column for column in jobs.c if column.name not in {"payload", "result", "envelope"})
 
 
@@ -93,97 +68,36 @@ class Error:
 
 @dataclass(frozen=True, slots=True)
 class _Act:
-    """A transition that is wanted of one job."""
+    """A transition that is wanted."""
 
     state: State
     why: Why
-    job_id: str
     now: int
+    params: dict[str, Any]  # of its statement
     data: dict[str, Any] = field(default_factory=dict)  # for its event
-    params: dict[str, Any] = field(default_factory=dict)  # of its statement
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What its event says."""
+        return {"why": self.why, **self.data}
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """One prepared transition."""
-
-    edge: Edge
-    statement: Update
-    names: frozenset[str]  # of the parameters that the statement takes
+def _canceled(act: _Act) -> _Act:
+    """What is done instead to a job that shall be canceled."""
+    error = Error("canceled", "Canceled; its run came to no result.")
+    params = {name: act.params[name] for name in ("p_id", "p_attempt")} | _fields(error=error)
+    return replace(act, why=Why.CANCEL_REQUESTED, data=_event_data(error), params=params)
 
 
 def _waiting(row: Row) -> Waiting:
     return Waiting(row.id, row.seq, row.model, row.tier, row.tenant, row.created_ms, row.needs)
 
 
-def _values(state: State, why: Why, to: State) -> dict[str, Any]:
-    """Columns that a transition sets, beside `state`, `why` and the budget's counter."""
-    stopped: dict[str, Any] = {"slot": None, "lease": None}
-    forgotten: dict[str, Any] = {} if why in _KEEPS_REMOTE else {"remote_id": None, "sent_ms": None}
-    if forgotten and why is not Why.SERVER_LOST:  # That one may still have the result of a run that has ended.
-        forgotten["server"] = None
-    error: dict[str, Any] = {"error_code": bindparam("p_error_code"), "error_message": bindparam("p_error_message")}
-    match to:
-        case State.RUNNING:
-            return {
-                "attempt": jobs.c.attempt + 1,  # LEASE-2: the token grows with every start
-                "started_ms": bindparam("p_now"),
-                "server": bindparam("p_server"),
-                "slot": bindparam("p_slot"),
-                "lease": bindparam("p_lease"),
-                # A remote id means something only to the server that gave it.
-                "remote_id": _if_same_server(jobs.c.remote_id),
-                "sent_ms": _if_same_server(jobs.c.sent_ms),
-            }
-        case State.QUEUED if state is State.DEAD:
-            cleared = dict.fromkeys(
-                ("finished_ms", "error_code", "error_message", "deadline_ms", "cancel_requested_ms")
-            )
-            return stopped | forgotten | cleared | {"failures": 0, "crashes": 0}
-        case State.QUEUED if state is State.DELAYED:
-            return {"due_ms": None}
-        case State.QUEUED:
-            return stopped | forgotten | error
-        case State.DELAYED:
-            return stopped | forgotten | error | {"due_ms": bindparam("p_due")}
-        case _:
-            return error | {
-                "finished_ms": bindparam("p_now"),
-                "result": bindparam("p_result"),
-                "due_ms": None,
-                "lease": None,
-            }
-
-
-def _if_same_server(column: ColumnElement[Any]) -> ColumnElement[Any]:
-    return case((jobs.c.server == bindparam("p_server"), column), else_=None)
-
-
-def _move(state: State, why: Why) -> _Move:
-    found = edge(state, why)
-    statement = update(jobs).where(jobs.c.id == bindparam("p_id"), jobs.c.state == state.value)
-    if state is State.RUNNING:  # LEASE-3: only under the token of this very run
-        statement = statement.where(jobs.c.attempt == bindparam("p_attempt"))
-    if state is State.RUNNING and found.to in _UNFINISHED:
-        statement = statement.where(jobs.c.cancel_requested_ms.is_(None))
-    values = _values(state, why, found.to)
-    if found.costs is not Budget.NOTHING:
-        values[found.costs.value] = jobs.c[found.costs.value] + 1
-    columns = (*_MOVED_COLUMNS, jobs.c.payload) if found.to is State.RUNNING else _MOVED_COLUMNS
-    statement = statement.values(state=found.to.value, why=why.value, **values).returning(*columns)
-    names = {name for name in statement.compile().params if name.startswith("p_")}
-    return _Move(found, statement, frozenset(names))
-
-
-_MOVES: dict[tuple[State, Why], _Move] = {
-    (state, why): _move(state, why) for (state, why) in TRANSITIONS if state is not None
-}
-
 _NOTE_REMOTE = (
     update(jobs)
     .where(
         jobs.c.id == bindparam("p_id"),
-        jobs.c.state == State.RUNNING.value,
+        stands(State.RUNNING),
         jobs.c.attempt == bindparam("p_attempt"),
     )
     .values(
@@ -193,7 +107,7 @@ _NOTE_REMOTE = (
 )
 _REQUEST_CANCEL = (
     update(jobs)
-    .where(jobs.c.id == bindparam("p_id"), jobs.c.state == State.RUNNING.value)
+    .where(jobs.c.id == bindparam("p_id"), stands(State.RUNNING))
     .values(cancel_requested_ms=func.coalesce(jobs.c.cancel_requested_ms, bindparam("p_now")))
 )
 _CANCEL_WANTED = select(jobs.c.cancel_requested_ms).where(jobs.c.id == bindparam("p_id"))
@@ -201,9 +115,24 @@ _BRIEF = select(jobs.c.id, jobs.c.seq, jobs.c.state).where(jobs.c.id == bindpara
 _LISTED = select(*_LISTED_COLUMNS)
 _WHOLE = select(jobs).where(jobs.c.id == bindparam("p_id"))
 _HEADERS = select(jobs.c.model, jobs.c.tier, jobs.c.failures, jobs.c.envelope).where(jobs.c.id == bindparam("p_id"))
-_OWED = select(_webhooks.c.id).where(_webhooks.c.job_id == bindparam("p_id"), _webhooks.c.state == "pending").limit(1)
 _QUEUED_BY_MODEL = select(jobs.c.model, func.count()).where(jobs.c.state == State.QUEUED.value).group_by(jobs.c.model)
+_DUE = select(jobs.c.seq).where(jobs.c.due_ms <= bindparam("p_now")).order_by(jobs.c.due_ms, jobs.c.seq)
+# In the words of their index, without which SQLite does not see that it may be used.
+_IS_OVERDUE = jobs.c.deadline_ms <= bindparam("p_now"), text(MAY_EXPIRE)
+_OVERDUE = select(jobs.c.seq, jobs.c.state).where(*_IS_OVERDUE).order_by(jobs.c.deadline_ms)
+_QUEUED = (
+    select(*WAITING_COLUMNS)
+    .where(text(QUEUED), jobs.c.seq > bindparam("p_after"))
+    .order_by(jobs.c.seq)
+    .limit(bindparam("p_limit", type_=Integer))
+)
+_LAST_SEQ = select(func.max(jobs.c.seq))
 _COUNTS = select(jobs.c.state, func.count()).group_by(jobs.c.state)
+
+
+def _queued_of(models: Sequence[str]) -> CompoundSelect[Any]:
+    """The first of each model, so that its index gives them in order and reads no more than it must."""
+    return union_all(*[select(_QUEUED.where(jobs.c.model == model).subquery()) for model in models])
 
 
 class Store:
@@ -212,6 +141,8 @@ class Store:
     def __init__(self, database: Database, idempotency_window_s: int = 86_400) -> None:
         self.database = database
         self._window_ms = idempotency_window_s * 1000
+        self._unheard: dict[tuple[str, int], list[_Act]] = {}
+        """Run -> its settles of which is not known whether they were stored."""
         dialect = {"sqlite": sqlite, "postgresql": postgresql}[database.engine.dialect.name]
         self._insert = dialect.insert(jobs).on_conflict_do_nothing(index_elements=["id"]).returning(jobs.c.seq)
 
@@ -239,7 +170,7 @@ class Store:
         to = edge(None, why).to
         seq = tx.connection.execute(self._insert, _new_row(job, why, to, now)).scalar()
         if seq is None:  # the same id again: a doubled message
-            count(tx, "doubled")  # It took a number all the same, which the ledger must not miss.
+            removal.count(tx, "doubled")  # It took a number all the same, which the ledger must not miss.
             return _accepted(idempotency.same_request(tx.connection, job))
         data = {"why": why, "model": job.model, "tier": job.tier, "tenant": job.tenant}
         events.append(tx, job.id, to, now, 0, data)
@@ -259,8 +190,8 @@ class Store:
     def start(self, job_id: str, server: str, slot: str, lease: str, now: int, offer: int = 0) -> Run | None:
         """Give a queued job to the caller; None: it is not queued (any more)."""
         data = {"server": server, "slot": slot, "offer": offer}
-        placed = {"p_server": server, "p_slot": slot, "p_lease": lease}
-        act = _Act(State.QUEUED, Why.STARTED, job_id, now, data, placed)
+        placed = {"p_id": job_id, "p_server": server, "p_slot": slot, "p_lease": lease}
+        act = _Act(State.QUEUED, Why.STARTED, now, placed, data)
         # A start is no promise: after a power cut the job is queued again, as it is after any crash.
         row = self.database.write(lambda tx: self._transition(tx, act), relaxed=True)
         return None if row is None else _run(row, server, slot)
@@ -279,30 +210,55 @@ class Store:
         """End the run `attempt` for the reason `why`; None: that run is over already, nothing was changed.
 
         A job that shall be canceled, and whose run comes to no result, is canceled, whatever `why` says.
+        After a RecordUncertain it can be asked again, and answers as if the first time had succeeded, if it had.
         `result`: JSON text, for FINISHED.  `due_ms`: when a delayed job may run again, for SERVER_ERROR.
         """
         if why is Why.SERVER_ERROR and due_ms is None:
             raise ValueError("due_ms is missing: a delayed job without it would never be queued again")
-        params = _fields(result, error, due_ms) | {"p_attempt": attempt}
-        act = _Act(State.RUNNING, why, job_id, now, _event_data(error, due_ms, now), params)
-        if edge(State.RUNNING, why).to not in _UNFINISHED:
-            return self.database.write(lambda tx: self._moved(tx, act))
-        error = Error("canceled", "Canceled; its run came to no result.")
-        params = _fields(None, error, None) | {"p_attempt": attempt}
-        canceled = replace(act, why=Why.CANCEL_REQUESTED, data=_event_data(error, None, now), params=params)
-        return self.database.write(lambda tx: self._moved(tx, act) or self._moved_if_canceled(tx, canceled))
+        params = {"p_id": job_id, "p_attempt": attempt} | _fields(result, error, due_ms)
+        act = _Act(State.RUNNING, why, now, params, _event_data(error, due_ms, now))
+        instead = _canceled(act) if edge(State.RUNNING, why).to in UNFINISHED else None
+        run = job_id, attempt
 
-    def _moved_if_canceled(self, tx: Transaction, act: _Act) -> Moved | None:
-        wanted = tx.connection.execute(_CANCEL_WANTED, {"p_id": act.job_id}).scalar()
-        return None if wanted is None else self._moved(tx, act)
+        def unit(tx: Transaction) -> Moved | None:
+            return self._stored_unheard(tx, run) or self._moved(tx, act) or self._moved_if_canceled(tx, instead)
+
+        try:
+            moved = self.database.write(unit)
+        except RecordUncertain:
+            self._remember(run, act, instead)
+            raise
+        self._unheard.pop(run, None)
+        return moved
+
+    def _moved_if_canceled(self, tx: Transaction, act: _Act | None) -> Moved | None:
+        if act is None or tx.connection.execute(_CANCEL_WANTED, {"p_id": act.params["p_id"]}).scalar() is None:
+            return None
+        return self._moved(tx, act)
+
+    def _remember(self, run: tuple[str, int], *acts: _Act | None) -> None:
+        self._unheard[run] = [*self._unheard.get(run, ()), *filter(None, acts)]
+        if len(self._unheard) > _MOST_UNHEARD:
+            del self._unheard[next(iter(self._unheard))]
+
+    def _stored_unheard(self, tx: Transaction, run: tuple[str, int]) -> Moved | None:
+        """What one of our own earlier settles of this run has stored after all."""
+        job_id, attempt = run
+        for act in self._unheard.get(run, ()):
+            to = edge(act.state, act.why).to
+            if fate.wrote(tx.connection, events.row_of(job_id, to, act.now, attempt, act.told)):
+                row = tx.connection.execute(_WHOLE, {"p_id": job_id}).one()
+                as_it_was = SimpleNamespace(**{**row._mapping, "attempt": attempt})
+                return self._ended(Transaction(tx.connection), as_it_was, to, act.now)  # It owes already what it owes.
+        return None
 
     def end_waiting(self, job_id: str, why: Why, now: int, error: Error | None = None) -> Moved | None:
         """End a queued or delayed job (CANCEL_REQUESTED, DEADLINE_PASSED); None: it is neither."""
 
         def unit(tx: Transaction) -> Moved | None:
-            params, data = _fields(None, error, None), _event_data(error, None, now)
+            params, data = {"p_id": job_id} | _fields(error=error), _event_data(error)
             for state in (State.QUEUED, State.DELAYED):
-                moved = self._moved(tx, _Act(state, why, job_id, now, data, params))
+                moved = self._moved(tx, _Act(state, why, now, params, data))
                 if moved is not None:
                     return moved
             return None
@@ -322,40 +278,68 @@ class Store:
 
     def promote_due(self, now: int, limit: int = 1000) -> list[Waiting]:
         """Queue the delayed jobs whose time has come, soonest first; answer those that this call queued."""
-        due = select(jobs.c.id).where(jobs.c.due_ms <= now).order_by(jobs.c.due_ms, jobs.c.seq).limit(limit)
 
         def unit(tx: Transaction) -> list[Waiting]:
-            moved = [
-                self._transition(tx, _Act(State.DELAYED, Why.DUE, job_id, now))
-                for job_id in tx.connection.execute(due).scalars().all()
-            ]
-            return [_waiting(row) for row in moved if row is not None]
+            seqs = [row.seq for row in _locked(tx, _DUE, now, limit)]
+            rows = self._transitions(tx, moves.MANY, _Act(State.DELAYED, Why.DUE, now, {"p_seqs": seqs}))
+            found = {row.seq: _waiting(row) for row in rows}
+            return [found[seq] for seq in seqs]
 
-        return self.database.write(unit)
+        return self.database.write(unit) if self._any(_DUE, now) else []
+
+    def expire_overdue(self, now: int, limit: int = 1000) -> list[Moved]:
+        """End jobs whose deadline has passed, waiting and running alike, the longest overdue first.
+
+        Answers those that this call ended, at most `limit`, all in one transaction.  None: there are no more, or
+        somebody else is at them just now.
+        """
+
+        def unit(tx: Transaction) -> list[Moved]:
+            overdue = defaultdict[State, list[int]](list)
+            for row in _locked(tx, _OVERDUE, now, limit):
+                overdue[State(row.state)].append(row.seq)
+            return [moved for state, seqs in overdue.items() for moved in self._expire(tx, state, seqs, now)]
+
+        return self.database.write(unit) if self._any(_OVERDUE, now) else []
+
+    def _expire(self, tx: Transaction, state: State, seqs: Sequence[int], now: int) -> list[Moved]:
+        error = Error("deadline_passed", f"Its deadline passed while it was {state}.")
+        params = {"p_seqs": seqs} | _fields(error=error)
+        act = _Act(state, Why.DEADLINE_PASSED, now, params, _event_data(error))
+        return [self._ended(tx, row, State.EXPIRED, now) for row in self._transitions(tx, moves.MANY, act)]
+
+    def _any(self, query: Select[Any], now: int) -> bool:
+        """Whether there is anything to do: a look that keeps nobody from writing."""
+        with self.database.read() as connection:
+            return connection.execute(query.limit(1), {"p_now": now}).first() is not None
 
     def revive(self, job_id: str, now: int) -> Waiting | None:
         """Queue a dead job again, with fresh budgets, at its own place; None: it is not dead."""
-        act = _Act(State.DEAD, Why.REVIVED, job_id, now)
+        act = _Act(State.DEAD, Why.REVIVED, now, {"p_id": job_id})
         row = self.database.write(lambda tx: self._transition(tx, act))
         return None if row is None else _waiting(row)
 
     def _moved(self, tx: Transaction, act: _Act) -> Moved | None:
         row = self._transition(tx, act)
-        if row is None:
-            return None
-        to = edge(act.state, act.why).to
-        webhook_id = webhooks.owe(tx, row, to, act.now)
-        telling_id = tellings.owe(tx, row, to, act.now)
+        return None if row is None else self._ended(tx, row, edge(act.state, act.why).to, act.now)
+
+    def _ended(self, tx: Transaction, row: Row, to: State, now: int) -> Moved:
+        """What has been done to a job; at its end it owes from now on what its clients wait for."""
+        webhook_id = webhooks.owe(tx, row, to, now)
+        telling_id = tellings.owe(tx, row, to, now)
         return Moved(_waiting(row), to, row.attempt, row.failures, row.crashes, row.remote_id, webhook_id, telling_id)
 
     def _transition(self, tx: Transaction, act: _Act) -> Row | None:
-        """The one place that changes a state: guarded by it, with its event beside it."""
-        move = _MOVES[(act.state, act.why)]
-        given = act.params | {"p_id": act.job_id, "p_now": act.now}
-        row = tx.connection.execute(move.statement, {name: given[name] for name in move.names}).first()
-        if row is not None:
-            events.append(tx, act.job_id, move.edge.to, act.now, row.attempt, {"why": act.why, **act.data})
-        return row
+        return next(iter(self._transitions(tx, moves.ONE, act)), None)
+
+    def _transitions(self, tx: Transaction, how: Mapping[tuple[State, Why], Move], act: _Act) -> Sequence[Row]:
+        """The one place that changes states: guarded by them, with an event beside each."""
+        move = how[(act.state, act.why)]
+        given = act.params | {"p_now": act.now}
+        rows = tx.connection.execute(move.statement, {name: given[name] for name in move.names}).all()
+        for row in rows:
+            events.append(tx, row.id, move.edge.to, act.now, row.attempt, act.told)
+        return rows
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -415,21 +399,30 @@ class Store:
             _LISTED.where(jobs.c.state == State.RUNNING.value, jobs.c.server == server).order_by(jobs.c.seq)
         )
 
-    def queued(self, models: Sequence[str], after_seq: int = 0, limit: int = 1000) -> list[Waiting]:
-        """Queued jobs of these models, in order of acceptance, from `after_seq` on."""
-        query = (
-            select(*_WAITING_COLUMNS)
-            .where(jobs.c.state == State.QUEUED.value, jobs.c.seq > after_seq, jobs.c.model.in_(models))
-            .order_by(jobs.c.seq)
-            .limit(limit)
-        )
+    def queued(self, models: Sequence[str] | None = None, after_seq: int = 0, limit: int = 1000) -> list[Waiting]:
+        """Queued jobs of these models, or of all, in order of acceptance, from `after_seq` on.
+
+        For each model one look into an index of queued jobs alone: a model without any costs nothing.
+        """
+        queries: Sequence[Executable] = [_QUEUED]
+        if models is not None:
+            queries = [_queued_of(models[n : n + _MOST_MODELS]) for n in range(0, len(models), _MOST_MODELS)]
+        params = {"p_after": after_seq, "p_limit": limit}
         with self.database.read() as connection:
-            return [_waiting(row) for row in connection.execute(query)]
+            found = [_waiting(row) for query in queries for row in connection.execute(query, params)]
+        return sorted(found, key=lambda job: job.seq)[:limit]
+
+    def last_seq(self) -> int:
+        """The number of the job that was accepted last; 0: there is none.
+
+        On PostgreSQL a smaller one may become visible later: who goes on behind it looks twice.
+        """
+        with self.database.read() as connection:
+            return connection.execute(_LAST_SEQ).scalar() or 0
 
     def overdue(self, now: int, limit: int = 1000) -> list[Job]:
         """Jobs that have not ended although their deadline has passed."""
-        states = [state.value for state in sorted(ACTIVE)]
-        return self._jobs(_LISTED.where(jobs.c.deadline_ms <= now, jobs.c.state.in_(states)).limit(limit))
+        return self._jobs(_LISTED.where(*_IS_OVERDUE).limit(limit), {"p_now": now})
 
     def history(self, since_ms: int, until_ms: int, limit_per_batch: int = 5000) -> Iterator[Past]:
         """Jobs accepted from `since_ms` on and before `until_ms` that have started or ended, as they came.
@@ -455,9 +448,9 @@ class Store:
             found = {State(state): count for state, count in connection.execute(_COUNTS)}
         return {state: found.get(state, 0) for state in State}
 
-    def _jobs(self, query: Select[Any]) -> list[Job]:
+    def _jobs(self, query: Select[Any], params: Mapping[str, Any] | None = None) -> list[Job]:
         with self.database.read() as connection:
-            return [_job(row) for row in connection.execute(query)]
+            return [_job(row) for row in connection.execute(query, params)]
 
     # -- removing --------------------------------------------------------------------------------------------
 
@@ -465,59 +458,21 @@ class Store:
         """Remove the Idempotency-Keys whose window is over; answers how many."""
         return self.database.write(lambda tx: idempotency.forget_expired(tx.connection, now))
 
-    def purge(self, ended_before_ms: int, limit: int = 1000) -> int:
+    def purge(self, ended_before_ms: int, limit: int = 500) -> int:
         """Remove jobs that ended before that time, and what hangs on them; answers how many.
 
         A job whose webhook is still owed stays until that is delivered or given up (HOOK-1).
         """
-        owed = exists().where(_webhooks.c.job_id == jobs.c.id, _webhooks.c.state == "pending")
-        old = (
-            select(jobs.c.id, jobs.c.state)
-            .where(jobs.c.finished_ms < ended_before_ms, jobs.c.state.in_([s.value for s in sorted(FINAL)]), ~owed)
-            .limit(limit)
-        )
-        return self.database.write(lambda tx: _remove(tx, [tuple(row) for row in tx.connection.execute(old)]))
+        return removal.purge(self.database, ended_before_ms, limit)
 
     def delete_dead(self, job_id: str) -> bool:
-        """Remove a dead job for good.  False: it is not dead.
-
-        Raises Conflict while its webhook is owed: the message is made from the job (HOOK-1).
-        """
-        dead = select(jobs.c.id, jobs.c.state).where(jobs.c.id == job_id, jobs.c.state == State.DEAD.value)
-
-        def unit(tx: Transaction) -> bool:
-            # Locked, or on PostgreSQL it could be revived and die again, owing another message, before it is removed.
-            found = [tuple(row) for row in tx.connection.execute(dead.with_for_update())]
-            if found and (owed := tx.connection.execute(_OWED, {"p_id": job_id}).scalar()):
-                raise Conflict(
-                    f"Job {job_id!r} still owes its webhook {owed!r}, which would be lost with it; "
-                    "remove the job when that is delivered or given up.",
-                    job_id=job_id,
-                    webhook_id=owed,
-                )
-            return _remove(tx, found) == 1
-
-        return self.database.write(unit)
+        """Remove a dead job for good.  False: it is not dead.  Raises Conflict while its webhook is owed (HOOK-1)."""
+        return removal.delete_dead(self.database, job_id)
 
 
-def _remove(tx: Transaction, found: Sequence[tuple[str, str]]) -> int:
-    """Delete ended jobs, counting them by state, so that the ledger (JOB-3) still balances."""
-    removed = 0
-    for job_id, state in found:
-        gone = tx.connection.execute(delete(jobs).where(jobs.c.id == job_id, jobs.c.state == state)).rowcount
-        if gone:
-            for table in (_events, _webhooks, _tellings):
-                tx.connection.execute(delete(table).where(table.c.job_id == job_id))
-            count(tx, f"purged.{state}")
-        removed += gone
-    return removed
-
-
-def count(tx: Transaction, name: str, by: int = 1) -> None:
-    """Raise a counter of the record."""
-    raised = update(counters).where(counters.c.name == name).values(value=counters.c.value + by)
-    if tx.connection.execute(raised).rowcount == 0:
-        tx.connection.execute(insert(counters), {"name": name, "value": by})
+def _locked(tx: Transaction, query: Select[Any], now: int, limit: int) -> Sequence[Row]:
+    """Rows that nobody else can change any more before we commit; those that somebody is changing are left out."""
+    return tx.connection.execute(query.limit(limit).with_for_update(skip_locked=True), {"p_now": now}).all()
 
 
 def _new_row(job: NewJob, why: Why, to: State, now: int) -> dict[str, Any]:
@@ -539,7 +494,7 @@ def _new_row(job: NewJob, why: Why, to: State, now: int) -> dict[str, Any]:
     }
 
 
-def _fields(result: str | None, error: Error | None, due_ms: int | None) -> dict[str, Any]:
+def _fields(result: str | None = None, error: Error | None = None, due_ms: int | None = None) -> dict[str, Any]:
     return {
         "p_result": result,
         "p_error_code": error.code if error else None,
@@ -548,7 +503,7 @@ def _fields(result: str | None, error: Error | None, due_ms: int | None) -> dict
     }
 
 
-def _event_data(error: Error | None, due_ms: int | None, now: int) -> dict[str, Any]:
+def _event_data(error: Error | None, due_ms: int | None = None, now: int = 0) -> dict[str, Any]:
     data: dict[str, Any] = {}
     if error is not None:
         data["error"] = {"code": error.code, "message": storable(error.message, _MAX_ERROR)}

@@ -10,7 +10,7 @@ from celery import bootsteps
 from celery.signals import worker_shutdown, worker_shutting_down
 from redis.exceptions import RedisError
 
-from jobs.errors import SlotkeeperError
+from jobs.errors import RecordUncertain, SlotkeeperError
 from jobs.once import once
 from jobs.record import now_ms
 from routing.dispatcher import Dispatcher, Task, new_owner
@@ -194,6 +194,8 @@ class Worker:
         if offer.number == 0:
             # Made again for a run that its server may be at: nowhere else.  The reaper will make it once more.
             return
+        if isinstance(error, RecordUncertain):
+            return  # It may be running under this lease; when that expires, the reaper knows what the record says.
         self.dispatcher.free(self._held(offer), back=True, rest_ms=_START_AGAIN_MS)
 
     def _after_beat(self, was_away: bool) -> None:

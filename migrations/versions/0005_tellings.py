@@ -1,6 +1,6 @@
 """What is owed to Celery's clients when a job ends: a row for each, until they have been told.
 
-Revision: 0005, after: 0002
+Revision: 0005, after: 0003
 
 A new table and nothing else.  The release before goes on beside it: the ends that it writes are owed to nobody, and
 told by it at once or not at all, as before.
@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0005"
-down_revision = "0002"
+down_revision = "0003"
 branch_labels = None
 depends_on = None
 

@@ -590,7 +590,7 @@ def test_only_a_running_job_is_asked_to_cancel(store, state):
 def test_hook_1_a_job_whose_message_is_still_owed_is_not_purged(store, hooks):
     job = an_ended_job(store, callback_url=CALLBACK)
     assert store.purge(LATER) == 0
-    (webhook_id,) = hooks.due(LATER)
+    (webhook_id,) = [due.id for due in hooks.due(LATER)]
     hooks.failed(hooks.claim(webhook_id, LATER, LATER + SECOND), None, 500, "gone")
     assert store.purge(LATER) == 1
     assert store.get(job.id) is None

@@ -14,6 +14,7 @@ from sqlalchemy import event, func, insert, select, text
 from sqlalchemy.exc import OperationalError
 
 import jobs.db
+from jobs.config import Limits
 from jobs.db import Database, Transaction
 from jobs.errors import RecordUnavailable
 from jobs.models import counters, events
@@ -48,14 +49,15 @@ def _held(database: Database) -> Iterator[None]:
         holder.join(30)
 
 
-def _in_one_group(database: Database, *acts: Act) -> list[Any]:
-    """Have all acts wait for one commit, in this order; their results or exceptions."""
+def _in_one_group(database: Database, *acts: Act, before: Act = lambda: None) -> list[Any]:
+    """Have all acts wait for one commit, in this order, then do `before`; their results or exceptions."""
     results: list[Future[Any]] = []
     with ThreadPoolExecutor(len(acts)) as pool:
         with _held(database):
             for act in acts:
                 results.append(pool.submit(act))
                 eventually(lambda: len(database._line) == len(results))
+            before()
         return [result.exception(30) or result.result() for result in results]
 
 
@@ -206,13 +208,28 @@ def test_of_two_transitions_of_one_job_in_one_group_only_the_first_counts(databa
 
 def test_a_leader_that_is_interrupted_leaves_nobody_waiting_or_wrongly_answered(database, store):
     """Whoever is not answered by a commit is told that nothing was stored, and may try again."""
+
+    def lead() -> Any:
+        try:
+            return database.write(lambda _: _raise(Crash()))
+        except Crash as crash:
+            return crash
+
+    crashed, neighbour = _in_one_group(database, lead, lambda: store.submit([a_job()], T0))
+    assert isinstance(crashed, Crash)
+    assert type(neighbour) is RecordUnavailable
+    assert _count(database, jobs_table) == 0
+    assert store.submit([a_job()], T0)
+
+
+def test_a_leader_that_is_interrupted_while_it_is_tried_alone_takes_no_neighbour_along(database, store):
     fails_first = threading.Event()
 
     def interrupted(_: Transaction) -> None:
         if fails_first.is_set():
-            raise Crash  # while each is run on its own
+            raise Crash  # on its own
         fails_first.set()
-        raise ZeroDivisionError  # first the group fails
+        raise ZeroDivisionError  # in the group
 
     def lead() -> Any:
         try:
@@ -220,11 +237,9 @@ def test_a_leader_that_is_interrupted_leaves_nobody_waiting_or_wrongly_answered(
         except Crash as crash:
             return crash
 
-    crashed, neighbour = _in_one_group(database, lead, lambda: store.submit([a_job()], T0))
+    crashed, (neighbour,) = _in_one_group(database, lead, lambda: store.submit([a_job()], T0))
     assert isinstance(crashed, Crash)
-    assert isinstance(neighbour, RecordUnavailable)
-    assert _count(database, jobs_table) == 0
-    assert store.submit([a_job()], T0)
+    assert store.get(neighbour.id).state == "queued"
 
 
 def test_a_unit_that_finds_a_row_where_it_saw_none_looks_again(database):
@@ -243,11 +258,12 @@ def test_a_unit_that_finds_a_row_where_it_saw_none_looks_again(database):
 # -- a database that is gone -----------------------------------------------------------------------------------
 
 
-def _is_unavailable(act: Act) -> None:
+def _is_unavailable(act: Act, *, reads: bool = False) -> None:
     with pytest.raises(RecordUnavailable) as refused:
         act()
+    assert type(refused.value) is RecordUnavailable  # not an unknown
     assert refused.value.retry_after_s > 0
-    assert "nothing was stored" in refused.value.detail
+    assert ("nothing was stored" in refused.value.detail) is not reads  # A read does not know what was.
 
 
 def _nowhere(kind: str, folder: Any) -> str:
@@ -262,8 +278,8 @@ def test_a_database_that_cannot_be_opened_is_unavailable(kind, tmp_path):
     database = Database(_nowhere(kind, tmp_path))
     store = Store(database)
     _is_unavailable(lambda: store.submit([a_job()], T0))
-    _is_unavailable(lambda: store.get("j"))
-    _is_unavailable(store.counts)
+    _is_unavailable(lambda: store.get("j"), reads=True)
+    _is_unavailable(store.counts, reads=True)
     database.close()
 
 
@@ -308,17 +324,16 @@ def test_when_every_connection_is_taken_the_record_is_unavailable(database, monk
     monkeypatch.setattr(database.engine.pool, "_max_overflow", 0)
     taken = [database.engine.connect() for _ in range(database.engine.pool.size())]
     _is_unavailable(lambda: Store(database).submit([a_job()], T0))
-    _is_unavailable(Store(database).counts)
+    _is_unavailable(Store(database).counts, reads=True)
     for connection in taken:
         connection.close()
     assert Store(database).submit([a_job()], T0)
 
 
 @pytest.fixture
-def impatient(sqlite_url, monkeypatch) -> Iterator[Database]:
+def impatient(sqlite_url) -> Iterator[Database]:
     """An SQLite record that waits 50 ms for a lock."""
-    monkeypatch.setattr(jobs.db, "_BUSY_TIMEOUT_MS", 50)
-    database = Database(sqlite_url)
+    database = Database(sqlite_url, Limits(lock_s=0.05))
     yield database
     database.close()
 
@@ -371,7 +386,7 @@ def test_a_group_that_loses_its_database_half_way_does_not_wait_once_for_each(da
         raise OperationalError("BEGIN", {}, Exception("connection refused"))
 
     def lose(_: Transaction) -> None:
-        monkeypatch.setattr(type(database.engine), "begin", gone)
+        monkeypatch.setattr(type(database.engine), "connect", gone)
         raise OperationalError("SELECT 1", {}, Exception("connection reset"))
 
     acts = [lambda: database.write(lose)] + [lambda: store.submit([a_job()], T0)] * 5

@@ -69,7 +69,7 @@ def test_a_job_is_kept_from_its_end_on_however_long_it_waited(store):
 def test_purge_takes_along_what_hangs_on_the_job(database, store, hooks):
     old = an_ended_job(store, callback_url=CALLBACK)
     kept = an_ended_job(store, callback_url=CALLBACK, now=LATER)
-    for webhook_id in hooks.due(LATER):
+    for webhook_id in [due.id for due in hooks.due(LATER)]:
         hooks.delivered(hooks.claim(webhook_id, LATER, LATER + SECOND), LATER, 200)
     assert store.purge(LATER) == 1
     assert store.events_of(old.id) == []
@@ -89,7 +89,7 @@ def test_two_that_purge_at_once_count_each_job_once(database, store):
 
 def test_a_dead_job_can_be_deleted_and_stays_in_the_ledger(database, store, hooks):
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
-    (webhook_id,) = hooks.due(LATER)
+    (webhook_id,) = [due.id for due in hooks.due(LATER)]
     hooks.delivered(hooks.claim(webhook_id, LATER, LATER + SECOND), LATER, 200)
     assert store.delete_dead(dead.id)
     assert not store.delete_dead(dead.id)
@@ -101,19 +101,19 @@ def test_a_dead_job_can_be_deleted_and_stays_in_the_ledger(database, store, hook
 def test_hook_1_a_dead_job_whose_message_is_still_owed_is_not_deleted(database, store, hooks):
     """The message is made from the job: without it there would be nothing to tell."""
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
-    (webhook_id,) = hooks.due(LATER)
+    (webhook_id,) = [due.id for due in hooks.due(LATER)]
     with pytest.raises(Conflict) as refused:
         store.delete_dead(dead.id)
     assert refused.value.facts == {"job_id": dead.id, "webhook_id": webhook_id}
     assert store.get(dead.id).state is State.DEAD
-    assert (hooks.due(LATER), _purged(database)) == ([webhook_id], {})
+    assert ([due.id for due in hooks.due(LATER)], _purged(database)) == ([webhook_id], {})
     hooks.failed(hooks.claim(webhook_id, LATER, LATER + SECOND), None, 500, "gone")  # given up: nothing is owed
     assert store.delete_dead(dead.id)
 
 
 def test_hook_1_each_message_of_a_job_that_died_twice_holds_it(store, hooks):
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
-    (first,) = hooks.due(LATER)
+    (first,) = [due.id for due in hooks.due(LATER)]
     hooks.delivered(hooks.claim(first, LATER, LATER + SECOND), LATER, 200)
     store.revive(dead.id, LATER)
     store.settle(dead.id, a_start(store, dead.id).attempt, Why.RETRIES_EXHAUSTED, LATER)

@@ -37,6 +37,7 @@ from tests.faults.mutants_away import AWAY
 from tests.faults.mutants_celery import CELERY
 from tests.faults.mutants_door import DOOR
 from tests.faults.mutants_offers import OFFERS
+from tests.faults.mutants_record import KEPT
 from tests.faults.mutants_room import ROOM
 from tests.faults.mutants_run import RUN
 from tests.faults.mutants_upkeep import UPKEEP
@@ -48,6 +49,7 @@ _LONGEST_S = 180
 MUTANTS = [
     *ROOM,
     *AWAY,
+    *KEPT,
     *OFFERS,
     *DOOR,
     *RUN,
@@ -57,15 +59,15 @@ MUTANTS = [
     Mutant(
         "a transition asks for no state",
         "JOB-1",
-        "jobs/store.py",
-        'statement = update(jobs).where(jobs.c.id == bindparam("p_id"), jobs.c.state == state.value)',
+        "jobs/moves.py",
+        'statement = update(jobs).where(jobs.c.id == bindparam("p_id"), stands(state))',
         'statement = update(jobs).where(jobs.c.id == bindparam("p_id"))',
         (f"{RECORD}test_job_1_a_final_state_is_never_left", f"{RECORD}test_a_job_is_revived_once_however_many_ask"),
     ),
     Mutant(
         "a settle asks for no token",
         "LEASE-3",
-        "jobs/store.py",
+        "jobs/moves.py",
         'statement = statement.where(jobs.c.attempt == bindparam("p_attempt"))',
         "pass",
         (
@@ -76,7 +78,7 @@ MUTANTS = [
     Mutant(
         "the token does not grow",
         "LEASE-2",
-        "jobs/store.py",
+        "jobs/moves.py",
         '"attempt": jobs.c.attempt + 1,',
         '"attempt": 1,',
         (f"{RECORD}test_lease_2_the_token_grows_with_every_start",),
@@ -85,10 +87,10 @@ MUTANTS = [
         "a server's id is stored under any token",
         "LEASE-3",
         "jobs/store.py",
-        """        jobs.c.state == State.RUNNING.value,
+        """        stands(State.RUNNING),
         jobs.c.attempt == bindparam("p_attempt"),
 """,
-        """        jobs.c.state == State.RUNNING.value,
+        """        stands(State.RUNNING),
         bindparam("p_attempt") > 0,
 """,
         (f"{RECORD}test_lease_3_a_remote_id_is_stored_only_under_the_current_token",),
@@ -97,12 +99,15 @@ MUTANTS = [
         "events are written after the commit",
         "JOB-2",
         "jobs/db.py",
-        """                yield transaction
-                transaction.flush()
+        """                mark = transaction.flush()
+                try:
+                    begun.commit()
 """,
-        """                yield transaction
-            with self.engine.begin() as transaction.connection:
-                transaction.flush()
+        """                mark = Mark(None, None)
+                try:
+                    begun.commit()
+                    with self.engine.begin() as transaction.connection:
+                        transaction.flush()
 """,
         (
             f"{RECORD}test_job_2_a_transition_whose_event_cannot_be_written_did_not_happen",
@@ -136,25 +141,25 @@ MUTANTS = [
     Mutant(
         "what waits for long is removed",
         "R125",
-        "jobs/store.py",
-        ".where(jobs.c.finished_ms < ended_before_ms, jobs.c.state.in_([s.value for s in sorted(FINAL)]), ~owed)",
-        ".where(jobs.c.created_ms < ended_before_ms, ~owed)",
+        "jobs/removal.py",
+        "old = (jobs.c.finished_ms < ended_before_ms) & ~_OWES",
+        "old = (jobs.c.created_ms < ended_before_ms) & ~_OWES",
         (f"{GUARDS}test_r125_a_job_that_waits_for_a_year_is_not_removed",),
     ),
     Mutant(
         "a job is removed whose message is owed",
         "HOOK-1",
-        "jobs/store.py",
-        "sorted(FINAL)]), ~owed)",
-        "sorted(FINAL)]))",
+        "jobs/removal.py",
+        '_OWES = exists().where(webhooks.c.job_id == jobs.c.id, webhooks.c.state == "pending")',
+        '_OWES = exists().where(webhooks.c.job_id == jobs.c.id, webhooks.c.state == "never")',
         (f"{RECORD}test_hook_1_a_job_whose_message_is_still_owed_is_not_purged",),
     ),
     Mutant(
         "only recent deadlines are looked for",
         "R122",
         "jobs/store.py",
-        "_LISTED.where(jobs.c.deadline_ms <= now,",
-        "_LISTED.where(jobs.c.deadline_ms <= now, jobs.c.deadline_ms > now - 10_000,",
+        '_IS_OVERDUE = jobs.c.deadline_ms <= bindparam("p_now"),',
+        '_IS_OVERDUE = jobs.c.deadline_ms <= bindparam("p_now"), jobs.c.deadline_ms > bindparam("p_now") - 10_000,',
         (f"{MAINTENANCE}test_r122_a_deadline_ends_a_job_in_every_state_however_late_somebody_looks",),
     ),
     Mutant(
@@ -176,7 +181,7 @@ MUTANTS = [
     Mutant(
         "a server's id is taken to another server",
         "LEASE-3",
-        "jobs/store.py",
+        "jobs/moves.py",
         'return case((jobs.c.server == bindparam("p_server"), column), else_=None)',
         "return column",
         (f"{MAINTENANCE}test_on_another_server_a_job_is_run_anew",),
@@ -185,15 +190,15 @@ MUTANTS = [
         "a doubled submit is booked twice",
         "JOB-3",
         "jobs/store.py",
-        'count(tx, "doubled")',
+        'removal.count(tx, "doubled")',
         "pass",
         (f"{GUARDS}test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed",),
     ),
     Mutant(
         "what is removed is not booked",
         "JOB-3",
-        "jobs/store.py",
-        'count(tx, f"purged.{state}")',
+        "jobs/removal.py",
+        'count(tx, f"purged.{state}", number)',
         "pass",
         (f"{GUARDS}test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed",),
     ),

@@ -60,9 +60,9 @@ RUN = [
     Mutant(
         "a canceled job waits again when its run comes to nothing",
         "JOB-1",
-        "jobs/store.py",
-        "    if state is State.RUNNING and found.to in _UNFINISHED:\n",
-        "    if found is None:\n",
+        "jobs/moves.py",
+        "    if state is State.RUNNING and edge(state, why).to in UNFINISHED:\n",
+        "    if state is None:\n",
         (
             f"{RECORD}test_a_job_that_shall_be_canceled_is_canceled_when_its_run_comes_to_no_result",
             f"{USES}test_a_canceled_run_that_comes_to_no_result_is_canceled_and_waits_for_nothing",

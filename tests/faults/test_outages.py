@@ -301,7 +301,7 @@ def test_a_submit_to_a_locked_record_is_refused_with_a_time_and_leaves_nothing(
 ) -> None:
     stage.register()
     before = stage.room.dump()
-    monkeypatch.setattr("jobs.db._BUSY_TIMEOUT_MS", 50)
+    monkeypatch.setenv("SLOTKEEPER_DATABASE_LOCK_S", "0.05")
     hasty = Database(stage.database.url)
     dispatcher = stage.a_dispatcher(stage.redis)
     dispatcher.fleet.model("zimg")

@@ -9,7 +9,7 @@ import pytest
 from celery.exceptions import Reject
 from redis.exceptions import RedisError
 
-from jobs.errors import RecordUnavailable
+from jobs.errors import RecordUnavailable, RecordUncertain
 from jobs.states import State, Why
 from routing import reconcile
 from routing.keys import Keys
@@ -163,6 +163,29 @@ def test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_
     reconcile.sweep(stage.dispatcher)
     assert stage.run_all() == [first, second]
     assert (stage.job(first).attempt, stage.job(first).crashes) == (1, 0)
+
+
+@pytest.mark.parametrize("begin", ["start", "hand_on"])
+@sqlite
+def test_a_job_whose_start_may_have_been_stored_keeps_its_lease_until_the_reaper_has_looked(
+    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch, begin: str
+) -> None:
+    """Put back, it would wait and run at once, and nobody would hold its slot."""
+    stage.register()
+    job_id = stage.submit()
+    offer = stage.told.offers.pop()
+    start = stage.store.start
+
+    def unheard(*told: Any) -> None:
+        start(*told)
+        raise RecordUncertain("the commit was not answered")
+
+    with monkeypatch.context() as away:
+        away.setattr(stage.store, "start", unheard)
+        assert getattr(worker, begin)(offer) is None
+    assert list(stage.room.taken().values()) == [job_id]
+    assert stage.room.waiting() == []
+    assert stage.job(job_id).state is State.RUNNING
 
 
 @pytest.mark.parametrize("begin", ["start", "hand_on"])

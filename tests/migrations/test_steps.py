@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 import pytest
-from alembic import command
+from alembic import command, op
 from sqlalchemy import Connection, Engine, create_engine, text
 
 from jobs import migrate
@@ -185,6 +185,36 @@ def test_no_step_rewrites_the_jobs(_empty_postgres_url):
     migrate.upgrade(url)
     with engine.connect() as connection:
         assert connection.execute(files).all() == before
+    engine.dispose()
+
+
+@pytest.mark.postgres
+def test_indexes_of_a_table_in_use_are_built_while_it_is_written_and_anew_where_one_was_left_half_built(
+    _empty_postgres_url, monkeypatch
+):
+    url = _empty_postgres_url
+    _stand_at(url, "0002")
+    engine = create_engine(url)
+    _use(engine)
+    with engine.begin() as connection:
+        connection.execute(text("CREATE INDEX ix_jobs_queued ON jobs (tenant)"))
+    built: list[str] = []
+    create_index = op.create_index
+
+    def look(name: str, *parts: Any, **options: Any) -> Any:
+        with engine.begin() as somebody:  # In another transaction, which would wait for a lock of ours.
+            somebody.execute(text("SET LOCAL lock_timeout = '1s'"))
+            somebody.execute(text("UPDATE jobs SET tier = 5"))
+        built.append(f"{name} {'CONCURRENTLY' if options.get('postgresql_concurrently') else ''}")
+        return create_index(name, *parts, **options)
+
+    monkeypatch.setattr("alembic.op.create_index", look)
+    migrate.upgrade(url)
+    assert built == [f"{name} CONCURRENTLY" for name in ("ix_jobs_tenant_seq", "ix_jobs_model_seq", "ix_jobs_queued")]
+    with engine.connect() as connection:
+        found = connection.execute(text("SELECT indexdef FROM pg_indexes WHERE indexname = 'ix_jobs_queued'")).scalar()
+        assert "(model, seq)" in found
+        assert connection.execute(text("SELECT count(*) FROM pg_index WHERE NOT indisvalid")).scalar() == 0
     engine.dispose()
 
 

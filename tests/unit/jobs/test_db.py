@@ -3,7 +3,9 @@
 import pytest
 from sqlalchemy import event
 
-from jobs.db import Database, _unavailable
+from jobs import engines
+from jobs.config import Limits
+from jobs.db import Database, _reason
 
 
 @pytest.fixture
@@ -41,21 +43,75 @@ def test_only_what_nobody_was_promised_does_not_wait_for_the_disk(sqlite):
     ]
 
 
-@pytest.mark.parametrize(("query", "expected"), [("", 5), ("?connect_timeout=9", "9")])
-def test_a_postgresql_that_does_not_answer_is_waited_for_a_few_seconds_only(query, expected):
-    database = Database(f"postgresql://nobody@192.0.2.1/record{query}")
-    given = []
+# -- what PostgreSQL is asked for ------------------------------------------------------------------------------
 
-    def connect(dialect, record, cargs, cparams):
-        given.append(cparams["connect_timeout"])
+
+def _asked(monkeypatch, query: str, **limits: float) -> dict[str, object]:
+    """What a connection is made with."""
+    given: list[dict[str, object]] = []
+
+    def connect(*_: object, **options: object) -> None:
+        given.append(options)
         raise ZeroDivisionError
 
-    event.listen(database.engine, "do_connect", connect)
-    with pytest.raises(ZeroDivisionError):
-        database.write(lambda tx: None)
-    assert given == [expected]
+    monkeypatch.setattr(engines._Impatient, "connect", connect)
+    database = Database(f"postgresql://nobody@192.0.2.1/record{query}", Limits(**limits))
+    with pytest.raises(ZeroDivisionError), database.snapshot():
+        pass
+    return given[0]
+
+
+def test_a_postgresql_that_vanishes_is_noticed_in_seconds(monkeypatch):
+    asked = _asked(monkeypatch, "")
+    silence_s = asked["keepalives_idle"] + asked["keepalives_interval"] * asked["keepalives_count"]
+    assert silence_s <= 15
+    assert asked["tcp_user_timeout"] <= 15_000
+    assert asked["connect_timeout"] == 5
+
+
+def test_the_server_is_told_how_long_anything_may_take(monkeypatch):
+    options = _asked(monkeypatch, "", lock_s=1.5, statement_s=7, idle_s=2)["options"]
+    assert options.split("-c ")[1:] == [
+        "statement_timeout=7000 ",
+        "lock_timeout=1500 ",
+        "idle_in_transaction_session_timeout=2000",
+    ]
+    assert "options" not in _asked(monkeypatch, "", lock_s=0, statement_s=0, idle_s=0)  # A pooler may refuse them.
+
+
+def test_what_the_url_says_comes_first(monkeypatch):
+    query = "?connect_timeout=9&keepalives_idle=60&tcp_user_timeout=0&options=-c%20lock_timeout%3D1"
+    asked = _asked(monkeypatch, query)
+    assert (asked["connect_timeout"], asked["keepalives_idle"], asked["tcp_user_timeout"]) == (9, "60", "0")
+    assert str(asked["options"]).endswith("-c lock_timeout=1")  # the last one counts
+
+
+def test_a_connection_takes_no_longer_than_there_is_time(monkeypatch):
+    given = []
+    monkeypatch.setattr(engines._Impatient, "connect", lambda **options: given.append(options["connect_timeout"]))
+    with engines.within(3.9):
+        engines._connect(None, None, (), {"connect_timeout": 5})
+    with engines.within(1.9), pytest.raises(Exception, match="no time is left"):
+        engines._connect(None, None, (), {"connect_timeout": 5})
+    assert given == [3]
+
+
+def test_a_write_is_answered_within_ten_seconds_at_worst():
+    limits = Limits()
+    assert limits.turn_s + limits.transaction_s + limits.inquiry_s < 10
+    assert limits.lock_s < limits.transaction_s  # or who waits for a lock would be taken for a silent server
+
+
+def test_the_time_of_a_block_is_never_more_than_that_of_the_one_around_it():
+    with engines.within(1.0):
+        with engines.within(60.0):
+            assert engines.left() <= 1.0
+        with engines.within(0.1):
+            assert engines.left() <= 0.1
+        assert engines.left() > 0.5
+    assert engines.left() == float("inf")
 
 
 def test_an_unavailable_record_says_why_in_one_line():
-    assert "(no reason given)" in _unavailable(Exception("")).detail
-    assert "(connection refused)" in _unavailable(Exception("connection refused\nIs the server running?")).detail
+    assert _reason(Exception("")) == "no reason given"
+    assert _reason(Exception("connection refused\nIs the server running?")) == "connection refused"

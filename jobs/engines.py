@@ -1,0 +1,139 @@
+"""Engines for SQLite and PostgreSQL: how they connect, how a transaction begins, how long anything may take."""
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+from sqlalchemy import Connection, Engine, NullPool, create_engine, event, make_url
+
+from jobs.config import Limits
+
+# Options of a connection, by database.  Reading needs no transaction, so that each statement sees the newest commit;
+# psycopg is told so by isolation level, SQLite by our saying no BEGIN.
+_NO_BEGIN: dict[str, Any] = {"slotkeeper_begins": False}
+READS: dict[str, dict[str, Any]] = {"sqlite": _NO_BEGIN, "postgresql": {"isolation_level": "AUTOCOMMIT"}}
+# PostgreSQL pages only inside a transaction; on SQLite that would lock out all who write.
+SNAPSHOT: dict[str, dict[str, Any]] = {"sqlite": _NO_BEGIN, "postgresql": {}}
+RELAXED: dict[str, Any] = {"slotkeeper_relaxed": True}  # SQLite: it need not survive a power cut
+
+CONNECT_S = 5
+_LEAST_CONNECT_S = 2  # libpq waits no shorter
+_POOL_S = 2.0
+# A peer that has vanished is noticed by TCP, if nobody waits for its answer.  Seconds; milliseconds.
+_KEEPALIVE = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 5000}
+
+_clock = threading.local()
+
+
+def make(url: str, limits: Limits, *, pooled: bool = True) -> Engine:
+    """The engine of a record.  `pooled` False: each connection is a new one."""
+    make_one = _sqlite if url.startswith("sqlite") else _postgresql
+    return make_one(url, limits, {} if pooled else {"poolclass": NullPool})
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Whatever this thread asks of PostgreSQL meanwhile takes no longer in all: then the connection is given up."""
+    before = getattr(_clock, "until", math.inf)
+    _clock.until = min(before, time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        _clock.until = before
+
+
+def left() -> float:
+    """Seconds of the block in `within` that are left; infinite outside of any."""
+    return float(getattr(_clock, "until", math.inf)) - time.monotonic()
+
+
+class _Impatient(psycopg.Connection[Any]):
+    """A connection that waits for an answer as long as `within` allows, whether the server is silent or busy."""
+
+    def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
+        seconds = left()
+        if math.isinf(seconds):
+            return super().wait(gen, interval, timeout)
+        try:
+            return super().wait(gen, interval, max(seconds, 0.0))
+        except psycopg.OperationalError:
+            if left() > 0:
+                raise
+            self.pgconn.finish()  # What is still to come would be taken for the next answer.
+            raise psycopg.OperationalError("the server did not answer in time") from None
+
+
+# -- PostgreSQL --------------------------------------------------------------------------------------------
+
+
+def _postgresql(url: str, limits: Limits, pool: dict[str, Any]) -> Engine:
+    pool = pool or {"pool_size": 8, "max_overflow": 24, "pool_pre_ping": True, "pool_timeout": _POOL_S}
+    engine = create_engine(url, connect_args=_arguments(url, limits), **pool)
+    event.listen(engine, "do_connect", _connect)
+    return engine
+
+
+def _arguments(url: str, limits: Limits) -> dict[str, Any]:
+    """What is asked for beside the URL; what that says itself comes first."""
+    given = make_url(url).query
+    known: dict[str, Any] = {"connect_timeout": CONNECT_S, **_KEEPALIVE}
+    wanted = {name: value for name, value in known.items() if name not in given}
+    timeouts = {
+        "statement_timeout": limits.statement_s,
+        "lock_timeout": limits.lock_s,
+        "idle_in_transaction_session_timeout": limits.idle_s,
+    }
+    options = [f"-c {name}={round(seconds * 1000)}" for name, seconds in timeouts.items() if seconds]
+    if options:
+        own = given.get("options", "")
+        wanted["options"] = " ".join([*options, own if isinstance(own, str) else " ".join(own)]).strip()
+    return wanted
+
+
+def _connect(_: object, __: object, arguments: Any, options: dict[str, Any]) -> Any:
+    if left() < _LEAST_CONNECT_S:
+        raise psycopg.OperationalError("no time is left for a new connection")
+    seconds = min(float(options["connect_timeout"]), left())
+    return _Impatient.connect(*arguments, **(options | {"connect_timeout": math.floor(seconds)}))
+
+
+# -- SQLite ------------------------------------------------------------------------------------------------
+
+
+def _sqlite(url: str, limits: Limits, pool: dict[str, Any]) -> Engine:
+    path = url.removeprefix("sqlite:///")
+    if path and path != url and os.path.dirname(path):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+    engine = create_engine(
+        url,
+        connect_args={"timeout": limits.lock_s, "check_same_thread": False},
+        **(pool or {"pool_size": 8, "max_overflow": 56, "pool_timeout": _POOL_S}),
+    )
+    event.listen(engine, "connect", _prepare_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _prepare_sqlite(connection: Any, _: object) -> None:
+    connection.isolation_level = None  # We say BEGIN ourselves, see below.
+    for pragma in (
+        "journal_mode=WAL",
+        "foreign_keys=ON",
+        "wal_autocheckpoint=4000",
+        "cache_size=-16000",
+    ):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # IMMEDIATE: a transaction that first reads and then writes cannot fail half-way with SQLITE_BUSY.
+    options = connection.get_execution_options()
+    if options.get("slotkeeper_begins", True):
+        # FULL: what was answered survives a power cut.
+        connection.exec_driver_sql(f"PRAGMA synchronous={'NORMAL' if 'slotkeeper_relaxed' in options else 'FULL'}")
+        connection.exec_driver_sql("BEGIN IMMEDIATE")

@@ -1,0 +1,72 @@
+"""What became of a transaction whose COMMIT was not answered."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from sqlalchemy import Connection, and_, select, text
+from sqlalchemy.exc import DBAPIError
+
+from jobs.models import events
+
+
+class Fate(Enum):
+    STORED = "stored"
+    NOT_STORED = "not stored"
+    OPEN = "open"  # It has not ended yet, or this server cannot tell.
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a transaction can be known by afterwards.
+
+    `number`: PostgreSQL's own number of it.  `event`: the last event that it wrote, which nobody else writes.
+    """
+
+    number: int | None
+    event: Mapping[str, Any] | None
+
+
+# A standby does not know of the newest transactions.
+_STATUS = text("SELECT CASE WHEN pg_is_in_recovery() THEN NULL ELSE txid_status(:number) END")
+# Nobody speaks to this backend any more.  It may still wait for the COMMIT, with its locks held, or be at it.
+_END_BACKEND = text(
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+    " WHERE backend_xid::text::bigint = :number % 4294967296 AND usename = current_user"
+)
+_IN_THE_FUTURE = "22023"
+
+
+def ask(connection: Connection, of: Mark) -> Fate:
+    """What became of it, asked on another connection than its own.  Raises what the database raises."""
+    if connection.dialect.name == "sqlite":
+        return _by_event(connection, of)
+    if of.number is None:
+        return Fate.STORED  # It had nothing to store.
+    try:
+        status = connection.execute(_STATUS, {"number": of.number}).scalar()
+    except DBAPIError as error:
+        if getattr(error.orig, "sqlstate", None) == _IN_THE_FUTURE:
+            return Fate.NOT_STORED  # This server took over from one that was ahead of it.
+        raise
+    match status:
+        case "committed":  # A server that took over may give the number again, so the event has to be there too.
+            return Fate.NOT_STORED if _by_event(connection, of) is Fate.NOT_STORED else Fate.STORED
+        case "aborted":
+            return Fate.NOT_STORED
+        case "in progress":
+            connection.execute(_END_BACKEND, {"number": of.number})
+    return Fate.OPEN
+
+
+def _by_event(connection: Connection, of: Mark) -> Fate:
+    if of.event is None:
+        return Fate.OPEN
+    return Fate.STORED if wrote(connection, of.event) else Fate.NOT_STORED
+
+
+def wrote(connection: Connection, event: Mapping[str, Any]) -> bool:
+    """Whether this very event is in the record.  It says who did what, when and under which token."""
+    same = and_(*(events.c[name] == value for name, value in event.items()))
+    return connection.execute(select(events.c.id).where(same)).first() is not None

@@ -1,0 +1,137 @@
+"""What each transition changes in a job: one prepared UPDATE for each row of states.TRANSITIONS.
+
+    ONE    of one job, by its id; of a running one under the token of that very run
+    MANY   of jobs that were just found, and locked, because their time has come
+
+Each names the state that it expects to find, so that its rows are the jobs that it moved.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Update, bindparam, case, literal_column, update
+
+from jobs.models import jobs
+from jobs.states import TRANSITIONS, Budget, Edge, State, Why, edge
+
+WAITING_COLUMNS = (
+    jobs.c.id,
+    jobs.c.seq,
+    jobs.c.model,
+    jobs.c.tier,
+    jobs.c.tenant,
+    jobs.c.created_ms,
+    jobs.c.needs,
+)
+_MOVED_COLUMNS = (
+    *WAITING_COLUMNS,
+    jobs.c.attempt,
+    jobs.c.failures,
+    jobs.c.crashes,
+    jobs.c.deadline_ms,
+    jobs.c.remote_id,
+    jobs.c.sent_ms,
+    jobs.c.started_ms,
+    jobs.c.cancel_requested_ms,
+    jobs.c.callback_url,
+    jobs.c.envelope,
+)
+# A worker may die and its job go on at the server: these transitions keep what is needed to resume it.
+_KEEPS_REMOTE = frozenset({Why.LEASE_EXPIRED, Why.HANDED_BACK})
+# What happens to many at the same moment.
+_OF_TIME = frozenset({Why.DUE, Why.DEADLINE_PASSED})
+UNFINISHED = frozenset({State.QUEUED, State.DELAYED, State.DEAD})
+"""Where a run ends without a result; a job that shall be canceled does not go there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One prepared transition."""
+
+    edge: Edge
+    statement: Update
+    names: frozenset[str]  # of the parameters that the statement takes
+
+
+def stands(state: State) -> ColumnElement[bool]:
+    """A job found by its key is in `state`.
+
+    Said so that no index of states can be used: PostgreSQL would read all jobs of a state whose number, by
+    statistics from before they came, is small.
+    """
+    return jobs.c.state.op("||")(literal_column("''")) == literal_column(f"'{state.value}'")
+
+
+def _one(state: State, why: Why) -> Move:
+    statement = update(jobs).where(jobs.c.id == bindparam("p_id"), stands(state))
+    if state is State.RUNNING:  # LEASE-3: only under the token of this very run
+        statement = statement.where(jobs.c.attempt == bindparam("p_attempt"))
+    if state is State.RUNNING and edge(state, why).to in UNFINISHED:
+        statement = statement.where(jobs.c.cancel_requested_ms.is_(None))
+    return _move(state, why, statement)
+
+
+def _many(state: State, why: Why) -> Move:
+    return _move(state, why, update(jobs).where(jobs.c.seq.in_(bindparam("p_seqs", expanding=True)), stands(state)))
+
+
+def _move(state: State, why: Why, guarded: Update) -> Move:
+    found = edge(state, why)
+    values = _values(state, why, found.to)
+    if found.costs is not Budget.NOTHING:
+        values[found.costs.value] = jobs.c[found.costs.value] + 1
+    columns = (*_MOVED_COLUMNS, jobs.c.payload) if found.to is State.RUNNING else _MOVED_COLUMNS
+    statement = guarded.values(state=found.to.value, why=why.value, **values).returning(*columns)
+    names = {name for name in statement.compile().params if name.startswith("p_")}
+    return Move(found, statement, frozenset(names))
+
+
+def _values(state: State, why: Why, to: State) -> dict[str, Any]:
+    """Columns that a transition sets, beside `state`, `why` and the budget's counter."""
+    stopped: dict[str, Any] = {"slot": None, "lease": None}
+    forgotten: dict[str, Any] = {} if why in _KEEPS_REMOTE else {"remote_id": None, "sent_ms": None}
+    if forgotten and why is not Why.SERVER_LOST:  # That one may still have the result of a run that has ended.
+        forgotten["server"] = None
+    error: dict[str, Any] = {"error_code": bindparam("p_error_code"), "error_message": bindparam("p_error_message")}
+    match to:
+        case State.RUNNING:
+            return {
+                "attempt": jobs.c.attempt + 1,  # LEASE-2: the token grows with every start
+                "started_ms": bindparam("p_now"),
+                "server": bindparam("p_server"),
+                "slot": bindparam("p_slot"),
+                "lease": bindparam("p_lease"),
+                # A remote id means something only to the server that gave it.
+                "remote_id": _if_same_server(jobs.c.remote_id),
+                "sent_ms": _if_same_server(jobs.c.sent_ms),
+            }
+        case State.QUEUED if state is State.DEAD:
+            cleared = dict.fromkeys(
+                ("finished_ms", "error_code", "error_message", "deadline_ms", "cancel_requested_ms")
+            )
+            return stopped | forgotten | cleared | {"failures": 0, "crashes": 0}
+        case State.QUEUED if state is State.DELAYED:
+            return {"due_ms": None}
+        case State.QUEUED:
+            return stopped | forgotten | error
+        case State.DELAYED:
+            return stopped | forgotten | error | {"due_ms": bindparam("p_due")}
+        case _:
+            return error | {
+                "finished_ms": bindparam("p_now"),
+                "result": bindparam("p_result"),
+                "due_ms": None,
+                "lease": None,
+            }
+
+
+def _if_same_server(column: ColumnElement[Any]) -> ColumnElement[Any]:
+    return case((jobs.c.server == bindparam("p_server"), column), else_=None)
+
+
+ONE: dict[tuple[State, Why], Move] = {
+    (state, why): _one(state, why) for (state, why) in TRANSITIONS if state is not None
+}
+MANY: dict[tuple[State, Why], Move] = {
+    (state, why): _many(state, why) for (state, why) in TRANSITIONS if state is not None and why in _OF_TIME
+}

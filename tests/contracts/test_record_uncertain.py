@@ -1,0 +1,334 @@
+"""What the record promises when the answer to a COMMIT is lost, or none comes: an unknown is never called a no."""
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import event, text
+
+from jobs import fate
+from jobs.config import Limits
+from jobs.db import Database
+from jobs.errors import RecordUnavailable, RecordUncertain
+from jobs.states import State, Why
+from jobs.store import Store
+from tests.contracts.test_record_commit import _in_one_group
+from tests.support.builders import T0, a_job, a_queued_job, a_running_job, at_once, eventually, trail_of
+from tests.support.silence import Network, between
+
+# A new connection is given two seconds at least.
+QUICK = Limits(turn_s=0.5, transaction_s=2.5, inquiry_s=2.5, lock_s=0.3)
+LATER = T0 + 60_000
+postgres = pytest.mark.postgres
+
+
+@pytest.fixture
+def network_and_url(postgres_url) -> Iterator[tuple[Network, str]]:
+    with between(postgres_url) as made:
+        yield made
+
+
+@pytest.fixture
+def network(network_and_url) -> Network:
+    return network_and_url[0]
+
+
+@pytest.fixture
+def far(network_and_url) -> Iterator[Store]:
+    """A record behind a network that can fail."""
+    database = Database(network_and_url[1], QUICK)
+    store = Store(database)
+    store.submit([a_job()], T0)  # It is connected.
+    yield store
+    database.close()
+
+
+@pytest.fixture
+def near(postgres_url) -> Iterator[Store]:
+    """The same record, whatever the network does."""
+    database = Database(postgres_url)
+    yield Store(database)
+    database.close()
+
+
+def _result(act: Callable[[], Any]) -> Any:
+    try:
+        return act()
+    except RecordUnavailable as error:
+        return error
+
+
+# -- the answer is lost, and the record can be asked -----------------------------------------------------------
+
+
+@postgres
+def test_a_submit_that_was_stored_is_answered_as_stored_though_the_answer_was_lost(network, far, near):
+    job, network.loses = a_job(), True
+    (accepted,) = far.submit([job], T0)
+    assert (accepted.id, accepted.deduplicated) == (job.id, False)
+    assert near.get(job.id).seq == accepted.seq
+    assert len(trail_of(near, job.id)) == 1
+
+
+@postgres
+def test_a_start_that_was_stored_is_a_start_though_the_answer_was_lost(network, far, near):
+    job, network.loses = a_queued_job(near), True
+    run = far.start(job.id, "gpu1", "gpu1-slot0", "l w", T0)
+    assert (run.attempt, near.get(job.id).state) == (1, State.RUNNING)
+
+
+@postgres
+@pytest.mark.parametrize("why", [Why.FINISHED, Why.SERVER_BUSY])
+def test_a_group_whose_answer_was_lost_is_answered_from_one_commit_and_never_run_again(network, far, near, why):
+    runs = [a_running_job(near) for _ in range(5)]
+    times: list[int] = []
+
+    def counted(tx: Any) -> str:
+        times.append(1)
+        return "counted"
+
+    settles = [lambda run=run: far.settle(run.job.id, 1, why, T0, result="{}") for run in runs]
+    acts = [*settles, lambda: far.database.write(counted)]
+    holding = lambda: setattr(network, "loses", True)  # noqa: E731
+    event.listen(far.database.engine, "rollback", lambda _: pytest.fail("a group was undone"))
+    *settled, count = _in_one_group(far.database, *acts, before=holding)
+    assert [moved.to for moved in settled] == [near.get(run.job.id).state for run in runs]
+    assert all(len(trail_of(near, run.job.id)) == 3 for run in runs)
+    assert (count, len(times)) == ("counted", 1)
+
+
+@postgres
+def test_what_was_not_stored_is_refused_as_such_and_leaves_no_lock_behind(network, far, near):
+    """The COMMIT did not arrive: its transaction stands open at the server, until whoever asks ends it."""
+    job, network.swallows = a_queued_job(near), True
+    answer = _result(lambda: far.start(job.id, "gpu1", "gpu1-slot0", "l w", T0))
+    assert type(answer) is RecordUnavailable
+    assert "nothing was stored" in answer.detail
+    network.swallows = False
+    assert near.get(job.id).state is State.QUEUED
+    assert near.start(job.id, "gpu2", "gpu2-slot0", "l w", T0).attempt == 1
+
+
+@postgres
+def test_a_number_that_another_server_gave_again_proves_nothing(far, near):
+    """A standby that took over may not have the transaction, and give its number to the next."""
+    numbered = text("SELECT txid_current()")
+    other = near.database.write(lambda tx: tx.connection.execute(numbered).scalar())
+    with near.database.read() as connection:
+        event_ = {"job_id": "nowhere", "type": "t", "at_ms": 1, "attempt": 0, "data": "{}"}
+        assert fate.ask(connection, fate.Mark(other, event_)) is fate.Fate.NOT_STORED
+        assert fate.ask(connection, fate.Mark(other, None)) is fate.Fate.STORED
+        assert fate.ask(connection, fate.Mark(other + 1_000_000, None)) is fate.Fate.NOT_STORED
+
+
+# -- nobody can be asked ---------------------------------------------------------------------------------------
+
+
+@postgres
+def test_what_cannot_be_found_out_is_said_to_be_unknown_and_the_same_request_finds_the_job(network, far, near):
+    job, network.loses, network.closed = a_job(idempotency_key="k"), True, True
+    answer = _result(lambda: far.submit([job], T0))
+    assert type(answer) is RecordUncertain
+    assert answer.code == "record_uncertain"
+    assert "nothing was stored" not in answer.detail
+    network.loses = network.closed = False
+    eventually(lambda: near.get(job.id) is not None)
+    assert far.submit([job], LATER)[0].deduplicated
+    (again,) = far.submit([a_job(idempotency_key="k")], LATER)
+    assert (again.id, again.deduplicated) == (job.id, True)
+
+
+@postgres
+@pytest.mark.parametrize("why", [Why.FINISHED, Why.SERVER_BUSY, Why.SERVER_ERROR])
+def test_a_settle_of_unknown_outcome_that_is_asked_again_is_not_taken_for_somebody_elses(network, far, near, why):
+    run = a_running_job(near)
+
+    def settle(now: int) -> Any:
+        return _result(lambda: far.settle(run.job.id, 1, why, now, result="{}", due_ms=now + 5000))
+
+    network.loses = network.closed = True
+    assert type(settle(T0)) is RecordUncertain
+    network.loses = network.closed = False
+    eventually(lambda: near.get(run.job.id).state is not State.RUNNING)
+    moved = settle(LATER)
+    assert (moved.job, moved.to, moved.attempt) == (run.job, near.get(run.job.id).state, 1)
+    assert len(trail_of(near, run.job.id)) == 3
+    assert settle(LATER) is None  # A third one is really too late.
+
+
+@postgres
+def test_a_settle_of_unknown_outcome_that_did_not_happen_is_done_when_asked_again(network, far, near):
+    run = a_running_job(near)
+    network.swallows = network.closed = True
+    assert type(_result(lambda: far.settle(run.job.id, 1, Why.FINISHED, T0, result="1"))) is RecordUncertain
+    network.swallows = network.closed = False
+    with near.database.read() as connection:  # The server has noticed that nobody is there any more.
+        connection.execute(
+            text(
+                "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND state LIKE 'idle in transaction%'"
+            )
+        )
+    assert far.settle(run.job.id, 1, Why.FINISHED, LATER, result="2").to is State.COMPLETED
+    assert near.get(run.job.id).result == "2"
+
+
+@postgres
+def test_a_settle_of_unknown_outcome_is_not_taken_for_one_that_somebody_else_did(network, far, near):
+    run = a_running_job(near)
+    network.swallows = network.closed = True
+    assert type(_result(lambda: far.settle(run.job.id, 1, Why.FINISHED, T0, result="1"))) is RecordUncertain
+    network.swallows = network.closed = False
+    with near.database.read() as connection:
+        connection.execute(
+            text(
+                "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND state LIKE 'idle in transaction%'"
+            )
+        )
+    assert near.settle(run.job.id, 1, Why.LEASE_EXPIRED, LATER)
+    assert far.settle(run.job.id, 1, Why.FINISHED, LATER, result="2") is None
+
+
+# -- SQLite: the COMMIT itself fails ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def failing(sqlite_url) -> Iterator[Callable[..., Store]]:
+    """A record whose next COMMIT ends with an error, after it was done or instead of it."""
+    database = Database(sqlite_url, QUICK)
+
+    def fail(*, done: bool) -> Store:
+        def commit(connection: Any) -> None:
+            del database.engine.dialect.do_commit
+            if done:
+                connection.commit()
+            raise sqlite3.OperationalError("disk I/O error")
+
+        database.engine.dialect.do_commit = commit
+        return Store(database)
+
+    yield fail
+    database.close()
+
+
+def test_a_commit_that_fails_on_sqlite_is_looked_up_before_anybody_is_answered(failing):
+    store, job = failing(done=True), a_job()
+    assert store.submit([job], T0)[0].id == job.id
+    assert len(trail_of(store, job.id)) == 1
+
+
+def test_a_commit_that_did_not_happen_on_sqlite_stored_nothing(failing):
+    store, job = failing(done=False), a_job()
+    answer = _result(lambda: store.submit([job], T0))
+    assert type(answer) is RecordUnavailable
+    assert "disk I/O error" in answer.detail
+    assert store.get(job.id) is None
+    assert store.submit([job], T0)
+
+
+def test_a_commit_of_which_nothing_can_be_known_is_said_to_be_unknown_at_once(failing):
+    store = failing(done=False)
+    began = time.monotonic()
+    answer = _result(lambda: store.request_cancel("j", T0))
+    assert type(answer) is RecordUncertain
+    assert time.monotonic() - began < QUICK.inquiry_s
+
+
+# -- silence ---------------------------------------------------------------------------------------------------
+
+_AT_WORST_S = QUICK.turn_s + QUICK.transaction_s + QUICK.inquiry_s
+
+
+@postgres
+def test_when_the_network_falls_silent_everybody_is_answered_and_when_it_is_back_all_goes_on(network, far, near):
+    for _ in range(3):
+        at_once(*[lambda: far.submit([a_job()], T0)] * 4, far.counts)  # Several connections are open.
+    network.fall_silent()
+    jobs = [a_job() for _ in range(8)]
+    began = time.monotonic()
+    answers = at_once(*[lambda job=job: far.submit([job], T0) for job in jobs], timeout_s=30)
+    assert time.monotonic() - began < _AT_WORST_S + 2  # for a loaded machine
+    for job, answer in zip(jobs, answers, strict=True):
+        if type(answer) is RecordUnavailable:
+            assert near.get(job.id) is None
+        else:
+            assert isinstance(answer, list | RecordUncertain)
+    assert far.submit([a_job()], T0)
+    assert far.counts()[State.QUEUED] > 0
+
+
+@postgres
+def test_a_commit_that_meets_silence_is_answered_with_the_truth(network, far, near):
+    """The network falls silent between the last statement and the answer to the COMMIT, for that connection alone."""
+    job, network.swallows = a_job(), True
+    began = time.monotonic()
+    answer = _result(lambda: far.submit([job], T0))
+    network.swallows = False
+    assert time.monotonic() - began < _AT_WORST_S + 2
+    assert type(answer) is RecordUnavailable
+    assert near.get(job.id) is None
+
+
+@pytest.fixture
+def quick(database_url) -> Iterator[Store]:
+    database = Database(database_url, QUICK)
+    yield Store(database)
+    database.close()
+
+
+@pytest.fixture
+def locked(database) -> Iterator[None]:
+    """Somebody else holds a lock that every submit needs."""
+    with database.engine.connect() as connection, connection.begin():
+        if connection.dialect.name == "postgresql":
+            connection.execute(text("LOCK TABLE jobs IN EXCLUSIVE MODE"))
+        yield
+
+
+def test_while_somebody_holds_a_lock_everybody_is_told_in_time_that_nothing_was_stored(quick, request):
+    request.getfixturevalue("locked")
+    jobs = [a_job() for _ in range(6)]
+    began = time.monotonic()
+    answers = at_once(*[lambda job=job: quick.submit([job], T0) for job in jobs])
+    assert time.monotonic() - began < _AT_WORST_S + 2
+    assert [type(answer) for answer in answers] == [RecordUnavailable] * 6
+    assert all(quick.get(job.id) is None for job in jobs)
+
+
+def test_a_write_whose_turn_does_not_come_is_refused_and_not_done_later(quick):
+    goes_on, began = threading.Event(), threading.Event()
+
+    def hold(_: Any) -> None:
+        began.set()
+        assert goes_on.wait(30)
+
+    holder = threading.Thread(target=lambda: _result(lambda: quick.database.write(hold)))
+    holder.start()
+    assert began.wait(30)
+    job = a_job()
+    answer = _result(lambda: quick.submit([job], T0))
+    assert type(answer) is RecordUnavailable
+    goes_on.set()
+    holder.join(30)
+    assert quick.get(job.id) is None
+    assert quick.submit([a_job()], T0)  # The lead was not lost.
+
+
+@postgres
+def test_one_that_waits_for_a_locked_row_takes_no_neighbour_down(postgres_url, near):
+    database = Database(postgres_url, QUICK)
+    store, held = Store(database), a_queued_job(near)
+    with near.database.engine.begin() as somebody:
+        somebody.execute(text("SELECT 1 FROM jobs WHERE id = :id FOR UPDATE"), {"id": held.id})
+        waiting, *others = _in_one_group(
+            database,
+            lambda: store.start(held.id, "gpu1", "gpu1-slot0", "l", T0),
+            *[lambda: store.submit([a_job()], T0)] * 4,
+        )
+    assert type(waiting) is RecordUnavailable
+    assert all(isinstance(answer, list) for answer in others)
+    database.close()

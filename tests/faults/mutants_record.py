@@ -1,0 +1,76 @@
+"""Guards of the record against lost answers, silent servers and what others hold."""
+
+from tests.faults.mutant import WORKERS, Mutant
+
+COMMIT = "tests/contracts/test_record_uncertain.py::"
+MASS = "tests/contracts/test_record_mass.py::"
+
+KEPT = [
+    Mutant(
+        "a lost answer is not asked for",
+        "JOB-2",
+        "jobs/db.py",
+        "if found is Fate.STORED:",
+        "if found is None:",
+        (
+            f"{COMMIT}test_a_submit_that_was_stored_is_answered_as_stored_though_the_answer_was_lost",
+            f"{COMMIT}test_a_commit_that_fails_on_sqlite_is_looked_up_before_anybody_is_answered",
+        ),
+    ),
+    Mutant(
+        "an unknown is called a no",
+        "JOB-3",
+        "jobs/db.py",
+        "elif found is Fate.NOT_STORED:",
+        "else:",
+        (f"{COMMIT}test_what_cannot_be_found_out_is_said_to_be_unknown_and_the_same_request_finds_the_job",),
+    ),
+    Mutant(
+        "a transaction whose COMMIT did not arrive keeps its locks",
+        "JOB-3",
+        "jobs/fate.py",
+        'connection.execute(_END_BACKEND, {"number": of.number})',
+        "pass",
+        (f"{COMMIT}test_what_was_not_stored_is_refused_as_such_and_leaves_no_lock_behind",),
+    ),
+    Mutant(
+        "another server's number is believed",
+        "JOB-3",
+        "jobs/fate.py",
+        "return Fate.NOT_STORED if _by_event(connection, of) is Fate.NOT_STORED else Fate.STORED",
+        "return Fate.STORED",
+        (f"{COMMIT}test_a_number_that_another_server_gave_again_proves_nothing",),
+    ),
+    Mutant(
+        "a settle that had succeeded is taken for somebody else's",
+        "JOB-1",
+        "jobs/store.py",
+        "self._stored_unheard(tx, run) or self._moved(tx, act)",
+        "self._moved(tx, act)",
+        (f"{COMMIT}test_a_settle_of_unknown_outcome_that_is_asked_again_is_not_taken_for_somebody_elses",),
+    ),
+    Mutant(
+        "a commit that failed leaves its transaction open",
+        "JOB-3",
+        "jobs/db.py",
+        "connection.invalidate()  # It may still be in the transaction, with its locks.",
+        "pass",
+        (f"{COMMIT}test_a_commit_that_did_not_happen_on_sqlite_stored_nothing",),
+    ),
+    Mutant(
+        "a start of unknown outcome is put back",
+        "LEASE-1",
+        "tasks/worker.py",
+        "if isinstance(error, RecordUncertain):",
+        "if error is None:",
+        (f"{WORKERS}test_a_job_whose_start_may_have_been_stored_keeps_its_lease_until_the_reaper_has_looked",),
+    ),
+    Mutant(
+        "what somebody is changing is waited for",
+        "R122",
+        "jobs/store.py",
+        "with_for_update(skip_locked=True)",
+        "with_for_update()",
+        (f"{MASS}test_a_job_that_somebody_is_just_canceling_holds_up_no_other_that_is_due",),
+    ),
+]

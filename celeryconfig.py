@@ -40,6 +40,7 @@ worker_pool = "threads"
 worker_concurrency = _settings.threads
 worker_prefetch_multiplier = 1
 worker_disable_prefetch = True
+worker_disable_rate_limits = True  # A wake-up that a worker holds back holds a slot.
 worker_send_task_events = True
 task_send_sent_event = False
 worker_hijack_root_logger = False

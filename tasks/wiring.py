@@ -1,8 +1,11 @@
 """One process's Dispatcher, put together from the settings on first use."""
 
+from pathlib import Path
+
 from jobs.catalog import Catalog
 from jobs.config import RecordSettings
 from jobs.db import Database
+from jobs.errors import RecordUnavailable
 from jobs.once import once
 from jobs.store import Store
 from routing.admission import Admission
@@ -22,7 +25,15 @@ from tasks.releases import PatientLeases
 
 @once
 def database() -> Database:
-    return Database(RecordSettings().record_url)
+    """The record of this installation.  Raises RecordUnavailable where there is none: only `migrate` makes one."""
+    url = RecordSettings().record_url
+    path = Path(url.removeprefix("sqlite:///"))
+    if url.startswith("sqlite:///") and not path.exists():
+        raise RecordUnavailable(
+            f"There is no Slotkeeper record at {path}: set SLOTKEEPER_HOME to the state folder of your installation, "
+            "or SLOTKEEPER_DATABASE_URL; for a new one run `slotkeeper migrate`."
+        )
+    return Database(url)
 
 
 @once

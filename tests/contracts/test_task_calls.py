@@ -1,7 +1,10 @@
 """What a call of `infer` may ask for: each argument and option is honoured or refused by its name."""
 
 import inspect
+import os
 import pydoc
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -16,6 +19,7 @@ from routing.submission import Submission
 from tasks import asking, inference
 from tasks.inference import infer
 from tests.lua.stage import Stage, client, stage, valkey
+from tests.support.stack import REPO
 
 __all__ = ["client", "stage", "valkey"]
 
@@ -198,6 +202,10 @@ def test_called_directly_it_says_what_to_do():
         infer.apply(("zimg", PROMPT)).get()
 
 
+def test_no_remote_rate_limit_holds_a_wake_up_back():
+    assert infer.app.conf.worker_disable_rate_limits
+
+
 @pytest.fixture
 def called(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
     stage.register()
@@ -237,3 +245,12 @@ def test_a_chain_is_refused_before_its_first_step_is_recorded(called):
     with pytest.raises(InvalidJob, match=r"infer\.s\(model="):
         chain(infer.s("zimg", PROMPT), infer.s("zimg"))()
     assert called.store.find() == []
+
+
+def test_a_process_that_does_not_find_the_record_is_told_what_to_set_and_makes_none(tmp_path):
+    script = "from tasks import infer; infer.delay('zimg', {})"
+    env = {"PYTHONPATH": str(REPO), "PATH": os.environ["PATH"]}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    (said,) = [line for line in done.stderr.splitlines() if "SLOTKEEPER_HOME" in line]
+    assert f"There is no Slotkeeper record at {tmp_path / 'var' / 'record.db'}: set SLOTKEEPER_HOME" in said
+    assert list(tmp_path.iterdir()) == []

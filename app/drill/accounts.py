@@ -54,6 +54,8 @@ class Owed:
     state: str
     overdue: bool = False
     """It is pending, and should have been tried a while ago."""
+    put_off: bool = False
+    """It is pending, and its next try is later than after so many tries it may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,7 @@ def webhooks(
     return {
         "webhooks not told": sorted(job_id for job_id in ended if not told[job_id] and not _may_come(rows[job_id])),
         "webhooks given up": sorted(one.job_id for those in rows.values() for one in those if one.state == "given_up"),
+        "webhooks put off": sorted(one.job_id for those in rows.values() for one in those if one.put_off),
         "webhooks with two ids": sorted(job_id for job_id, those in told.items() if len({it.id for it in those}) > 1),
         "webhooks that are wrong": sorted(
             f"{job_id} is {hooked.get(job_id)}, told: {it.status}"

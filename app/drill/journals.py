@@ -19,6 +19,9 @@ from jobs.record import Event
 from jobs.states import State
 
 CUT = "cut"
+_OVERDUE_MS = 60_000
+# A try that is under way may last so long, and the wait after it grows from here.
+_LEAST_WAIT_MS, _FIRST_WAIT_MS = 60_000, 5_500
 _STARTED = events.TYPES[State.RUNNING]
 
 
@@ -110,12 +113,17 @@ def numbers(database: Database) -> dict[str, int]:
     return {row.id: int(orjson.loads(row.payload)["number"]) for row in rows}
 
 
-def owed(database: Database, overdue_ms: int) -> list[Owed]:
-    """The record's webhooks.  Those whose next try was due before `overdue_ms` are overdue."""
-    query = select(_webhooks.c.id, _webhooks.c.job_id, _webhooks.c.state, _webhooks.c.next_ms)
+def owed(database: Database, now_ms: int) -> list[Owed]:
+    """The record's webhooks, judged at this time."""
+    columns = (_webhooks.c.id, _webhooks.c.job_id, _webhooks.c.state, _webhooks.c.next_ms, _webhooks.c.tries)
     with database.read() as connection:
-        rows = connection.execute(query).all()
-    return [Owed(row.id, row.job_id, row.state, row.state == "pending" and row.next_ms < overdue_ms) for row in rows]
+        rows = connection.execute(select(*columns)).all()
+    found = []
+    for row in rows:
+        wait_ms = row.next_ms - now_ms if row.state == "pending" else 0
+        longest_ms = _LEAST_WAIT_MS + _FIRST_WAIT_MS * 2.5 ** max(row.tries - 1, 0)
+        found.append(Owed(row.id, row.job_id, row.state, wait_ms < -_OVERDUE_MS, wait_ms > longest_ms))
+    return found
 
 
 def going_on(database: Database) -> tuple[dict[str, str], dict[str, str]]:

@@ -45,7 +45,6 @@ _HOOKS_S = 180.0  # a message that failed a few times is tried again minutes lat
 _MASSES_SHARE = 4  # of the jobs, in each mass of deadlines: one in so many
 _MASS_SIZE = (20, 300)
 _OFFER_S = 5.0
-_OVERDUE_MS = 60_000
 # How long after its mending a fault can still make a job late: an offer stands 10 s and is looked for every 5 s.
 _AFTERMATH_NS = 20_000_000_000
 
@@ -204,7 +203,7 @@ class _Drill:
         until = time.monotonic() + _HOOKS_S
         with self._console.status("Waiting for the last webhooks ..."):
             while time.monotonic() < until:
-                if not any(one.state == "pending" for one in journals.owed(database, 0)):
+                if not any(one.state == "pending" and not one.put_off for one in journals.owed(database, now_ms())):
                     return
                 self._stack.look()
                 time.sleep(_LOOK_S)
@@ -366,7 +365,7 @@ class _Read:
         self.trails: dict[str, list[Event]] = journals.trails(database)
         self.states = journals.states(database)
         self.numbers = journals.numbers(database)
-        self.owed = journals.owed(database, now_ms() - _OVERDUE_MS)
+        self.owed = journals.owed(database, now_ms())
         self.balance = ledger.read(database)
 
 

@@ -149,6 +149,10 @@ def test_a_webhook_that_is_still_to_be_tried_again_is_not_missing_unless_it_is_o
     assert wrong([], Owed("w", "j", "pending", overdue=True)) == {"webhooks not told"}
 
 
+def test_a_webhook_that_waits_for_longer_than_it_may_is_put_off() -> None:
+    assert wrong([], Owed("w", "j", "pending", put_off=True)) == {"webhooks put off"}
+
+
 def test_a_webhook_that_was_given_up_is_a_fault_of_ours() -> None:
     assert wrong([told()], Owed("w", "j", "given_up")) == {"webhooks given up"}
 

@@ -1,10 +1,14 @@
 from pathlib import Path
 
 import orjson
+import pytest
 
+from app.drill.accounts import Owed
 from app.drill.checker import Run
-from app.drill.journals import recorded, server_runs, trails
+from app.drill.journals import owed, recorded, server_runs, trails
 from jobs import ledger
+from jobs.db import Database
+from jobs.models import webhooks
 from jobs.record import Event
 from jobs.states import State
 from jobs.store import Store
@@ -69,3 +73,23 @@ def test_turns_are_numbered_anew_after_redis_was_emptied() -> None:
     )
     assert {job_id: job.turn for job_id, job in found.items()} == {"j1": (0, 40), "j2": (1, 3), "j3": None}
     assert found["j1"].trail == ("job.enqueued", "job.started")
+
+
+@pytest.mark.parametrize(
+    ("tries", "next_in_s", "overdue", "put_off"),
+    [
+        (0, 0, False, False),
+        (1, 5, False, False),
+        (6, 500, False, False),
+        (1, 3600, False, True),
+        (1, -50, False, False),
+        (1, -70, True, False),
+    ],
+)
+def test_a_webhook_is_overdue_a_minute_after_its_time_and_put_off_if_its_time_is_too_late(
+    database: Database, tries: int, next_in_s: int, overdue: bool, put_off: bool
+) -> None:
+    row = {"id": "w", "job_id": "j", "url": "http://hook", "status": "completed", "state": "pending", "created_ms": 0}
+    row |= {"tries": tries, "next_ms": 1_000_000 + next_in_s * 1000}
+    database.write(lambda tx: tx.connection.execute(webhooks.insert(), row))
+    assert owed(database, 1_000_000) == [Owed("w", "j", "pending", overdue, put_off)]

@@ -87,7 +87,7 @@ def _dispatcher(database: Database, slots: int) -> Iterator[tuple[Dispatcher, Va
                 queues=queues,
                 leases=Leases(scripts, settings),
                 slots=Slots(scripts, settings),
-                admission=Admission(scripts, queues, fleet, Forecasts(scripts)),
+                admission=Admission(scripts, queues, fleet, Forecasts(scripts), settings),
                 forecasts=Forecasts(scripts),
                 settings=settings,
                 announcer=_Nobody(),

@@ -14,6 +14,7 @@ from jobs.errors import Conflict, InvalidJob, TooMany
 from jobs.record import NewJob, Waiting
 from jobs.states import CLOSED
 from jobs.tenants import Tenant
+from routing.config import RoutingSettings
 from routing.fleet import Fleet
 from routing.forecasts import Forecasts
 from routing.policies import admission, placement
@@ -21,13 +22,18 @@ from routing.policies.forecast import hopeless, retry_after_s
 from routing.queues import Queues
 from routing.scripts import Scripts
 
+_VARIETY_RETRY_S = 10.0
+
 log = structlog.get_logger(__name__)
 
 
 class Admission:
     """Counts submits."""
 
-    def __init__(self, scripts: Scripts, queues: Queues, fleet: Fleet, forecasts: Forecasts) -> None:
+    def __init__(
+        self, scripts: Scripts, queues: Queues, fleet: Fleet, forecasts: Forecasts, settings: RoutingSettings
+    ) -> None:
+        self._settings = settings
         self._scripts = scripts
         self._queues = queues
         self._fleet = fleet
@@ -46,6 +52,7 @@ class Admission:
         try:
             for (model, whose), more in Counter((job.model, job.tenant) for job in new).items():
                 self._check_capacity(self._fleet.model(model), whose, more)
+                self._check_variety(self._fleet.model(model), whose, new)
             for index, job in enumerate(new):
                 self._check_deadline(index, job, now_ms)
             if tenant is not None and tenant.rate_per_s:
@@ -96,6 +103,23 @@ class Admission:
             model=model.name,
             waiting=waiting,
         )
+
+    def _check_variety(self, model: Model, tenant: str, new: Sequence[NewJob]) -> None:
+        """Each offer looks at the constraints that wait, so there is a bound on how many different ones do."""
+        needs = {job.needs for job in new if job.needs and (job.model, job.tenant) == (model.name, tenant)}
+        if not needs:
+            return
+        own, everyones = self._queues.variety(model.fleet, model.name, tenant, needs)
+        settings = self._settings
+        for count, limit, whose in (
+            (own, settings.most_constraints, tenant),
+            (everyones, settings.most_constraints_of_all, None),
+        ):
+            if count <= limit:
+                continue
+            if len(needs) > limit:  # However long it waited, this would never fit.
+                raise InvalidJob("jobs", f"{len(needs)} different constraints at once never fit; at most {limit} do.")
+            raise TooMany(admission.too_various(model.name, limit, whose), _VARIETY_RETRY_S, model=model.name)
 
     def _check_deadline(self, index: int, job: NewJob, now_ms: int) -> None:
         """A job that can hardly start in time is refused now, instead of expiring later."""

@@ -39,6 +39,10 @@ class RoutingSettings(BaseSettings):
     """… so long the first time, doubled each time a probe fails …"""
     breaker_open_max_ms: int = Field(300_000, ge=1)
     """… up to this."""
+    most_constraints: int = Field(100, ge=1)
+    """How many different constraints may wait for a model, of one tenant …"""
+    most_constraints_of_all: int = Field(2_000, ge=1)
+    """… and of all together, in one fleet."""
     catalog_refresh_s: float = Field(1.0, ge=0)
     """How old a process's copy of the catalog may grow."""
 

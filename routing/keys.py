@@ -1,6 +1,7 @@
 """The names of all keys in Redis.  They are born here and nowhere else.
 
 A class is a model and what jobs need of a server; an account is a tenant and a model; a lane is both, and a tier.
+A kind of server serves the same models and declares the same; a group is a model and the kinds that may run its jobs.
 
 All keys of one fleet carry one hash tag, so that every script also works on a Redis Cluster.  Keys that
 belong to a member of an index are named by lua/lib/fleet.lua: `<key of the index>:<member>`.
@@ -8,8 +9,11 @@ belong to a member of an index are named by lua/lib/fleet.lua: `<key of the inde
 
 # In this order every script gets them as KEYS; lua/lib/fleet.lua gives them their names there.
 FLEET_KEYS = (
-    "classes",  # hash  class -> what its jobs need of a server; classes:<class> zset lane -> order key
-    "lanes",  # hash  account -> marks of its lanes, each "<tier>|<digest> "; lanes:<lane> zset job@created -> seq
+    "classes",  # hash  class -> "<kinds>\n<needs>", see lua/lib/groups.lua; classes:<class> zset lane -> order key
+    "groups",  # set   of the groups that have work; groups:<group> zset class -> key of its first lane
+    "kinds",  # hash  kind -> "\n<model>\n…\n@<attribute>=<value>\n…", as its servers' entries end
+    "lanes",  # hash  account -> jobs that wait; lanes:<account> set of the marks of its lanes, each "<tier>|<digest>";
+    # lanes:<lane> zset job@created -> seq
     "rules",  # hash  "model <m>", "account <t>|<m>", "tenant <t>" -> what is configured, see lua/lib/order.lua
     "free",  # zset  slot -> since when it is free, ms
     "resting",  # zset  slot -> until when it rests, ms
@@ -21,8 +25,14 @@ FLEET_KEYS = (
     "held",  # hash  account -> slots that it holds
     "meta",  # hash  epoch, offers (a count), catalog (a version), waiting:<model>, failures:<server>;
     # meta:unsorted list of accounts whose lanes have to be given new keys after a change of rules;
-    # meta:open zset job -> number of its offer, of the leases that nobody has claimed yet
+    # meta:open zset job -> number of its offer, of the leases that nobody has claimed yet;
+    # meta:ungrouped list of classes whose servers may be others after a change of the registry
 )
+
+
+# Of how the scripts keep a room.  Processes of another release have another room, which is filled from the record, so
+# that none reads or writes what it does not understand; raise it with any change of a key's type or meaning.
+FORMAT = 2
 
 
 class Keys:
@@ -36,7 +46,7 @@ class Keys:
         """The fleet's keys, in the order of FLEET_KEYS."""
         found = self._fleets.get(fleet)
         if found is None:
-            found = [f"{self._prefix}:{{{fleet}}}:{name}" for name in FLEET_KEYS]
+            found = [f"{self._prefix}:{FORMAT}:{{{fleet}}}:{name}" for name in FLEET_KEYS]
             self._fleets[fleet] = found
         return found
 

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,6 +240,12 @@ class Queues:
         """What waits for a model, of one tenant and of all."""
         own, everyones, run_ms, free = self._scripts.run("backlog", fleet, [order.account(tenant, model)])
         return Backlog(own, everyones, run_ms or None, free)
+
+    def variety(self, fleet: str, model: str, tenant: str, needs: Iterable[str]) -> tuple[int, int]:
+        """How many different constraints would wait if jobs with these needs came in: of the tenant, of all."""
+        classes = sorted({order.asked_class(model, one) for one in needs})
+        own, everyones = self._scripts.run("variety", fleet, [order.account(tenant, model), *classes])
+        return own, everyones
 
     def open(self, fleet: str) -> bool:
         """Declare the room complete.  False: it was open."""

@@ -76,7 +76,7 @@ def dispatcher() -> Dispatcher:
         queues=queues,
         leases=leases(),
         slots=Slots(scripts(), settings),
-        admission=Admission(scripts(), queues, fleet, forecasts()),
+        admission=Admission(scripts(), queues, fleet, forecasts(), settings),
         forecasts=forecasts(),
         settings=settings,
         announcer=CeleryAnnouncer(),

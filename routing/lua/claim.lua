@@ -1,5 +1,5 @@
 --[[ claim: make an open offer one's own.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] job   ARGV[2] lease   ARGV[3] owner, not empty   ARGV[4] lease_ms
   Returns {"claimed", slot, server, number} | {"yours"}: the caller has claimed it before | {"lost"}
   Writes only on "claimed"

@@ -1,5 +1,5 @@
 --[[ depths: how many jobs of each model wait, and how the fleet's slots stand.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   Returns {rebuilt 0|1, free, resting, taken, {model, jobs}…}      Writes nothing
   Cost O(models) ]]
 -- @include lib/fleet

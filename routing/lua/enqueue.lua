@@ -1,5 +1,5 @@
 --[[ enqueue: put queued jobs in the waiting room, and offer what can run at once, in the same step.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] prefix   random text that makes the names of new leases unique
   ARGV[2] limit    offers to make at most
   ARGV[3] room     how many offers may be open at once: runs that workers have room for
@@ -12,6 +12,7 @@
 -- @include lib/fleet
 -- @include lib/slots
 -- @include lib/order
+-- @include lib/groups
 -- @include lib/lanes
 -- @include lib/breaker
 -- @include lib/lease

@@ -1,5 +1,5 @@
 --[[ expired: the leases whose time is over.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] limit
   Returns {{job, lease, owner, slot}…}, longest expired first      Writes nothing
   Clock Redis TIME    Cost O(expired) ]]

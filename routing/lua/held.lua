@@ -1,5 +1,5 @@
 --[[ held: all leases of a fleet, and when each expires.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   Returns {now_ms, {job, lease, owner, slot, expires_at_ms}…}      Writes nothing
   Clock Redis TIME    Cost O(leases) ]]
 -- @include lib/now_ms

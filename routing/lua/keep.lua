@@ -1,5 +1,5 @@
 --[[ keep: give an open offer that no worker has taken up yet more time, as long as it may still be started.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] job   ARGV[2] lease   ARGV[3] offer_ms
   ARGV[4] resumes "1": its server may be at it already, so it stays where it is whatever is paused
   Returns {"kept"} | {"closed"}: its server, model or tenant starts nothing now | {"lost"}: it is no open offer

@@ -1,5 +1,5 @@
 --[[ occupy: a server runs work that is not ours; offer that many fewer of its slots for a while.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] server   ARGV[2] count   how many slots others use   ARGV[3] rest_ms
   Returns how many of its slots rest now
   Clock Redis TIME    Cost O(slots log slots)    Upholds SLOT-1 ]]

@@ -1,16 +1,17 @@
 --[[ offer: offer waiting jobs to free slots, as many as fit.  The sweep calls it, and a worker that looks for work.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] prefix    random text that makes the names of new leases unique
   ARGV[2] limit     offers to make at most
   ARGV[3] room      how many offers may be open at once: runs that workers have room for
   ARGV[4] offer_ms  how long an offer stays open
   ARGV[5] taker     who gets the first at once, for ARGV[6] lease_ms: the oldest open offer, if there is one; "": nobody
   Returns {{job, lease, slot, server, model, number, owner}…}
-  Clock Redis TIME    Cost O(offers (classes + free slots + log n))    Upholds SLOT-2 ]]
+  Clock Redis TIME    Cost O(offers (groups + free slots + log n))    Upholds SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
 -- @include lib/slots
 -- @include lib/order
+-- @include lib/groups
 -- @include lib/lanes
 -- @include lib/breaker
 -- @include lib/lease

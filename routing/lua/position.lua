@@ -1,11 +1,12 @@
 --[[ position: how many jobs of its model come before a waiting one.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] job   ARGV[2] lane   ARGV[3] created   ARGV[4] as_last "1": one that would come in now, "0": one that is in
   Returns {"waiting", ahead, run_ms} | {"offered"} | {"absent"}      Writes nothing
     run_ms   mean slot time of the model's latest runs, ms; 0: not known yet
   Cost O(lanes before it log n), of about 512 lanes; with more of them `ahead` is an estimate ]]
 -- @include lib/fleet
 -- @include lib/order
+-- @include lib/groups
 -- @include lib/lanes
 -- @include lib/ahead
 

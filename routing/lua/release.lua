@@ -1,5 +1,5 @@
 --[[ release: give up a lease, and make the next offers in the same step (the hand-off).
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] job       ARGV[2] lease   ARGV[3] owner: "" for an offer that nobody has claimed
   ARGV[4] back      "1": the job goes back to its place in its lane, "0": it has left the room
   ARGV[5] rest_ms   how long the slot is offered to nobody
@@ -14,11 +14,12 @@
   ARGV[17] rest_max_ms: how far the rest of a slot that was busy is doubled, each time in a row
   Returns {"released" | "lost", {job, lease, slot, server, model, number, owner}…}
   On "lost" the lease is left alone; offers are made all the same
-  Clock Redis TIME    Cost O(log n + classes + free slots)    Upholds LEASE-4, SLOT-2 ]]
+  Clock Redis TIME    Cost O(log n + groups + free slots)    Upholds LEASE-4, SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
 -- @include lib/slots
 -- @include lib/order
+-- @include lib/groups
 -- @include lib/lanes
 -- @include lib/breaker
 -- @include lib/lease

@@ -1,5 +1,5 @@
 --[[ renew: give running jobs more time, each if the caller still holds it.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] owner   ARGV[2] lease_ms   ARGV[3…] job, lease of each
   Returns {"renewed" | "cancel" | "lost" | "unknown", …} in the order asked
     cancel   renewed, and somebody wants the job canceled
@@ -9,6 +9,7 @@
 -- @include lib/now_ms
 -- @include lib/fleet
 -- @include lib/order
+-- @include lib/groups
 -- @include lib/lanes
 -- @include lib/lease
 -- @include lib/holding

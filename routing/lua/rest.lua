@@ -1,5 +1,5 @@
 --[[ rest: offer a server's free slots to nobody for a while, longer each time; or wake them.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] server   ARGV[2] first_ms: the first rest, doubled each time in a row; 0: wake, all is well
   ARGV[3] max_ms
   Returns {rest_ms, slots moved}

@@ -1,5 +1,5 @@
 --[[ restore: write the leases of running jobs again, as the record knows them, after Redis was emptied.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] lease_ms   ARGV[2…] job, lease, owner, slot, lane, needs, seq, created of each
   Returns how many were written; a job that waits or has a lease is left alone
   Where another holds the slot by now, the lease stands beside, see lib/holding
@@ -7,6 +7,7 @@
 -- @include lib/now_ms
 -- @include lib/fleet
 -- @include lib/order
+-- @include lib/groups
 -- @include lib/lanes
 -- @include lib/lease
 -- @include lib/holding

@@ -1,5 +1,5 @@
 --[[ seize: take a lease over, under a new name, so that its former holder can do nothing with it any more.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] job   ARGV[2] lease   ARGV[3] owner, as last seen   ARGV[4] new_lease   ARGV[5] new_owner
   new_owner ""  it is offered again, as number 0, for a run that its server may be at
   ARGV[6] lease_ms   ARGV[7] only_expired: "1" refuses a lease that has been renewed meanwhile

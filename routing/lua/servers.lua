@@ -1,5 +1,5 @@
 --[[ servers: how each server stands: its slots, its breaker, and the parts of its score for each model it serves.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   Returns {now_ms, {server, free, resting, taken, rested_ms, breaker, open_until_ms, loaded, swaps, passing_since_ms,
                     {model, load, failures, slowness, swap, total}…}…}
     rested_ms  when the first of its resting slots is offered again; 0: none rests

@@ -1,11 +1,12 @@
 --[[ sync: make the fleet's copy of the registry and of the rules equal to the record's, and slots and lanes with it.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] version  of the catalog; an older one than the copy's changes nothing
   ARGV[2] count    of servers
   ARGV[3…]         server, entry, slots of each server; after them field, text of each rule, see lib/order
   Returns {"synced"} | {"stale"}      A slot that holds a lease keeps it until it is released
-  Lanes that a changed rule concerns get their new keys from resort, which has to be called until none is left
-  Clock Redis TIME    Cost O(slots log slots); O(accounts) after a change of rules    Upholds LEASE-1, SLOT-2 ]]
+  Lanes that a changed rule concerns get their new keys from resort, and classes that other kinds of servers may run
+  now their groups: it has to be called until none is left
+  Clock Redis TIME    Cost O(slots log slots); O(accounts + classes) after a change    Upholds LEASE-1, SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
 -- @include lib/slots
@@ -30,16 +31,31 @@ local function note_change(field, old, new)
   if kind == "model" and first_word(old, "") ~= first_word(new, "") then forget_shares(name) end
 end
 
+-- The kinds of servers are others than before: each class has to be held against them again.
+local function note_kinds(kinds)
+  local before, known = redis.call("HKEYS", KINDS), 0
+  for _, kind in ipairs(before) do known = known + (kinds[kind] and 1 or 0) end
+  local count = 0
+  for _ in pairs(kinds) do count = count + 1 end
+  if known == #before and known == count then return end
+  redis.call("DEL", KINDS)
+  for kind, text in pairs(kinds) do redis.call("HSET", KINDS, kind, text) end
+  redis.call("DEL", ungrouped_key())
+  for _, class in ipairs(redis.call("HKEYS", CLASSES)) do redis.call("RPUSH", ungrouped_key(), class) end
+end
+
 local now, version = now_ms(), tonumber(ARGV[1])
 if tonumber(redis.call("HGET", META, "catalog") or "-1") > version then return { "stale" } end
 
 local first_rule = 3 + 3 * tonumber(ARGV[2])
 redis.call("HSET", META, "catalog", version)
 redis.call("DEL", SERVERS)
-local wanted, rules, changed = {}, {}, {}
+local wanted, kinds, rules, changed = {}, {}, {}, {}
 for i = 3, #ARGV, 1 do
   if i < first_rule and (i - 3) % 3 == 0 then
     redis.call("HSET", SERVERS, ARGV[i], ARGV[i + 1])
+    local kind = string.match(ARGV[i + 1], "\n.*$")
+    kinds[string.sub(redis.sha1hex(kind), 1, 12)] = kind
     for n = 0, tonumber(ARGV[i + 2]) - 1 do
       local slot = ARGV[i] .. "-slot" .. n
       if is_online_slot(slot) then wanted[slot] = true end
@@ -56,6 +72,7 @@ end
 for slot in pairs(wanted) do
   return_slot(slot, now, 0)
 end
+note_kinds(kinds)
 
 local before = redis.call("HGETALL", RULES)
 for i = 1, #before, 2 do
@@ -74,7 +91,7 @@ for field, text in pairs(rules) do
 end
 for field, old in pairs(changed) do note_change(field, old, rules[field] or "") end
 if next(changed) then
-  for _, account in ipairs(redis.call("HKEYS", LANES)) do
+  for _, account in ipairs(redis.call("HKEYS", LANES)) do -- of all that have jobs waiting
     local tenant, model = string.match(account, "^([^|]*)|(.*)$")
     if changed["model " .. model] or changed["account " .. account] or changed["tenant " .. tenant] then
       redis.call("RPUSH", unsorted_key(), account)

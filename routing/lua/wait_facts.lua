@@ -1,5 +1,5 @@
 --[[ wait_facts: what stands between a job and its start.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] job   ARGV[2] lane   ARGV[3] created
   Returns {now_ms, place, ahead, run_ms, obstacle, held, limit, state, breaker, open_until_ms, before}
     place     "waiting" | "offered" | "absent"
@@ -12,6 +12,7 @@
 -- @include lib/now_ms
 -- @include lib/fleet
 -- @include lib/order
+-- @include lib/groups
 -- @include lib/lanes
 -- @include lib/breaker
 -- @include lib/ahead

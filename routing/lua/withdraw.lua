@@ -1,5 +1,5 @@
 --[[ withdraw: take a waiting job out of the room, or ask the holder of its lease to cancel it.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] job   ARGV[2] lane   ARGV[3] created
   Returns {"withdrawn"} | {"freed"}: nobody had taken its offer up, so its slot is free | {"asked"} | {"absent"}
   Writes nothing on "absent"
@@ -8,6 +8,7 @@
 -- @include lib/fleet
 -- @include lib/slots
 -- @include lib/order
+-- @include lib/groups
 -- @include lib/lanes
 -- @include lib/lease
 -- @include lib/holding

@@ -16,6 +16,15 @@ def bound(config: ModelConfig, slots: int) -> int | None:
     return wanted if config.max_waiting is None else min(wanted, config.max_waiting)
 
 
+def too_various(model: str, limit: int, tenant: str | None = None) -> str:
+    """Why no more different constraints fit, and what can be done."""
+    whose = "all tenants" if tenant is None else f"tenant {tenant!r}"
+    return (
+        f"Jobs of {whose} with {limit} different constraints wait for model {model!r} and those that share its "
+        "servers, and no more kinds are taken; use constraints that wait already, or try again later."
+    )
+
+
 def refusal(model: str, waiting: int, limit: int, tenant: str | None = None) -> str:
     """Why no more jobs fit beside `waiting`, and what can be done."""
     whose = "jobs" if tenant is None else f"jobs of tenant {tenant!r}"

@@ -18,6 +18,11 @@ def lane(job: Waiting) -> str:
     return f"{job.tier}|{_digest(job.needs)}|{account(job.tenant, job.model)}"
 
 
+def asked_class(model: str, needs: str) -> str:
+    """`<digest of the needs>|<model>`, as the scripts know jobs that the same servers can run."""
+    return f"{_digest(needs)}|{model}"
+
+
 def account(tenant: str, model: str) -> str:
     """`<tenant>|<model>`, as the scripts know a tenant's use of a model."""
     return f"{safe(tenant)}|{model}"

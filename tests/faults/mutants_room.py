@@ -3,6 +3,7 @@
 from tests.faults.mutant import LEASES, MAINTENANCE, ORDER, PLACES, SLOTS, Mutant
 
 TURNS = "tests/lua/test_turns.py::"
+GROUPS = "tests/lua/test_groups.py::"
 
 ROOM = [
     # -- offers ----------------------------------------------------------------------------------------------
@@ -263,6 +264,34 @@ ROOM = [
         (f"{TURNS}test_under_aging_a_models_last_tier_is_not_starved_by_another_models_first_one",),
         still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
     ),
+    # -- different constraints -----------------------------------------------------------------------------------
+    Mutant(
+        "an urgent job waits behind others of its tenant that ask for something else",
+        "R44",
+        "routing/lua/lib/groups.lua",
+        'string.sub(first[1], 1, 1) .. "|" .. class',
+        '"5|" .. class',
+        (f"{GROUPS}test_under_fair_the_urgent_job_of_a_tenant_comes_first_whatever_its_others_ask_for",),
+        still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
+        "nobody looks again when a server comes",
+        "SLOT-2",
+        "routing/lua/sync.lua",
+        "note_kinds(kinds)\n\n",
+        "",
+        (f"{GROUPS}test_a_server_that_comes_gets_what_nobody_met_in_order",),
+        still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
+        "a class is known for ever",
+        "R24",
+        "routing/lua/lib/groups.lua",
+        '  redis.call("HDEL", CLASSES, class)\n',
+        "",
+        (f"{GROUPS}test_nothing_is_left_of_constraints_whose_jobs_have_gone",),
+        still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
     # -- placement and breakers --------------------------------------------------------------------------------
     Mutant(
         "a server need not meet what a job needs",
@@ -360,7 +389,7 @@ ROOM = [
     Mutant(
         "0x10 is a number",
         "R24",
-        "routing/lua/lib/placement.lua",
+        "routing/lua/lib/groups.lua",
         'return string.find(text, "^%-?%d[%d.]*[eE]?[-+]?%d*$") and tonumber(text)',
         "return tonumber(text)",
         (

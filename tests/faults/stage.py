@@ -21,6 +21,7 @@ from redis import Redis
 from jobs.db import Database
 from jobs.record import Job
 from jobs.store import Store
+from routing.keys import FLEET_KEYS, Keys
 from tests.e2e.conftest import Api
 from tests.support.gated import Gate
 from tests.support.stack import Process, RefServer, Stack, eventually
@@ -38,6 +39,11 @@ ENV = {
     "SLOTKEEPER_GRACE_S": "1",
 }
 _numbers = itertools.count(1)
+
+
+def _key(fleet: str, name: str) -> str:
+    """Of the town's room in Redis."""
+    return Keys("slotkeeper").fleet(fleet)[FLEET_KEYS.index(name)]
 
 
 class Town:
@@ -128,12 +134,12 @@ class Town:
     def lease(self, model: str, job_id: str) -> dict[bytes, bytes]:
         """The job's lease as Redis has it; empty: there is none."""
         with self.redis() as redis:
-            return redis.hgetall(f"slotkeeper:{{{model}}}:leases:{job_id}")
+            return redis.hgetall(f"{_key(model, 'leases')}:{job_id}")
 
     def taken(self, model: str) -> dict[bytes, bytes]:
         """The model's slots that Redis has as taken, and by which job."""
         with self.redis() as redis:
-            return redis.hgetall(f"slotkeeper:{{{model}}}:slots")
+            return redis.hgetall(_key(model, "slots"))
 
     def redis(self) -> Redis:
         """A connection to the town's Valkey, to be closed."""

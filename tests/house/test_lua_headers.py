@@ -20,6 +20,7 @@ READS = {
     "HKEYS",
     "HLEN",
     "HMGET",
+    "SMEMBERS",
     "TIME",
     "ZCARD",
     "ZCOUNT",

@@ -151,6 +151,8 @@ class Room:
                 return self.client.hgetall(key)
             case b"zset":
                 return self.client.zrange(key, 0, -1, withscores=True)
+            case b"set":
+                return self.client.smembers(key)
             case b"list":
                 return self.client.lrange(key, 0, -1)
             case _:

@@ -98,7 +98,7 @@ class Stage:
             queues=queues,
             leases=Leases(scripts, SETTINGS),
             slots=Slots(scripts, SETTINGS),
-            admission=Admission(scripts, queues, fleet, Forecasts(scripts)),
+            admission=Admission(scripts, queues, fleet, Forecasts(scripts), SETTINGS),
             forecasts=Forecasts(scripts),
             settings=SETTINGS,
             announcer=self.told,

@@ -66,6 +66,7 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.claim(one) == "claimed" and room.renew("w1", one) == ["renewed"]
     assert room.position(_b("j3", 3)) == ["waiting", 1]
     assert room.run("backlog", f"default|{FLEET}") == [2, 2, 0, 0]
+    assert room.run("variety", f"default|{FLEET}", f"d1|{FLEET}") == [2, 2]
     assert room.run("wait_facts", "j3", _b("j3", 3).lane, START_MS)[1:3] == ["waiting", 1]
     assert len(room.run("servers")[1]) == 1
     assert room.run("depths")[:4] == [1, 0, 0, 2]

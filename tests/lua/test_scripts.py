@@ -3,7 +3,7 @@
 import pytest
 from redis import Redis
 
-from routing.keys import Keys
+from routing.keys import FORMAT, Keys
 from routing.scripts import Scripts, assemble, names, source
 from tests.lua.room import CLOCK, FRAGMENTS, Room
 
@@ -37,5 +37,5 @@ def test_a_redis_that_forgot_the_scripts_is_told_them_again(client: Redis):
 @pytest.mark.parametrize("fleet", ["zimg", "stable-diffusion", "org/model.v2", "a-slot3"])
 def test_keys_of_a_fleet_are_its_prefix_its_tag_and_a_name(fleet):
     keys = Keys("mine").fleet(fleet)
-    assert keys[0] == f"mine:{{{fleet}}}:classes" and len(keys) == len(set(keys)) == 12
+    assert keys[0] == f"mine:{FORMAT}:{{{fleet}}}:classes" and len(keys) == len(set(keys)) == 14
     assert Keys("mine").fleet(fleet) == keys

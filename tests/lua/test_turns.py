@@ -253,7 +253,7 @@ def crowd(count: int, policy: str) -> list[Job]:
 @pytest.mark.parametrize("count", [513, 1100, 4000])
 def test_the_position_among_very_many_lanes_is_estimated_well(room, policy, count):
     jobs = crowd(count, policy)
-    room.configure(policy=policy)
+    room.configure(policy=policy).sync(COMMON, RARE)
     room.enqueue(*jobs, limit=0)
     place = {"fifo": lambda job: job.seq, "priority": lambda job: (job.tier, job.seq)}[policy]
     order = sorted(jobs, key=place)
@@ -262,7 +262,7 @@ def test_the_position_among_very_many_lanes_is_estimated_well(room, policy, coun
 
 
 def test_a_position_looks_at_a_bounded_number_of_lanes_however_many_classes_there_are(room):
-    room.configure(policy="fifo")
+    room.configure(policy="fifo").sync(Server("gpu", attributes={"memory": 300}))
     jobs = [a(f"j{n}", n, 1 + n % 9, tenant=f"t{n % 7}", needs=f"memory>={n % 300}") for n in range(5400)]
     room.enqueue(*jobs, limit=0)
     room.client.config_resetstat()

@@ -56,21 +56,24 @@ class Standing:
     """What stands in Redis, read in two trips."""
 
     def __init__(self, room: Room) -> None:
-        names = [key.decode() for key in room.client.keys("test:*")]
+        names = [key.decode() for key in room.client.keys(f"{room.key('')}*")]
         pipe, prefix = room.client.pipeline(transaction=False), room.key("")
+        reads = {"hash": pipe.hgetall, "list": lambda it: pipe.lrange(it, 0, -1), "set": pipe.smembers}
         kinds = {name: self._kind(name.removeprefix(prefix)) for name in names}
         for name, kind in kinds.items():
             if kind == "zset":
                 pipe.zrange(name, 0, -1, withscores=True)
             else:
-                pipe.hgetall(name) if kind == "hash" else pipe.lrange(name, 0, -1)
+                reads[kind](name)
         self._all = {name.removeprefix(prefix): row for name, row in zip(kinds, pipe.execute(), strict=True)}
 
     @staticmethod
     def _kind(name: str) -> str:
-        if name == "meta:unsorted":
+        if name in ("meta:unsorted", "meta:ungrouped"):
             return "list"
-        zsets = ("classes:", "lanes:", "tags:", "free", "resting")
+        if name == "groups" or (name.startswith("lanes:") and name.count("|") == 1):
+            return "set"
+        zsets = ("classes:", "groups:", "lanes:", "tags:", "free", "resting")
         return "zset" if name == "leases" or name.startswith(zsets) else "hash"
 
     def hash(self, name: str) -> dict[str, str]:
@@ -78,6 +81,9 @@ class Standing:
 
     def scores(self, name: str) -> dict[str, float]:
         return {member.decode(): score for member, score in self._all.get(name, [])}
+
+    def members(self, name: str) -> set[str]:
+        return {member.decode() for member in self._all.get(name, ())}
 
     def below(self, prefix: str) -> list[str]:
         """What follows the prefix in the names of keys."""
@@ -236,7 +242,7 @@ class PoliciesMachine(RuleBasedStateMachine):
     def all_that_is_derived_is_what_the_plain_data_give(self):
         at = Standing(self.room)
         leases = {job: at.hash(f"leases:{job}") for job in at.below("leases:")}
-        lanes = {lane: at.scores(f"lanes:{lane}") for lane in at.below("lanes:")}
+        lanes = {lane: at.scores(f"lanes:{lane}") for lane in at.below("lanes:") if lane.count("|") == 3}
         self._check_jobs(leases, lanes)
         self._check_slots(at, leases)
         self._check_counters(at, leases, lanes)
@@ -276,22 +282,41 @@ class PoliciesMachine(RuleBasedStateMachine):
             waiting[lane.rsplit("|", 1)[1]] += len(members)
         found = {name: int(text) for name, text in at.hash("meta").items() if name.startswith("waiting:")}
         assert found == {f"waiting:{model}": count for model, count in waiting.items()}
+        jobs = Counter(_account(lane) for lane, members in lanes.items() for _ in members)
+        assert at.hash("lanes") == {account: str(count) for account, count in jobs.items()}
         taken = Counter(lease["slot"].rsplit("-slot", 1)[0] for lease in leases.values())
         for name in SERVERS:
             assert int(at.hash(f"stats:server:{name}").get("taken", 0)) == taken[name]
 
     def _check_indexes(self, at: Standing, lanes: dict[str, Any]) -> None:
-        by_class, marks = defaultdict(set), defaultdict(list)
+        by_class, marks = defaultdict(set), defaultdict(set)
         for lane in lanes:
             tier, digest, tenant, model = lane.split("|")
             by_class[f"{digest}|{model}"].add(lane)
-            marks[f"{tenant}|{model}"].append(f"{tier}|{digest}")
+            marks[f"{tenant}|{model}"].add(f"{tier}|{digest}")
         assert {name: set(at.scores(f"classes:{name}")) for name in at.below("classes:")} == by_class
-        assert at.hash("classes") == {name: NEEDS[name[0] != "|"] for name in by_class}
-        assert {account: sorted(text.split()) for account, text in at.hash("lanes").items()} == {
-            account: sorted(found) for account, found in marks.items()
+        assert {name: text.split("\n")[1] for name, text in at.hash("classes").items()} == {
+            name: NEEDS[name[0] != "|"] for name in by_class
         }
-        assert not at.below("meta:unsorted")
+        found = {name: at.members(f"lanes:{name}") for name in at.below("lanes:") if name.count("|") == 1}
+        assert found == marks
+        assert not at.below("meta:un")
+        self._check_groups(at, set(by_class))
+
+    def _check_groups(self, at: Standing, classes: set[str]) -> None:
+        """A class stands in the group of those that the same servers can run, by its first lane; or nobody can."""
+        ranked = {group: at.scores(f"groups:{group}") for group in at.below("groups:")}
+        assert at.members("groups") == ranked.keys() | {name for name in classes if name[0] == "|"}
+        there = [SERVERS[name] for name, state in self.servers.items() if state != "gone"]
+        members = {}
+        for name in classes:
+            needs, model = NEEDS[name[0] != "|"], name.split("|")[1]
+            if needs and any(model in it.models and meets(needs, _declared(it), model) for it in there):
+                lanes = at.scores(f"classes:{name}")
+                first = min(lanes, key=lambda lane: (lanes[lane], lane))
+                members[f"{first[0]}|{name}"] = lanes[first]
+        assert {member: key for group in ranked.values() for member, key in group.items()} == members
+        assert all(group.endswith(f"|{member.split('|')[2]}") for group, them in ranked.items() for member in them)
 
     def _check_key(self, at: Standing, lane: str, members: dict[str, float], held: Counter[str]) -> None:
         _, digest, tenant, model = lane.split("|")

@@ -1,31 +1,58 @@
 -- ahead: how many jobs of its model come before a waiting one under the model's policy, if nothing else comes in.
 
-local SAMPLE, PAGES = 512, 8 -- of more lanes than SAMPLE about so many are read, of a class from so many places
+local SAMPLE, PAGES = 512, 8 -- of more lanes than SAMPLE about so many are read, of an index from so many places
 
--- Some of the first `count` lanes of a class, from all of them alike, each as {lane, how many it stands for}.
-local function add_sample(lanes, index, count, wanted)
+-- Some of the first `count` members of an index, from all of them alike, and how many each stands for.
+local function sample(index, count, wanted)
   local pages = wanted < count and math.min(PAGES, wanted) or 1
-  local size = math.ceil(wanted / pages)
+  local size, found = math.ceil(wanted / pages), {}
   for page = 0, pages - 1 do
     local start = math.floor(page * count / pages)
-    for _, lane in ipairs(redis.call("ZRANGE", index, start, start + size - 1)) do
-      lanes[#lanes + 1] = { lane, count / (pages * size) }
-    end
+    for _, member in ipairs(redis.call("ZRANGE", index, start, start + size - 1)) do found[#found + 1] = member end
   end
+  return found, count / (pages * size)
 end
 
--- The lanes of a model whose key is below `key`, or a sample of them.
-local function lanes_before(model, key)
-  local counts, lanes, total = {}, {}, 0
-  for _, class in ipairs(redis.call("HKEYS", CLASSES)) do
-    if string.match(class, "|([^|]*)$") == model then
-      local count = redis.call("ZCOUNT", class_key(class), "-inf", string.format("(%.17g", key))
-      if count > 0 then counts[#counts + 1] = { class_key(class), count } end
-      total = total + count
+-- The classes of a model, or a sample of them, whose first lane has a key below `key`; and how many each stands for.
+-- What no server here can run is in nobody's way but that of its own class.
+local function classes_before(it, key)
+  local classes = {}
+  for _, group in ipairs(redis.call("SMEMBERS", GROUPS)) do
+    if group == "|" .. it.model then
+      classes[group] = 1
+    elseif model_of(group) == it.model then
+      local count = redis.call("ZCOUNT", group_key(group), "-inf", key)
+      local found, stands_for = sample(group_key(group), count, math.min(count, SAMPLE / 2))
+      for _, ranked in ipairs(found) do classes[string.sub(ranked, 3)] = stands_for end
     end
   end
+  if not group_of(it.class) then classes[it.class] = 1 end
+  return classes
+end
+
+-- The lanes of a model whose key is below `key`, or a sample of them, each as {lane, how many it stands for}.
+local function lanes_before(it, key)
+  local counts, lanes, total = {}, {}, 0
+  key = string.format("(%.17g", key)
+  for class, stands_for in pairs(classes_before(it, key)) do
+    local count = redis.call("ZCOUNT", class_key(class), "-inf", key)
+    if count > 0 then counts[#counts + 1] = { class_key(class), count, stands_for } end
+    total = total + count
+  end
   for _, one in ipairs(counts) do
-    add_sample(lanes, one[1], one[2], math.ceil(one[2] * math.min(SAMPLE / total, 1)))
+    local found, stands_for = sample(one[1], one[2], math.ceil(one[2] * math.min(SAMPLE / total, 1)))
+    for _, lane in ipairs(found) do lanes[#lanes + 1] = { lane, stands_for * one[3] } end
+  end
+  return lanes
+end
+
+-- The lanes of the account of `it` that are in its way: those that servers here can run, and those of its own class.
+local function lanes_within(it)
+  local lanes, runs = {}, { [it.class] = true }
+  for _, lane in ipairs(lanes_of(it.account)) do
+    local class = read_lane(lane).class
+    if runs[class] == nil then runs[class] = group_of(class) ~= nil end
+    if runs[class] then lanes[#lanes + 1] = lane end
   end
   return lanes
 end
@@ -46,7 +73,7 @@ end
 -- The turns that other tenants have before this one's turn comes, each at most as often as it has jobs.
 local function count_fair(it, seq)
   local own = 0
-  for _, lane in ipairs(lanes_of(it.account)) do
+  for _, lane in ipairs(lanes_within(it)) do
     local other = read_lane(lane)
     if other.tier < it.tier then own = own + redis.call("ZCARD", lane_key(lane)) end
     if other.tier == it.tier then own = own + count_before(lane, seq) end
@@ -55,7 +82,7 @@ local function count_fair(it, seq)
   local rules = rules_of(it.model)
   local turn = start_of(it) + own * run_ms / terms_of(it.account, rules)
   local jobs, turns = {}, {}
-  for _, found in ipairs(lanes_before(it.model, turn)) do
+  for _, found in ipairs(lanes_before(it, turn)) do
     local lane, stands_for = found[1], found[2]
     local other = read_lane(lane)
     if other.account ~= it.account then
@@ -83,11 +110,11 @@ local function count_ahead(it, seq, created)
   if rules.policy == "fair" then return count_fair(it, seq) end
   local key = KEY_OF[rules.policy]({ tier = it.tier, seq = tonumber(seq), created = created }, rules)
   local others, own = 0, 0
-  for _, found in ipairs(lanes_before(it.model, key)) do
+  for _, found in ipairs(lanes_before(it, key)) do
     others = others + count_in(found[1], it, seq, key, rules) * found[2]
   end
   if obstacle(it.tenant, it.account, rules) then -- Its own lanes are out of the order, but not out of its way.
-    for _, lane in ipairs(lanes_of(it.account)) do own = own + count_in(lane, it, seq, key, rules) end
+    for _, lane in ipairs(lanes_within(it)) do own = own + count_in(lane, it, seq, key, rules) end
   end
   return own + math.floor(others + 0.5)
 end

@@ -1,16 +1,21 @@
 -- fleet: names for the keys that every script gets, and how names are read.
 -- An index and its members go by one rule: the key of a member is <key of the index>:<member>.
-local CLASSES, LANES, RULES, FREE, RESTING, SLOTS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local LEASES, SERVERS, TAGS, STATS, HELD, META = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
+local CLASSES, GROUPS, KINDS, LANES, RULES = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local FREE, RESTING, SLOTS, LEASES, SERVERS = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local TAGS, STATS, HELD, META = KEYS[11], KEYS[12], KEYS[13], KEYS[14]
 
 local function class_key(class) return CLASSES .. ":" .. class end
+local function group_key(group) return GROUPS .. ":" .. group end
 local function lane_key(lane) return LANES .. ":" .. lane end
+local function marks_key(account) return LANES .. ":" .. account end
 local function lease_key(job) return LEASES .. ":" .. job end
 local function tags_key(model) return TAGS .. ":" .. model end
 local function stats_key(kind, name) return STATS .. ":" .. kind .. ":" .. name end
 local function beside_key(slot) return SLOTS .. ":" .. slot end
 local function unsorted_key() return META .. ":unsorted" end
 local function open_key() return META .. ":open" end
+local function ungrouped_key() return META .. ":ungrouped" end
+local function model_of(name) return string.match(name, "|([^|]*)$") end
 local function server_of(slot) return string.match(slot, "^(.*)%-slot%d+$") end
 
 -- Order keys are integers below 2^53; tostring() would round them to 14 digits.

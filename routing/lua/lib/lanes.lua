@@ -1,29 +1,24 @@
 -- lanes: jobs go into their lanes and out of them.  An index for each class (a model and what its jobs need of a
--- server) holds the class's lanes by key, so that an offer finds the next job however many lanes there are.
+-- server) holds the class's lanes by key, and one for each group its classes, so that an offer finds the next job
+-- however many lanes there are.
 
 local BLOCKED = math.huge -- the key of a lane that waits for something other than its turn
 
 -- The names of an account's lanes that hold jobs.
 local function lanes_of(account)
-  local lanes = {}
-  for mark in string.gmatch(redis.call("HGET", LANES, account) or "", "%S+") do
-    lanes[#lanes + 1] = mark .. "|" .. account
-  end
+  local lanes = redis.call("SMEMBERS", marks_key(account))
+  for i, mark in ipairs(lanes) do lanes[i] = mark .. "|" .. account end
   return lanes
 end
 
 local function note_lane(it, needs)
-  redis.call("HSET", CLASSES, it.class, needs)
-  redis.call("HSET", LANES, it.account, (redis.call("HGET", LANES, it.account) or "") .. it.mark .. " ")
+  redis.call("SADD", marks_key(it.account), it.mark)
+  add_class(it.class, needs)
 end
 
 local function forget_lane(it)
-  local left = ""
-  for mark in string.gmatch(redis.call("HGET", LANES, it.account) or "", "%S+") do
-    if mark ~= it.mark then left = left .. mark .. " " end
-  end
-  if left == "" then redis.call("HDEL", LANES, it.account) else redis.call("HSET", LANES, it.account, left) end
-  if redis.call("EXISTS", class_key(it.class)) == 0 then redis.call("HDEL", CLASSES, it.class) end
+  redis.call("SREM", marks_key(it.account), it.mark)
+  if redis.call("EXISTS", class_key(it.class)) == 0 then drop_class(it.class) else rank_class(it.class) end
 end
 
 -- When an account's next job starts under a fair share, for all its lanes of a class alike.  Virtual time goes on
@@ -45,6 +40,8 @@ local function key_of(it, rules, member, seq)
   return KEY_OF[rules.policy](head, rules)
 end
 
+local function key_text(key) return key == BLOCKED and "+inf" or string.format("%.17g", key) end
+
 -- Set a lane's place in its class by the job at its head; drop the lane when it is empty.
 local function reindex(it, needs)
   local head = redis.call("ZRANGE", lane_key(it.name), 0, 0, "WITHSCORES")
@@ -53,33 +50,63 @@ local function reindex(it, needs)
     return
   end
   local key = key_of(it, rules_of(it.model), head[1], head[2])
-  local text = key == BLOCKED and "+inf" or string.format("%.17g", key)
-  if redis.call("ZADD", class_key(it.class), text, it.name) == 1 then note_lane(it, needs or "") end
+  if redis.call("ZADD", class_key(it.class), key_text(key), it.name) == 1 then note_lane(it, needs or "") end
+  rank_class(it.class)
+end
+
+-- Set the lanes of an account by class: they have one key where it does not come from the job at their head.
+local function set_keys(classes, key_for)
+  for class, lanes in pairs(classes) do
+    local key, pairs_of = key_text(key_for(lanes[1])), {}
+    for i, it in ipairs(lanes) do
+      pairs_of[2 * i - 1], pairs_of[2 * i] = key, it.name
+    end
+    redis.call("ZADD", class_key(class), unpack(pairs_of))
+    rank_class(class)
+  end
 end
 
 local function reindex_account(account)
-  for _, lane in ipairs(lanes_of(account)) do reindex(read_lane(lane)) end
+  local classes, first = {}, nil
+  for _, lane in ipairs(lanes_of(account)) do
+    local it = read_lane(lane)
+    classes[it.class] = classes[it.class] or {}
+    table.insert(classes[it.class], it)
+    first = first or it
+  end
+  if not first then return end
+  local rules = rules_of(first.model)
+  if obstacle(first.tenant, account, rules) then
+    set_keys(classes, function() return BLOCKED end)
+  elseif rules.policy == "fair" then
+    set_keys(classes, start_of)
+  else
+    for _, lanes in pairs(classes) do
+      for _, it in ipairs(lanes) do reindex(it) end
+    end
+  end
 end
 
-local function count_waiting(model, change)
-  local field = "waiting:" .. model
+local function count_waiting(it, change)
+  if redis.call("HINCRBY", LANES, it.account, change) == 0 then redis.call("HDEL", LANES, it.account) end
+  local field = "waiting:" .. it.model
   if redis.call("HINCRBY", META, field, change) == 0 then
     redis.call("HDEL", META, field)
-    forget_shares(model)
+    forget_shares(it.model)
   end
 end
 
 -- Answers whether it was not there yet.  The caller reindexes the lane.
 local function add_to_lane(it, seq, job, created)
   if redis.call("ZADD", lane_key(it.name), seq, member_of(job, created)) == 0 then return false end
-  count_waiting(it.model, 1)
+  count_waiting(it, 1)
   return true
 end
 
 -- Answers whether it was there.
 local function take_from_lane(it, member)
   if redis.call("ZREM", lane_key(it.name), member) == 0 then return false end
-  count_waiting(it.model, -1)
+  count_waiting(it, -1)
   reindex(it)
   return true
 end
@@ -88,7 +115,9 @@ end
 -- other lanes move with its tag.
 local function count_held(it, change)
   local rules = rules_of(it.model)
-  if redis.call("HINCRBY", HELD, it.account, change) <= 0 then redis.call("HDEL", HELD, it.account) end
+  local held = redis.call("HINCRBY", HELD, it.account, change)
+  if held <= 0 then redis.call("HDEL", HELD, it.account) end
   local _, limit = terms_of(it.account, rules)
-  if rules.policy == "fair" or limit > 0 then reindex_account(it.account) end
+  local turns = limit > 0 and math.max(held, held - change) == limit
+  if rules.policy == "fair" or turns then reindex_account(it.account) end
 end

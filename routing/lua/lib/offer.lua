@@ -28,21 +28,20 @@ local function turn_of(lane, rules, now)
   return tier * TIER_STEP + tonumber(redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")[2])
 end
 
--- The models whose jobs may be offered now, in the order of their turn, each with the next lane of its classes.
+-- The models whose jobs may be offered now, in the order of their turn, each with the first lane of its groups.
 local function next_of_models(now)
   local models, by_name = {}, {}
-  local classes = redis.call("HGETALL", CLASSES)
-  for i = 1, #classes, 2 do
-    local model = string.match(classes[i], "|([^|]*)$")
+  for _, group in ipairs(redis.call("SMEMBERS", GROUPS)) do
+    local model = model_of(group)
     local rules = rules_of(model)
-    local first = redis.call("ZRANGE", class_key(classes[i]), 0, 0, "WITHSCORES")
     if by_name[model] == nil then
       local runs = rules.state ~= "paused" and rules.state ~= "frozen" and lets_through(stats_key("model", model), now)
       by_name[model] = runs and { name = model, rules = rules, lanes = {} } or false
     end
-    if by_name[model] and first[1] and first[2] ~= "inf" then
+    local lane = by_name[model] and first_lane(group)
+    if lane then
       if #by_name[model].lanes == 0 then models[#models + 1] = by_name[model] end
-      table.insert(by_name[model].lanes, { name = first[1], key = tonumber(first[2]), needs = classes[i + 1] })
+      table.insert(by_name[model].lanes, lane)
     end
   end
   for _, model in ipairs(models) do
@@ -153,7 +152,7 @@ local function make_offers(limit, room, prefix, now, offer_ms, owner, lease_ms)
   local offers = {}
   if redis.call("HEXISTS", META, "epoch") == 0 then return offers end
   wake_rested(now)
-  if limit < 1 or redis.call("EXISTS", CLASSES) == 0 then return offers end
+  if limit < 1 or redis.call("EXISTS", GROUPS) == 0 then return offers end
   local open_left = math.max(room - redis.call("ZCARD", open_key()), 0)
   local left = math.min(limit, open_left + (owner ~= "" and 1 or 0))
   if left < 1 then return offers end

@@ -10,7 +10,6 @@ end
 local function slots_in(entry) return tonumber(string.match(entry, "^%a+ (%d+)")) end
 local function models_in(entry) return string.gmatch(entry, "\n([^@\n][^\n]*)") end
 local function serves_several(entry) return string.find(entry, "\n[^@\n][^\n]*\n[^@\n]") ~= nil end
-local function serves(entry, model) return string.find(entry, "\n" .. model .. "\n", 1, true) ~= nil end
 
 local function is_online_slot(slot)
   local entry = online_server(server_of(slot))

@@ -1,0 +1,50 @@
+"""How many different constraints may wait: a bound for each tenant, and one for all."""
+
+import pytest
+
+from jobs.errors import InvalidJob, TooMany
+from jobs.tenants import Tenant
+from tests.lua.stage import SETTINGS, Stage, client, stage, valkey
+
+__all__ = ["client", "stage", "valkey"]
+
+
+@pytest.fixture
+def narrow(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    monkeypatch.setattr(SETTINGS, "most_constraints", 3)
+    monkeypatch.setattr(SETTINGS, "most_constraints_of_all", 5)
+    stage.register(1)
+    return stage
+
+
+def asks(memory: int, tenant: str = "default") -> dict[str, object]:
+    return {"constraints": {"memory": {"min": memory}}, "tenant": tenant}
+
+
+def test_a_tenant_may_have_so_many_different_constraints_waiting_and_any_number_of_jobs_with_them(narrow):
+    for memory in (1, 2, 3, 3, 2, 1):
+        narrow.submit(**asks(memory))
+    with pytest.raises(TooMany) as refused:
+        narrow.submit(**asks(4))
+    assert "3 different constraints" in refused.value.detail and refused.value.retry_after_s > 0
+    narrow.submit()  # asks for nothing
+    narrow.submit(**asks(4, "other"))
+
+
+def test_all_tenants_together_may_have_so_many(narrow):
+    for memory in range(5):
+        narrow.submit(**asks(memory, f"t{memory}"))
+    narrow.submit(**asks(0, "new"))
+    with pytest.raises(TooMany, match="all tenants"):
+        narrow.submit(**asks(9, "new"))
+
+
+def test_more_different_constraints_at_once_than_ever_fit_are_refused_for_good(narrow):
+    with pytest.raises(InvalidJob, match="4 different constraints at once"):
+        narrow.submit_all([narrow.a(**asks(n)) for n in range(4)], Tenant("default", admin=False))
+
+
+def test_constraints_that_wait_no_more_make_room(narrow):
+    jobs = [narrow.submit(**asks(n)) for n in range(3)]
+    narrow.dispatcher.cancel(jobs[0])
+    narrow.submit(**asks(7))

@@ -59,6 +59,7 @@ class _Bench:
         return Waiting(new_job_id(), self.seq, MODEL, 5, f"tenant{self.seq % tenants}", T0 + self.seq, "")
 
     def start(self) -> list[Offer]:
+        self.queues.begin(MODEL, "")
         self.queues.open(MODEL)
         return self.queues.offer(MODEL)
 

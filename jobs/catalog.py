@@ -4,6 +4,7 @@ Every change raises a version in its own transaction; processes compare it to kn
 """
 
 import math
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -17,11 +18,11 @@ from sqlalchemy import Table, Update, delete, func, insert, null, select, update
 from jobs.clock import clock
 from jobs.config import ModelConfig, understood
 from jobs.db import Database, Transaction
-from jobs.errors import Conflict, NotFound
+from jobs.errors import Conflict, NotFound, RecordUnavailable
 from jobs.models import counters, endpoints, jobs, models, servers, tenant_states
 from jobs.record import Server, TenantState, storable
 from jobs.removal import count
-from jobs.states import ACTIVE, Standing
+from jobs.states import ACTIVE, Standing, State
 
 log = structlog.get_logger(__name__)
 
@@ -31,6 +32,8 @@ _MAX_REASON = 500
 _MIN_WEIGHT = 0.001
 _MAX_WEIGHT = 1000
 _VERSION = "catalog_version"
+_IDENTITY = "record_identity"
+_SELECT_IDENTITY = select(counters.c.value).where(counters.c.name == _IDENTITY)
 _SELECT_VERSION = select(counters.c.value).where(counters.c.name == _VERSION)
 _VERSION_ALONE = select(_SELECT_VERSION.scalar_subquery(), null())
 _VERSION_AND_TIME = select(_SELECT_VERSION.scalar_subquery(), func.extract("epoch", func.clock_timestamp()) * 1000)
@@ -52,12 +55,17 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All of the catalog at one version.  `tenants`: only those that do not stand online."""
+    """All of the catalog at one version.  `tenants`: only those that do not stand online.
+
+    `record`: the identity of the record that it was read from, which tells it from any other, and from one that was
+    made anew.
+    """
 
     version: int
     models: Mapping[str, Model]
     servers: Mapping[str, Server]
     tenants: Mapping[str, TenantState] = field(default_factory=dict)
+    record: str = ""
 
     def fleets(self) -> list[str]:
         return sorted({m.fleet for m in self.models.values()} | {s.fleet for s in self.servers.values()})
@@ -90,8 +98,21 @@ class Catalog:
                 clock.note(float(common_ms), asked, time.monotonic())
             return version or 0
 
+    def identity(self) -> str:
+        """What tells this record from all others: a number by chance, made when it is asked for first.
+
+        "": it has none yet, and nothing can be written.
+        """
+        with self.database.read() as connection:
+            found = connection.execute(_SELECT_IDENTITY).scalar()
+        try:
+            return f"{found if found is not None else self.database.write(_made_identity):x}"
+        except RecordUnavailable:
+            return ""
+
     def snapshot(self) -> Snapshot:
         """The catalog as it stands.  The version is read first: at worst a newer content is read again."""
+        record = self.identity()
         with self.database.read() as connection:
             version = connection.execute(_SELECT_VERSION).scalar() or 0
             model_rows = connection.execute(select(models)).all()
@@ -105,6 +126,7 @@ class Catalog:
             {row.name: self._model(row) for row in model_rows},
             {row.name: _server(row, urls[row.name]) for row in server_rows},
             {row.name: TenantState(**row._mapping) for row in tenant_rows},
+            record,
         )
 
     def register(
@@ -225,10 +247,21 @@ class Catalog:
         return Model(row.name, row.fleet, overrides, config, row.state, row.reason, row.changed_by, row.changed_ms)
 
 
+def _made_identity(tx: Transaction) -> int:
+    count(tx, _VERSION, 0)  # First: on PostgreSQL its lock lets one change in at a time.
+    found = tx.connection.execute(_SELECT_IDENTITY).scalar()
+    if found is None:
+        found = secrets.randbits(62)
+        tx.connection.execute(insert(counters), {"name": _IDENTITY, "value": found})
+    return int(found)
+
+
 def _meeting_fleet(tx: Transaction, model: str, server: str) -> str:
     """The fleet in which this server and this model can stand together: all slots of a server are in one."""
     servers_fleet = tx.connection.execute(select(servers.c.fleet).where(servers.c.name == server)).scalar()
     models_fleet = tx.connection.execute(select(models.c.fleet).where(models.c.name == model)).scalar()
+    if servers_fleet is None:
+        _check_that_nothing_runs_elsewhere(tx, server, models_fleet or model)
     if servers_fleet is None or models_fleet in (None, servers_fleet):
         return servers_fleet or models_fleet or model
     served = select(endpoints.c.server).where(endpoints.c.model == model).limit(1)
@@ -241,6 +274,18 @@ def _meeting_fleet(tx: Transaction, model: str, server: str) -> str:
             model=model,
         )
     return servers_fleet
+
+
+def _check_that_nothing_runs_elsewhere(tx: Transaction, server: str, fleet: str) -> None:
+    """A server that was removed while it ran jobs of another fleet has slots that this one would not know as taken."""
+    others = select(jobs.c.id).join(models, models.c.name == jobs.c.model)
+    runs = others.where(jobs.c.state == State.RUNNING.value, jobs.c.server == server, models.c.fleet != fleet)
+    if tx.connection.execute(runs.limit(1)).first():
+        raise Conflict(
+            f"A server {server!r} was removed and still runs jobs of another fleet; wait until they have ended, or "
+            "register this one under another name.",
+            server=server,
+        )
 
 
 def _stand(table: Table, name: str, state: str, reason: str, by: str, now: int | None) -> Update:

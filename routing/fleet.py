@@ -42,6 +42,12 @@ class Fleet:
                     raise
             return self._snapshot
 
+    def read(self) -> Snapshot:
+        """The catalog as the record has it at this moment.  Raises RecordUnavailable."""
+        with self._lock:
+            self._checked, self._snapshot = self._clock(), self._catalog.snapshot()
+            return self._snapshot
+
     def model(self, name: str) -> Model:
         """Raises UnknownModel, after a second look for one that was registered just now."""
         found = self.snapshot().models.get(name) or self.refresh().models.get(name)

@@ -26,6 +26,7 @@ FLEET_KEYS = (
     "meta",  # hash  epoch, offers (a count), catalog (a version), waiting:<model>, failures:<server>;
     # meta:unsorted list of accounts whose lanes have to be given new keys after a change of rules;
     # meta:open zset job -> number of its offer, of the leases that nobody has claimed yet;
+    # meta:excess hash server -> leases that it has no slot for, so many fewer of its slots are offered;
     # meta:ungrouped list of classes whose servers may be others after a change of the registry
 )
 

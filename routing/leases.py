@@ -32,7 +32,7 @@ class Renewal(StrEnum):
     RENEWED = "renewed"
     CANCEL = "cancel"  # renewed, and the job shall be canceled
     LOST = "lost"
-    UNKNOWN = "unknown"  # Redis was emptied and is not rebuilt yet: carry on
+    UNKNOWN = "unknown"  # Redis was emptied, or lost its last moments, and is not filled yet: carry on
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,7 @@ class Leases:
         self._scripts = scripts
         self._settings = settings
         self._room = room
+        self._seen: dict[str, tuple[str, int]] = {}  # fleet -> epoch of its room, and offers made in it, as last told
 
     def claim(self, offer: Offer, owner: str) -> Offer | None:
         """Make an open offer one's own; None: it is gone, another's, or one's own already."""
@@ -94,10 +95,12 @@ class Leases:
 
     def renew(self, fleet: str, owner: str, held: Sequence[Held]) -> list[Renewal]:
         """Renew all of one owner's leases in a fleet; one answer each, in order."""
-        args: list[Any] = [owner, self._settings.lease_ms]
+        args: list[Any] = [owner, self._settings.lease_ms, *self._seen.get(fleet, ("", 0))]
         for lease in held:
             args += [lease.job_id, lease.lease]
-        return [Renewal(answer.decode()) for answer in self._scripts.run("renew", fleet, args)]
+        epoch, offers, answers = self._scripts.run("renew", fleet, args)
+        self._seen[fleet] = epoch.decode(), offers
+        return [Renewal(answer.decode()) for answer in answers]
 
     def release(
         self,
@@ -179,7 +182,7 @@ class Leases:
         return replace(held, lease=lease, owner=owner)
 
     def restore(self, fleet: str, leases: Sequence[Restored]) -> int:
-        """Write leases again after Redis was emptied; answers how many were missing."""
+        """Write leases again that Redis has lost; answers how many were missing."""
         args: list[Any] = [self._settings.lease_ms]
         for it in leases:
             args += [it.held.job_id, it.held.lease, it.held.owner, it.held.slot]

@@ -37,7 +37,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Depths:
-    """What stands in a fleet's room.  `open`: it is complete; False after Redis was emptied.
+    """What stands in a fleet's room.  `open`: it is complete; False after Redis was emptied, started or failed over.
 
     `waiting`: jobs by model; models without any are left out.
     """
@@ -247,8 +247,12 @@ class Queues:
         own, everyones = self._scripts.run("variety", fleet, [order.account(tenant, model), *classes])
         return own, everyones
 
+    def begin(self, fleet: str, record: str) -> bool:
+        """Make a closed room ready to be filled from this record.  True: what stood in it had to be forgotten."""
+        return self._scripts.run("begin", fleet, [record])[0] == b"cleared"
+
     def open(self, fleet: str) -> bool:
-        """Declare the room complete.  False: it was open."""
+        """Declare the room complete.  False: it was open, or what was filled is not all there."""
         return self._scripts.run("open", fleet, [new_prefix()])[0] == b"opened"
 
 

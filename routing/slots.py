@@ -56,6 +56,14 @@ class Trouble:
     failing: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """How the room took a catalog.  `foreign`: it is another record's.  `newer`: the version that it has already."""
+
+    foreign: bool = False
+    newer: int | None = None
+
+
 class Slots:
     """Talks to the fleets' slots.  Every method is one atomic script; redis errors pass through."""
 
@@ -63,20 +71,25 @@ class Slots:
         self._scripts = scripts
         self._settings = settings
 
-    def sync(self, fleet: str, catalog: Snapshot) -> bool:
-        """Bring the fleet's servers, slots and rules to what the catalog says.  False: a newer one is there already."""
+    def sync(self, fleet: str, catalog: Snapshot) -> Synced:
+        """Bring the fleet's servers, slots and rules to what the catalog says."""
         servers = catalog.servers_of(fleet)
-        args: list[Any] = [catalog.version, len(servers)]
+        args: list[Any] = [catalog.record, catalog.version, len(servers)]
         for server in servers:
             args += [server.name, entry(server), server.slots]
         for field, text in _rules(fleet, catalog).items():
             args += [field, text]
-        if self._scripts.run("sync", fleet, args)[0] != b"synced":
-            return False
+        answer, *version = self._scripts.run("sync", fleet, args)
+        if answer != b"synced":
+            return Synced(foreign=answer == b"foreign", newer=version[0] if version else None)
         # In parts: with very many tenants all at once would keep everybody waiting.
         while self._scripts.run("resort", fleet, [_ACCOUNTS_AT_ONCE]):
             pass
-        return True
+        return Synced()
+
+    def close(self, fleet: str, version: int) -> bool:
+        """Let nothing be offered until the room has been filled again.  False: its catalog is no more `version`."""
+        return self._scripts.run("close", fleet, [version])[0] == b"closed"
 
     def standings(self, fleet: str) -> dict[str, ServerStanding]:
         """How each of a fleet's servers stands."""

@@ -96,7 +96,9 @@ class Room:
             }
         )
         self._sha = redis.script_load(_assembled({asked.script for asked in acts.values()}))
-        Queues(Scripts(redis, keys), settings).open(fleet)
+        queues = Queues(Scripts(redis, keys), settings)
+        queues.begin(fleet, catalog.record)
+        queues.open(fleet)
 
     def opening(self, at_ms: int) -> Event:
         """The fleet's servers come up."""

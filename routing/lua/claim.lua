@@ -6,11 +6,13 @@
   Clock Redis TIME    Cost O(log leases)    Upholds LEASE-1 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/epoch
 -- @include lib/lease
 
 local job, lease, owner = ARGV[1], ARGV[2], ARGV[3]
 if is_held(job, lease, owner) then return { "yours" } end
 if not is_held(job, lease, "") then return { "lost" } end
+if not is_open() then return { "lost" } end -- the slot may be another's by now
 
 redis.call("HSET", lease_key(job), "owner", owner)
 redis.call("ZADD", LEASES, exact(now_ms() + tonumber(ARGV[4])), job)

@@ -10,6 +10,7 @@
   Clock Redis TIME    Cost O(log n) a job    Upholds ORDER-1, SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/epoch
 -- @include lib/slots
 -- @include lib/order
 -- @include lib/groups

@@ -9,6 +9,7 @@
   Clock Redis TIME    Cost O(offers (groups + free slots + log n))    Upholds SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/epoch
 -- @include lib/slots
 -- @include lib/order
 -- @include lib/groups

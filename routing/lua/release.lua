@@ -17,6 +17,7 @@
   Clock Redis TIME    Cost O(log n + groups + free slots)    Upholds LEASE-4, SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/epoch
 -- @include lib/slots
 -- @include lib/order
 -- @include lib/groups
@@ -34,6 +35,7 @@ local function note_duration(stats, field, took_ms)
 end
 
 local function note_run(job, was, outcome, now)
+  if redis.call("HEXISTS", SERVERS, server_of(was.slot)) == 0 then return end -- it has been removed meanwhile
   local server, model = stats_key("server", server_of(was.slot)), stats_key("model", was.lane.model)
   local settings = { failures = tonumber(ARGV[13]), rate = tonumber(ARGV[14]), open_ms = tonumber(ARGV[15]),
     open_max_ms = tonumber(ARGV[16]) }
@@ -52,7 +54,7 @@ end
 -- A slot whose server said "busy", again and again, is tried less and less often; health may wake it before.
 local function rest_of(slot, outcome)
   local stats, field, rest_ms = stats_key("server", server_of(slot)), "busy:" .. slot, tonumber(ARGV[5])
-  if outcome ~= "busy" then
+  if outcome ~= "busy" or not is_online_slot(slot) then
     redis.call("HDEL", stats, field)
     return rest_ms
   end

@@ -1,13 +1,16 @@
 --[[ renew: give running jobs more time, each if the caller still holds it.
   KEYS[1..14] the fleet's keys, see lib/fleet
-  ARGV[1] owner   ARGV[2] lease_ms   ARGV[3…] job, lease of each
-  Returns {"renewed" | "cancel" | "lost" | "unknown", …} in the order asked
+  ARGV[1] owner   ARGV[2] lease_ms
+  ARGV[3] epoch, ARGV[4] offers: as the caller's last renewal was answered; "" and 0: there was none
+  ARGV[5…] job, lease of each
+  Returns {epoch, offers, {"renewed" | "cancel" | "lost" | "unknown", …} in the order asked}
     cancel   renewed, and somebody wants the job canceled
-    unknown  Redis has been emptied and not been rebuilt: nobody can say
-  Writes only for "renewed" and "cancel"
+    unknown  Redis has been emptied, or has lost its last moments, and is not filled yet: nobody can say
+  With fewer offers than there were in that epoch the room is closed until it is filled again
   Clock Redis TIME    Cost O(jobs log leases)    Upholds LEASE-4 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/epoch
 -- @include lib/order
 -- @include lib/groups
 -- @include lib/lanes
@@ -25,8 +28,9 @@ local function charge_so_far(job, now)
 end
 
 local owner, now, answers = ARGV[1], now_ms(), {}
-local rebuilt = redis.call("HEXISTS", META, "epoch") == 1
-for i = 3, #ARGV, 2 do
+heed_loss(ARGV[3], tonumber(ARGV[4]))
+local is_complete = is_open()
+for i = 5, #ARGV, 2 do
   local job, lease = ARGV[i], ARGV[i + 1]
   local answer
   if is_held(job, lease, owner) then
@@ -34,8 +38,9 @@ for i = 3, #ARGV, 2 do
     charge_so_far(job, now)
     answer = redis.call("HEXISTS", lease_key(job), "cancel") == 1 and "cancel" or "renewed"
   else
-    answer = rebuilt and "lost" or "unknown"
+    answer = is_complete and "lost" or "unknown"
   end
   answers[#answers + 1] = answer
 end
-return answers
+local found = redis.call("HMGET", META, "epoch", "offers")
+return { found[1] or "", tonumber(found[2] or "0"), answers }

@@ -2,7 +2,7 @@
   KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] server   ARGV[2] first_ms: the first rest, doubled each time in a row; 0: wake, all is well
   ARGV[3] max_ms
-  Returns {rest_ms, slots moved}
+  Returns {rest_ms, slots moved}; of a server that is not known nothing is noted
   Clock Redis TIME    Cost O(slots log slots) ]]
 -- @include lib/now_ms
 -- @include lib/fleet
@@ -10,6 +10,7 @@
 
 local server, first, now = ARGV[1], tonumber(ARGV[2]), now_ms()
 local from, rest_ms, moved = RESTING, 0, 0
+if redis.call("HEXISTS", SERVERS, server) == 0 then return { 0, 0 } end -- it has been removed
 if first > 0 then
   from = FREE
   local times = redis.call("HINCRBY", META, "failures:" .. server, 1)

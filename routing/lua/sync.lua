@@ -1,14 +1,16 @@
 --[[ sync: make the fleet's copy of the registry and of the rules equal to the record's, and slots and lanes with it.
   KEYS[1..14] the fleet's keys, see lib/fleet
-  ARGV[1] version  of the catalog; an older one than the copy's changes nothing
-  ARGV[2] count    of servers
-  ARGV[3…]         server, entry, slots of each server; after them field, text of each rule, see lib/order
-  Returns {"synced"} | {"stale"}      A slot that holds a lease keeps it until it is released
+  ARGV[1] record   its identity   ARGV[2] version  of the catalog; an older one than the copy's changes nothing
+  ARGV[3] count    of servers
+  ARGV[4…]         server, entry, slots of each server; after them field, text of each rule, see lib/order
+  Returns {"synced"} | {"stale", version of the copy} | {"foreign"}: the room is another record's, and is closed until
+  it is filled from this one      A slot that holds a lease keeps it until it is released
   Lanes that a changed rule concerns get their new keys from resort, and classes that other kinds of servers may run
   now their groups: it has to be called until none is left
   Clock Redis TIME    Cost O(slots log slots); O(accounts + classes) after a change    Upholds LEASE-1, SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/epoch
 -- @include lib/slots
 -- @include lib/order
 
@@ -24,10 +26,38 @@ local function reweigh(account, old, new)
   end
 end
 
+-- What runs have shown of servers that are gone does not concern others that are given their names.
+local function forget_servers(gone)
+  for server in pairs(gone) do
+    redis.call("UNLINK", stats_key("server", server))
+    redis.call("HDEL", META, "failures:" .. server)
+  end
+end
+
+-- How many leases each server holds, and how many of them it has no slot for.
+local function count_leases()
+  local taken, excess = {}, {}
+  for _, server in ipairs(redis.call("HKEYS", SERVERS)) do taken[server] = 0 end
+  for _, slot in ipairs(redis.call("HKEYS", SLOTS)) do
+    local server = server_of(slot)
+    local beside = redis.call("LLEN", beside_key(slot))
+    if taken[server] then taken[server] = taken[server] + 1 + beside end
+    local without = beside + (is_beyond(slot) and 1 or 0)
+    if without > 0 then excess[server] = (excess[server] or 0) + without end
+  end
+  for server, count in pairs(taken) do
+    local stats = stats_key("server", server)
+    if tonumber(redis.call("HGET", stats, "taken") or "0") ~= count then redis.call("HSET", stats, "taken", count) end
+  end
+  redis.call("DEL", excess_key())
+  for server, count in pairs(excess) do redis.call("HSET", excess_key(), server, count) end
+end
+
 -- A rule's text was `old` and is `new`, "": there is none.
 local function note_change(field, old, new)
   local kind, name = string.match(field, "^(%a+) (.*)$")
   if kind == "account" then reweigh(name, old, new) end
+  if kind == "model" and new == "" then redis.call("UNLINK", tags_key(name), stats_key("model", name)) end
   if kind == "model" and first_word(old, "") ~= first_word(new, "") then forget_shares(name) end
 end
 
@@ -44,16 +74,25 @@ local function note_kinds(kinds)
   for _, class in ipairs(redis.call("HKEYS", CLASSES)) do redis.call("RPUSH", ungrouped_key(), class) end
 end
 
-local now, version = now_ms(), tonumber(ARGV[1])
-if tonumber(redis.call("HGET", META, "catalog") or "-1") > version then return { "stale" } end
+local now, version = now_ms(), tonumber(ARGV[2])
+if is_foreign(ARGV[1]) then
+  redis.call("HDEL", META, "epoch")
+  return { "foreign" }
+end
+local newest = tonumber(redis.call("HGET", META, "catalog") or "-1")
+if newest > version then return { "stale", newest } end
 
-local first_rule = 3 + 3 * tonumber(ARGV[2])
+local first_rule = 4 + 3 * tonumber(ARGV[3])
 redis.call("HSET", META, "catalog", version)
+if ARGV[1] ~= "" then redis.call("HSET", META, "record", ARGV[1]) end
+local gone = {}
+for _, server in ipairs(redis.call("HKEYS", SERVERS)) do gone[server] = true end
 redis.call("DEL", SERVERS)
 local wanted, kinds, rules, changed = {}, {}, {}, {}
-for i = 3, #ARGV, 1 do
-  if i < first_rule and (i - 3) % 3 == 0 then
+for i = 4, #ARGV, 1 do
+  if i < first_rule and (i - 4) % 3 == 0 then
     redis.call("HSET", SERVERS, ARGV[i], ARGV[i + 1])
+    gone[ARGV[i]] = nil
     local kind = string.match(ARGV[i + 1], "\n.*$")
     kinds[string.sub(redis.sha1hex(kind), 1, 12)] = kind
     for n = 0, tonumber(ARGV[i + 2]) - 1 do
@@ -64,6 +103,8 @@ for i = 3, #ARGV, 1 do
     rules[ARGV[i]] = ARGV[i + 1]
   end
 end
+forget_servers(gone)
+count_leases()
 for _, index in ipairs({ FREE, RESTING }) do
   for _, slot in ipairs(redis.call("ZRANGE", index, 0, -1)) do
     if wanted[slot] then wanted[slot] = nil else redis.call("ZREM", index, slot) end

@@ -17,6 +17,7 @@ from routing import runs
 from routing.dispatcher import Dispatcher
 from routing.each import alone
 from routing.queues import Depths
+from routing.registry import bring
 from routing.seen import Doubt
 
 log = structlog.get_logger(__name__)
@@ -78,7 +79,7 @@ def _sync(dispatcher: Dispatcher, fleet: str, catalog: Snapshot, room: Depths) -
     slots = sum(server.slots for server in catalog.servers_of(fleet) if server.state == Standing.ONLINE)
     is_whole = room.free + room.resting + room.taken == slots
     if version != catalog.version or not is_whole or time.monotonic() - at > _SYNC_EVERY_S:
-        dispatcher.slots.sync(fleet, catalog)
+        bring(dispatcher, fleet, catalog)
         dispatcher.seen.synced[fleet] = catalog.version, time.monotonic()
 
 
@@ -87,7 +88,7 @@ def refresh_fleet(dispatcher: Dispatcher, fleet: str) -> None:
     catalog = dispatcher.fleet.refresh()
     if not dispatcher.queues.depths(fleet).open:
         rebuild(dispatcher, fleet)
-    dispatcher.slots.sync(fleet, catalog)
+    bring(dispatcher, fleet, catalog)
     dispatcher.publish(dispatcher.queues.offer_all(fleet))
 
 
@@ -222,9 +223,12 @@ def _rebuild_on(dispatcher: Dispatcher, fleet: str, until: float) -> None:
 
 
 def _begin_rebuild(dispatcher: Dispatcher, fleet: str) -> None:
+    catalog = dispatcher.fleet.snapshot()
+    if dispatcher.queues.begin(fleet, catalog.record):
+        log.warning("room_forgotten", fleet=fleet, because="Redis, or the record, is not what it was filled from")
     dispatcher.leases.restore(fleet, runs.recorded(dispatcher)[fleet])
     crash_at("rebuild_leases")
-    dispatcher.slots.sync(fleet, dispatcher.fleet.snapshot())
+    bring(dispatcher, fleet, catalog)
 
 
 def _end_rebuild(dispatcher: Dispatcher, fleet: str) -> None:

@@ -15,7 +15,7 @@ from jobs.db import Database
 from jobs.errors import Conflict, NotFound
 from jobs.models import metadata, models
 from jobs.record import TenantState
-from jobs.states import ACTIVE, FINAL, Standing
+from jobs.states import ACTIVE, FINAL, Standing, State
 from jobs.tenants import Tenant, Tenants
 from tests.support.builders import SECOND, T0, a_job_in, a_queued_job, at_once
 
@@ -95,11 +95,25 @@ def test_a_model_whose_jobs_have_not_ended_does_not_change_its_fleet(catalog, st
     """They wait under the old fleet's keys, where nobody would look for them."""
     catalog.configure("flux", {}, T0)
     a_job_in(store, state, model="flux")
-    catalog.register("zimg", "gpu1", URL, 4, T0)
+    catalog.register("zimg", "gpu2", URL, 4, T0)
     before = catalog.snapshot()
     with pytest.raises(Conflict):
-        catalog.register("flux", "gpu1", URL, 4, T0)
+        catalog.register("flux", "gpu2", URL, 4, T0)
     assert catalog.snapshot() == before
+
+
+def test_slot_1_a_server_that_was_removed_is_no_other_fleets_while_it_runs(catalog, store):
+    catalog.register("zimg", "gpu1", URL, 1, T0)
+    a_job_in(store, State.RUNNING, model="zimg")
+    catalog.remove_server("gpu1")
+    with pytest.raises(Conflict, match="still runs jobs"):
+        catalog.register("flux", "gpu1", URL, 1, T0)
+    assert catalog.register("zimg", "gpu1", URL, 1, T0).fleet == "zimg"
+
+
+def test_a_record_has_an_identity_that_stays_and_that_no_other_has(catalog, database):
+    found = catalog.snapshot().record
+    assert found and Catalog(database).snapshot().record == found == catalog.identity()
 
 
 @pytest.mark.parametrize("state", sorted(set(Standing) - {Standing.ONLINE}))

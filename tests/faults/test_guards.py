@@ -94,6 +94,7 @@ def test_a_lease_that_outlived_its_run_does_not_end_the_next_one(stage):
 def test_a_job_that_waits_again_is_given_no_lease_by_a_late_restore(room):
     """Its run ended after the record was read for the restore, and before Redis was written."""
     job = a("j", 1)
+    room.open()
     room.enqueue(job)
     before = room.dump()
     assert room.restore((job, "lease", "w1", "gpu-slot0")) == 0

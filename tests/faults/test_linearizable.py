@@ -171,6 +171,7 @@ class Game:
         self.scripts = Scripts(redis, Keys("game"), fragments)
         self.leases, queues = Leases(self.scripts, SETTINGS), Queues(self.scripts, SETTINGS)
         self.scripts.run("sync", FLEET, [1, 1, "gpu", f"online 1 1.0\n{FLEET}\n", 1])
+        queues.begin(FLEET, "")
         queues.open(FLEET)
         (offer,) = queues.enqueue(FLEET, [Waiting(JOB, 1, FLEET, 5, "default")])
 

@@ -20,6 +20,7 @@ READS = {
     "HKEYS",
     "HLEN",
     "HMGET",
+    "INFO",
     "SMEMBERS",
     "TIME",
     "ZCARD",
@@ -31,7 +32,8 @@ READS = {
     "ZSCORE",
 }
 # Words that scripts write into Redis, or compare with what stands there; they are never answers of a script.
-_NOT_ANSWERS = frozenset({"epoch", "catalog", "offers", "charged", "model", "server", "run_ms"}) | frozenset(
+_FIELDS = {"epoch", "copy", "record", "catalog", "offers", "charged", "model", "server", "run_ms"}
+_NOT_ANSWERS = _FIELDS | frozenset(
     {
         "open_until",
         "penalty_at",

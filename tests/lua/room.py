@@ -28,6 +28,7 @@ OFFER_MS, LEASE_MS = 10_000, 8_000
 BREAKER = (3, 0.8, 5_000, 40_000)  # failures in a row, rate, open_ms, open_max_ms
 BUSY_MAX_MS = 30_000
 ROOM = 1_000_000  # runs that workers have room for
+RECORD = "record1"
 
 # Stands in for lib/now_ms.  The key lies in the same hash slot as the keys of the script.
 CLOCK = """
@@ -220,7 +221,7 @@ class Room:
         self.servers = servers
         args = [arg for server in servers for arg in server.args]
         rules = [text for rule in self.rules.items() for text in rule]
-        answer = self.run("sync", self.version, len(servers), *args, *rules)[0]
+        answer = self.run("sync", RECORD, self.version, len(servers), *args, *rules)[0]
         while self.run("resort", 7):
             pass
         return answer
@@ -231,7 +232,11 @@ class Room:
         self.sync(*self.servers)
         return self
 
+    def begin(self, record: str = RECORD) -> str:
+        return self.run("begin", record)[0]
+
     def open(self, epoch: str = "epoch1") -> str:
+        self.begin()
         return self.run("open", epoch)[0]
 
     def enqueue(self, *jobs: Job, limit: int = 8, room: int = ROOM) -> list[Offered]:
@@ -253,7 +258,7 @@ class Room:
         return self.run("claim", offer.job, offer.lease, owner, LEASE_MS)[0]
 
     def renew(self, owner: str, *held: Offered) -> list[str]:
-        return self.run("renew", owner, LEASE_MS, *[text for it in held for text in (it.job, it.lease)])
+        return self.run("renew", owner, LEASE_MS, "", 0, *[text for it in held for text in (it.job, it.lease)])[2]
 
     def release(
         self,

@@ -3,7 +3,7 @@
 import pytest
 
 from routing.policies import order
-from tests.lua.room import Room, Server, a
+from tests.lua.room import RECORD, Room, Server, a
 
 SMALL, LARGE = Server("small", attributes={"memory": 40}), Server("large", attributes={"memory": 80})
 POLICIES = pytest.mark.parametrize("policy", ["priority", "fair"])
@@ -87,7 +87,7 @@ def test_a_job_is_never_offered_where_its_needs_are_not_met_though_nobody_has_lo
     room.with_servers(Server("gpu", attributes={"memory": 80}))
     (held,) = room.enqueue(asks("j1", 1, 60), asks("j2", 2, 60))
     room.version += 1
-    room.run("sync", room.version, 1, *Server("gpu", attributes={"memory": 40}).args)
+    room.run("sync", RECORD, room.version, 1, *Server("gpu", attributes={"memory": 40}).args)
     assert room.release(held, "") == ("released", [])
 
 

@@ -313,3 +313,67 @@ def test_r64_a_slot_whose_server_is_busy_is_tried_less_and_less_often(room):
     room.release(offer, "", back=True, rest_ms=500, outcome="busy", limit=0)
     room.later(500)
     assert len(room.offer()) == 1, "after a run that went well it begins anew"
+
+
+# -- changes under way -----------------------------------------------------------------------------------------
+
+
+def test_slot_1_leases_on_numbers_that_a_server_has_lost_count_against_those_it_has(room):
+    room.with_slots(4)
+    held = room.enqueue(*[a(f"j{n}", n) for n in range(1, 5)])
+    for done in held[:2]:
+        room.release(done, "", limit=0)
+    room.sync(Server("gpu", 2))
+    assert room.enqueue(a("j5", 5), a("j6", 6)) == []
+    _, offers = room.release(held[2], "")
+    assert [(offer.job, offer.slot) for offer in offers] == [("j5", held[1].slot)] or offers[0].slot == held[0].slot
+    _, offers = room.release(held[3], "")
+    assert len(offers) == 1 and len(room.taken()) == 2
+
+
+def test_slots_that_are_given_back_are_offered_again_beside_the_leases_that_outlived_them(room):
+    room.with_slots(4)
+    held = room.enqueue(*[a(f"j{n}", n) for n in range(1, 5)])
+    room.release(held[0], "", limit=0)
+    room.sync(Server("gpu", 1))
+    assert room.enqueue(a("j5", 5), a("j6", 6)) == []
+    room.sync(Server("gpu", 4))
+    assert [offer.slot for offer in room.offer()] == [held[0].slot]
+
+
+def test_a_server_that_comes_again_under_its_name_begins_anew(room):
+    room.with_slots(1)
+    for n in range(3):
+        (offer,) = room.enqueue(a(f"f{n}", n))
+        room.release(offer, "", outcome="failed", limit=0)
+    room.rest("gpu", 1000)
+    assert room.enqueue(a("j1", 9)) == []
+    room.sync()
+    room.sync(Server("gpu"))
+    assert [offer.job for offer in room.offer()] == ["j1"]
+    assert room.run("servers")[1][0][5] == "closed"
+
+
+def test_of_servers_that_come_and_go_nothing_is_left(room):
+    room.with_slots(1)
+    room.enqueue(a("first", 1))
+    before = room.dump()
+    for n in range(20):
+        room.sync(Server("gpu"), Server(f"spot{n}"))
+        (held,) = room.enqueue(a(f"j{n}", 10 + n))
+        room.rest(f"spot{n}", 1000)
+        room.sync(Server("gpu"))
+        room.release(held, "", outcome="failed", limit=0)
+        room.rest(f"spot{n}", 1000)
+    after = room.dump()
+    assert after.keys() == before.keys()
+    assert after[room.key("meta")].keys() == before[room.key("meta")].keys()
+    assert after[room.key("stats:server:gpu")] == before[room.key("stats:server:gpu")]
+
+
+def test_a_count_of_leases_that_is_wrong_is_mended_with_the_next_catalog(room):
+    room.with_slots(2)
+    room.enqueue(a("j1", 1))
+    room.client.hset(room.key("stats:server:gpu"), "taken", 7)
+    room.sync(Server("gpu", 2))
+    assert room.run("servers")[1][0][3] == 1

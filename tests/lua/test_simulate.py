@@ -37,6 +37,7 @@ class Plain:
     def play(self) -> dict[int, tuple[int, int, str]]:
         """Number of a job -> start, end, slot."""
         self.clock(T0)
+        self.queues.begin(FLEET, "")
         self.queues.open(FLEET)
         self.slots.sync(FLEET, self.scenario.catalog)
         for number, arrival in enumerate(self.scenario.arrivals, 1):

@@ -15,6 +15,7 @@ local function beside_key(slot) return SLOTS .. ":" .. slot end
 local function unsorted_key() return META .. ":unsorted" end
 local function open_key() return META .. ":open" end
 local function ungrouped_key() return META .. ":ungrouped" end
+local function excess_key() return META .. ":excess" end
 local function model_of(name) return string.match(name, "|([^|]*)$") end
 local function server_of(slot) return string.match(slot, "^(.*)%-slot%d+$") end
 

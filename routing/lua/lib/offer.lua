@@ -1,9 +1,16 @@
 -- offer: the job whose turn it is and a slot that may run it, taken together or not at all (SLOT-2, LEASE-1).
 
+-- server -> how many of its free slots are not offered, since it has as many leases that have no slot (SLOT-1).
+local function withheld_slots()
+  local found, withheld = redis.call("HGETALL", excess_key()), {}
+  for i = 1, #found, 2 do withheld[found[i]] = tonumber(found[i + 1]) end
+  return withheld
+end
+
 -- The servers with free slots, that which has been free longest first, each {name, entry, slots in that order}; and
 -- how many slots they have in all.
 local function free_servers()
-  local servers, by_name, count = {}, {}, 0
+  local servers, by_name, count, withheld = {}, {}, 0, withheld_slots()
   for _, slot in ipairs(redis.call("ZRANGE", FREE, 0, -1)) do
     local name = server_of(slot)
     if by_name[name] == nil then
@@ -11,7 +18,9 @@ local function free_servers()
       by_name[name] = entry and { name = name, entry = entry, slots = {}, next = 1 } or false
       if entry then servers[#servers + 1] = by_name[name] end
     end
-    if by_name[name] then
+    if (withheld[name] or 0) > 0 then
+      withheld[name] = withheld[name] - 1
+    elseif by_name[name] then
       table.insert(by_name[name].slots, slot)
       count = count + 1
     end
@@ -146,17 +155,18 @@ local function take_next(servers, prefix, owner, now, lease_ms)
 end
 
 -- Up to `limit` offers.  The first goes straight to `owner`, if there is one, for `lease_ms`; the others are
+  if free == 0 or not is_open() then return offers end
 -- open for `offer_ms`, and no more than `room` are open at once, lest they wait where nobody looks.
 -- Nothing is offered while the room is being rebuilt: META has no epoch then (ORDER-1).
 local function make_offers(limit, room, prefix, now, offer_ms, owner, lease_ms)
   local offers = {}
-  if redis.call("HEXISTS", META, "epoch") == 0 then return offers end
   wake_rested(now)
   if limit < 1 or redis.call("EXISTS", GROUPS) == 0 then return offers end
   local open_left = math.max(room - redis.call("ZCARD", open_key()), 0)
   local left = math.min(limit, open_left + (owner ~= "" and 1 or 0))
   if left < 1 then return offers end
   local servers, free = free_servers()
+  if free == 0 or not is_open() then return offers end
   while #offers < math.min(left, free) do
     local first = #offers == 0 and owner ~= ""
     local made = take_next(servers, prefix, first and owner or "", now, first and lease_ms or offer_ms)

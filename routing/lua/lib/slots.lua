@@ -16,6 +16,12 @@ local function is_online_slot(slot)
   return entry and tonumber(string.match(slot, "(%d+)$")) < slots_in(entry)
 end
 
+-- Whether a server that is here has no slot of this number any more: the operator took it away under the lease.
+local function is_beyond(slot)
+  local entry = redis.call("HGET", SERVERS, server_of(slot))
+  return entry and tonumber(string.match(slot, "(%d+)$")) >= slots_in(entry)
+end
+
 -- Let a slot be offered: now, or after it has rested.  One that holds a lease is not, until that is dropped, nor is
 -- one of a server that is not online; sync brings it back.
 local function return_slot(slot, now, rest_ms)

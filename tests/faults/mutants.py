@@ -239,8 +239,8 @@ MUTANTS = [
         "a lost lease is made anew by its renewal",
         "LEASE-1",
         "routing/lua/renew.lua",
-        'answer = rebuilt and "lost" or "unknown"',
-        'redis.call("ZADD", LEASES, expires, job)\n    answer = rebuilt and "lost" or "unknown"',
+        'answer = is_complete and "lost" or "unknown"',
+        'redis.call("ZADD", LEASES, expires, job)\n    answer = is_complete and "lost" or "unknown"',
         (f"{LEASES}test_r74_nobody_else_renews",),
     ),
     Mutant(

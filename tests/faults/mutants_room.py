@@ -3,6 +3,7 @@
 from tests.faults.mutant import LEASES, MAINTENANCE, ORDER, PLACES, SLOTS, Mutant
 
 TURNS = "tests/lua/test_turns.py::"
+EPOCH = "tests/lua/test_epoch.py::"
 GROUPS = "tests/lua/test_groups.py::"
 
 ROOM = [
@@ -98,7 +99,7 @@ ROOM = [
         "an old catalog is taken for the newest",
         "SLOT-1",
         "routing/lua/sync.lua",
-        'if tonumber(redis.call("HGET", META, "catalog") or "-1") > version then return { "stale" } end',
+        'if newest > version then return { "stale", newest } end',
         "",
         (f"{SLOTS}test_an_older_catalog_changes_nothing",),
     ),
@@ -262,6 +263,55 @@ ROOM = [
         'if rules.policy == "aging" then tier = math.max(math.ceil((lane.key - now) / math.max(rules.step, 1)), 1) end',
         "",
         (f"{TURNS}test_under_aging_a_models_last_tier_is_not_starved_by_another_models_first_one",),
+        still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    # -- a Redis that is not what it was ----------------------------------------------------------------------
+    Mutant(
+        "a Redis that was started again is taken for the one that was filled",
+        "ORDER-1",
+        "routing/lua/lib/epoch.lua",
+        "return found[1] and found[2] == copy_id()",
+        "return found[1]",
+        (f"{EPOCH}test_a_redis_that_was_started_again_offers_nothing_until_the_room_is_filled",),
+        still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
+        "offers that are lost are not missed",
+        "LEASE-1",
+        "routing/lua/renew.lua",
+        "heed_loss(ARGV[3], tonumber(ARGV[4]))\n",
+        "",
+        (f"{EPOCH}test_fewer_offers_than_somebody_has_seen_close_the_room",),
+        still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
+        "a catalog of another record is taken for the newest",
+        "SLOT-1",
+        "routing/lua/lib/epoch.lua",
+        'return record ~= "" and known and known ~= "" and known ~= record',
+        "return false",
+        (f"{EPOCH}test_a_room_of_another_record_takes_nothing_from_it_before_it_is_filled_from_it",),
+        still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
+        "leases on numbers that a server has lost do not count",
+        "SLOT-1",
+        "routing/lua/lib/offer.lua",
+        "if (withheld[name] or 0) > 0 then",
+        "if false then",
+        (
+            f"{SLOTS}test_slot_1_leases_on_numbers_that_a_server_has_lost_count_against_those_it_has",
+            f"{EPOCH}test_a_run_whose_slot_is_anothers_goes_on_beside_it_and_the_server_gets_so_many_fewer",
+        ),
+        still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
+        "a server's breaker is inherited by whoever is given its name",
+        "R106",
+        "routing/lua/sync.lua",
+        'redis.call("UNLINK", stats_key("server", server))',
+        "",
+        (f"{SLOTS}test_a_server_that_comes_again_under_its_name_begins_anew",),
         still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
     ),
     # -- different constraints -----------------------------------------------------------------------------------

@@ -155,9 +155,7 @@ local function take_next(servers, prefix, owner, now, lease_ms)
 end
 
 -- Up to `limit` offers.  The first goes straight to `owner`, if there is one, for `lease_ms`; the others are
-  if free == 0 or not is_open() then return offers end
 -- open for `offer_ms`, and no more than `room` are open at once, lest they wait where nobody looks.
--- Nothing is offered while the room is being rebuilt: META has no epoch then (ORDER-1).
 local function make_offers(limit, room, prefix, now, offer_ms, owner, lease_ms)
   local offers = {}
   wake_rested(now)

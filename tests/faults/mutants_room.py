@@ -301,7 +301,7 @@ ROOM = [
         "if false then",
         (
             f"{SLOTS}test_slot_1_leases_on_numbers_that_a_server_has_lost_count_against_those_it_has",
-            f"{EPOCH}test_a_run_whose_slot_is_anothers_goes_on_beside_it_and_the_server_gets_so_many_fewer",
+            f"{EPOCH}test_slot_1_a_run_whose_slot_was_given_away_costs_its_server_another_one",
         ),
         still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
     ),

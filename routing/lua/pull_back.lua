@@ -1,5 +1,5 @@
 --[[ pull_back: after Redis' clock was set back, end what would last longer than it ever may.
-  KEYS[1..12] the fleet's keys, see lib/fleet
+  KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] lease_ms  the longest that a lease or an offer lasts: one that would last longer gets that, so that its
                     holder can renew it
   ARGV[2] rest_ms   the longest rest of a slot

@@ -114,7 +114,7 @@ def _scan(dispatcher: Dispatcher, fleets: Collection[str], until: float) -> None
     """Once in each process's life all queued jobs are looked at."""
     seen = dispatcher.seen
     while seen.scanned is not None:
-        batch = dispatcher.store.queued(sorted(dispatcher.fleet.snapshot().models), seen.scanned, _CHUNK)
+        batch = dispatcher.store.queued(None, seen.scanned, _CHUNK)
         _enqueue(dispatcher, fleets, batch)
         seen.scanned = batch[-1].seq if batch else None
         if time.monotonic() >= until:

@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jobs.crash import crash_at
-from jobs.record import Job, now_ms
-from jobs.states import State, Why
-from jobs.store import Error, Moved
+from jobs.record import now_ms
+from jobs.store import Moved
 from routing.dispatcher import Dispatcher
 from routing.each import alone
 
@@ -38,20 +37,7 @@ def expire_overdue(dispatcher: Dispatcher, within_s: float = float("inf")) -> in
             with alone("announce", job_id=moved.job.id):
                 dispatcher.announce_end(moved)
 
-    return _in_batches(lambda: _end_overdue(dispatcher), act, within_s)
-
-
-def _end_overdue(dispatcher: Dispatcher) -> list[Moved]:
-    now = now_ms()
-    ended = [_end(dispatcher, job, now) for job in dispatcher.store.overdue(now, _CHUNK)]
-    return [moved for moved in ended if moved is not None]
-
-
-def _end(dispatcher: Dispatcher, job: Job, now: int) -> Moved | None:
-    error = Error("deadline_passed", f"Its deadline passed while it was {job.state}.")
-    if job.state is State.RUNNING:
-        return dispatcher.store.settle(job.id, job.attempt, Why.DEADLINE_PASSED, now, error=error)
-    return dispatcher.store.end_waiting(job.id, Why.DEADLINE_PASSED, now, error)
+    return _in_batches(lambda: dispatcher.store.expire_overdue(now_ms(), _CHUNK), act, within_s)
 
 
 def purge(dispatcher: Dispatcher, retention_s: int, within_s: float = float("inf")) -> int:

@@ -276,15 +276,16 @@ def test_many_deadlines_leave_the_others_their_turn(stage, monkeypatch) -> None:
     assert not stage.room.waiting()
 
 
-def test_a_batch_of_deadlines_is_one_call_of_redis(stage, monkeypatch) -> None:
+def test_a_batch_of_deadlines_is_one_statement_and_one_call_of_redis(stage, monkeypatch) -> None:
     stage.register()
     stage.submit_all([stage.a(ttl_s=1) for _ in range(50)])
     stage.later(1_000)
     single: list[str] = []
     run = Scripts.run
     monkeypatch.setattr(Scripts, "run", lambda self, name, *args: single.append(name) or run(self, name, *args))
-    assert reconcile.expire_overdue(stage.dispatcher) == 50
-    assert "withdraw" not in single
+    said = _statements(stage, lambda: reconcile.expire_overdue(stage.dispatcher))
+    assert stage.store.counts()[State.EXPIRED] == 50
+    assert "withdraw" not in single and len([it for it in said if it.startswith("UPDATE jobs")]) == 1
 
 
 # -- the servers -----------------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ from app.up.children import Role
 from app.up.errors import UpError
 
 USER = "slotkeeper"
-# Nothing here has to survive a power cut.
+# Nothing here has to survive a power cut, and everything that was committed the death of the server: so the disk need
+# not be waited for, and commits are written to the system before they are answered (synchronous_commit stays on).
 SETTINGS = {
     "fsync": "off",
-    "synchronous_commit": "off",
     "full_page_writes": "off",
     "max_connections": "300",
     "shared_buffers": "16MB",

@@ -28,6 +28,7 @@ _START_S = 30
 # Nothing here has to survive a power cut.
 _SETTINGS = {
     **postgres.SETTINGS,
+    "synchronous_commit": "off",
     "listen_addresses": "",
     "autovacuum": "off",
 }

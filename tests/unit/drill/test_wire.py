@@ -5,8 +5,10 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import psycopg
 import pytest
 from redis import Redis
 from sqlalchemy import create_engine, text
@@ -91,29 +93,69 @@ def test_what_a_lost_commit_wrote_is_there_if_only_its_answer_was_lost(
     by_door.dispose()
 
 
+class Database:
+    """A PostgreSQL that the drill has prepared, and can kill."""
+
+    def __init__(self, home: Path) -> None:
+        self.port = ports.free_port()
+        programs = postgres.prepare(home / "postgres")
+        role = postgres.role(programs, home / "postgres", self.port, 1)
+        self.child = Child(role, os.environ, Path.cwd(), home / "log")
+
+    def start(self) -> None:
+        self.child.start()
+        until = time.monotonic() + 30
+        while not postgres.answers(self.port):
+            assert self.child.look() is None and time.monotonic() < until, self.child.last_words()
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        self.child.kill()
+        self._wait()
+
+    def stop(self) -> None:
+        self.child.terminate()
+        self._wait()
+
+    def _wait(self) -> None:
+        while self.child.look() is None:
+            time.sleep(0.02)
+
+
 @pytest.fixture(scope="module")
-def a_postgres() -> Iterator[int]:
-    """The port of one that the drill has started."""
-    port = ports.free_port()
+def a_database() -> Iterator[Database]:
     with tempfile.TemporaryDirectory(prefix="slotkeeper-drill-") as home:  # `nobody` cannot enter pytest's own folder
         Path(home).chmod(0o711)
         try:
-            programs = postgres.prepare(Path(home) / "postgres")
+            database = Database(Path(home))
         except UpError as error:
             pytest.skip(str(error))
-        role = postgres.role(programs, Path(home) / "postgres", port, 1)
-        child = Child(role, os.environ, Path.cwd(), Path(home) / "log")
-        child.start()
+        database.start()
         try:
-            until = time.monotonic() + 30
-            while not postgres.answers(port):
-                assert child.look() is None and time.monotonic() < until, child.last_words()
-                time.sleep(0.02)
-            yield port
+            yield database
         finally:
-            child.terminate()
-            while child.look() is None:
-                time.sleep(0.02)
+            database.stop()
+
+
+@pytest.fixture
+def a_postgres(a_database: Database) -> int:
+    """Its port."""
+    return a_database.port
+
+
+@pytest.mark.postgres
+def test_what_was_committed_survives_the_death_of_the_database(a_database: Database) -> None:
+    """Or a drill that kills it would find losses that it has made itself."""
+    with closing(psycopg.connect(f"host=127.0.0.1 port={a_database.port} user={postgres.USER} dbname=postgres")) as it:
+        it.execute("CREATE TABLE kept (n INTEGER)")
+        it.commit()
+        for n in range(20):
+            it.execute("INSERT INTO kept VALUES (%s)", [n])
+            it.commit()
+        a_database.kill()
+    a_database.start()
+    with closing(psycopg.connect(f"host=127.0.0.1 port={a_database.port} user={postgres.USER} dbname=postgres")) as it:
+        assert it.execute("SELECT count(*) FROM kept").fetchone() == (20,)
 
 
 # -- the broker --------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import click
 
-from app.commands import admin, jobs, local
+from app.commands import admin, jobs, local, webhooks
 from app.commands.simulate import simulate
 from app.drill.command import drill
 
@@ -17,7 +17,7 @@ def main() -> None:
     """
 
 
-for command in (*local.COMMANDS, *jobs.COMMANDS, *admin.COMMANDS, drill, simulate):
+for command in (*local.COMMANDS, *jobs.COMMANDS, *admin.COMMANDS, *webhooks.COMMANDS, drill, simulate):
     main.add_command(command)
 
 

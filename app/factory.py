@@ -12,7 +12,7 @@ from app.api.patience import Patience
 from app.api.place import Places
 from app.config import AppSettings
 from jobs.tenants import Tenants
-from tasks import wiring
+from tasks import startup, wiring
 
 _APIS: tuple[APIBlueprint, ...] = (
     queue.api,
@@ -29,13 +29,14 @@ _APIS: tuple[APIBlueprint, ...] = (
 
 
 def create_app(settings: AppSettings | None = None) -> Flask:
-    """The API of one process.  Nothing is connected before the first request.
+    """The API of one process.  Nothing is connected before the first request, but for a look at the secret in Redis.
 
     Raises ValueError where the settings would serve the network without keys.
     """
     settings = settings or AppSettings()
     settings.check()
     dispatcher = wiring.dispatcher()
+    startup.compare_secret()
     app = openapi.new_app(_version())
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     context.put(app.extensions, Context(dispatcher, settings, Places(dispatcher), Patience(settings.max_waiters)))

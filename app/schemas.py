@@ -437,6 +437,15 @@ class TenantList(Model):
     tenants: list[TenantView]
 
 
+class WebhookSecretView(Model):
+    """With what a tenant's webhooks are verified (Standard Webhooks)."""
+
+    tenant: str
+    secrets: list[str] = Field(description="`whsec_…`, the newest first; each message is signed with all of them.")
+    rotation: int = Field(description="How often it was rotated.")
+    former_until: str | None = Field(description="Until when a second secret, the one before, is signed with.")
+
+
 class ConfigView(Model):
     """How a model's jobs are treated."""
 

@@ -11,6 +11,7 @@ from jobs.catalog import Model, Snapshot
 from jobs.config import ModelConfig
 from jobs.events import Attempt
 from jobs.record import Accepted, Job, Server, TenantState
+from jobs.rotations import Rotation
 from jobs.states import FINAL, Standing, State, Why
 from jobs.tenants import Tenant
 from routing.explain import Explanation
@@ -235,6 +236,12 @@ def model_load(it: Load) -> dict[str, Any]:
         "breaker": it.breaker,
         "breaker_until": time(it.open_until_ms or None),
     }
+
+
+def webhook_secret(name: str, rotation: Rotation, secrets: list[str], now: int) -> dict[str, Any]:
+    overlaps = len(rotation.valid(now)) > 1
+    until = time(rotation.former_until_ms) if overlaps else None
+    return {"tenant": name, "secrets": secrets, "rotation": rotation.number, "former_until": until}
 
 
 def tenant(name: str, known: Tenant | None, stands: TenantState | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from sqlalchemy import delete, insert, select
 from jobs.db import Database, Transaction
 from jobs.errors import Conflict, InvalidJob, NotFound
 from jobs.models import tenants
+from jobs.rotations import raise_number
 
 _KEY_PREFIX = "sk_"
 _LONGEST_NAME = 200
@@ -87,9 +88,13 @@ class Tenants:
         return key
 
     def remove(self, name: str) -> None:
-        """Forget a tenant; its key stops working at once.  Raises NotFound."""
-        gone = self.database.write(
-            lambda tx: tx.connection.execute(delete(tenants).where(tenants.c.name == name)).rowcount
-        )
-        if not gone:
+        """Forget a tenant; its key stops working at once, as does its webhook secret.  Raises NotFound."""
+
+        def unit(tx: Transaction) -> bool:
+            if not tx.connection.execute(delete(tenants).where(tenants.c.name == name)).rowcount:
+                return False
+            raise_number(tx, name, now=0)  # Another tenant of this name shall not have its secret.
+            return True
+
+        if not self.database.write(unit):
             raise NotFound(f"There is no tenant {name!r}.")

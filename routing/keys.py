@@ -67,6 +67,10 @@ class Keys:
         """string: when the tenant's next submit is due by its rate, ms."""
         return f"{self._prefix}:rate:{tenant}"
 
+    def secret(self) -> str:
+        """string: the fingerprint of the secret that all processes shall have."""
+        return f"{self._prefix}:secret"
+
     def forecast(self, fleet: str, model: str) -> str:
         """hash: promised starts of waiting jobs, and how earlier ones turned out; see lua/learn.lua."""
         return f"{self._prefix}:{{{fleet}}}:forecast:{model}"

@@ -4,16 +4,21 @@ import hashlib
 import hmac
 
 from jobs.once import once
-from tasks.config import TaskSettings, signing_secret
+from tasks.config import TaskSettings
+from tasks.keyring import callback_keys
 
 
 def token(job_id: str, attempt: int) -> str:
-    text = f"callback {job_id} {attempt}".encode()
-    return hmac.new(signing_secret().encode(), text, hashlib.sha256).hexdigest()
+    return _token(next(callback_keys()), job_id, attempt)
 
 
 def is_valid(shown: str, job_id: str, attempt: int) -> bool:
-    return hmac.compare_digest(shown.encode(), token(job_id, attempt).encode())
+    valid = (_token(key, job_id, attempt).encode() for key in callback_keys())
+    return any(hmac.compare_digest(shown.encode(), one) for one in valid)
+
+
+def _token(key: bytes, job_id: str, attempt: int) -> str:
+    return hmac.digest(key, f"callback {job_id} {attempt}".encode(), hashlib.sha256).hex()
 
 
 def url(job_id: str) -> str:

@@ -6,6 +6,8 @@ from kombu.transport import TRANSPORT_ALIASES
 # Before the first connection, which finds its transport here.
 TRANSPORT_ALIASES.update(dict.fromkeys(("redis", "rediss"), "tasks.broker:Transport"))
 
-celery = Celery("slotkeeper", include=["tasks.inference", "tasks.maintenance", "tasks.telling", "tasks.webhooks"])
+_MODULES = ["inference", "maintenance", "startup", "telling", "webhooks"]
+
+celery = Celery("slotkeeper", include=[f"tasks.{name}" for name in _MODULES])
 celery.config_from_object("celeryconfig")
 celery.set_default()

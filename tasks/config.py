@@ -1,17 +1,8 @@
 """Settings of the workers."""
 
-import base64
-import os
-import secrets
-import tempfile
-from contextlib import suppress
-from pathlib import Path
-
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from jobs.config import RecordSettings
-from jobs.once import once
 from routing.config import RoutingSettings
 
 
@@ -27,7 +18,10 @@ class TaskSettings(BaseSettings):
     threads: int = Field(64, ge=1, le=2000)
     """Jobs that one worker process runs at once."""
     secret: str = Field("", repr=False)
-    """Base64 of at least 24 bytes; signs webhooks and callback tokens.  Empty: one is kept in `home`."""
+    """Base64 of at least 24 bytes, from which all keys are derived (tasks/keyring.py); the same on every host.
+    Empty: one is kept in `home`."""
+    former_secret: str = Field("", repr=False)
+    """The secret before this one, while it is being replaced: what it has signed is still valid."""
     webhook_allow: str = ""
     """Networks inside that webhooks may reach, as CIDRs with commas."""
     webhook_timeout_s: float = Field(10.0, gt=0)
@@ -50,21 +44,3 @@ class TaskSettings(BaseSettings):
     @property
     def callback_base(self) -> str:
         return (self.public_url or f"http://127.0.0.1:{self.port}").rstrip("/")
-
-
-@once
-def signing_secret() -> str:
-    """The installation's secret: from the settings, else from `home`, where the first to ask makes it."""
-    given = TaskSettings().secret
-    return given or _kept_secret(RecordSettings().home / "secret")
-
-
-def _kept_secret(path: Path) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix="secret.")  # readable for its owner only
-    with os.fdopen(handle, "w") as file:
-        file.write(base64.b64encode(secrets.token_bytes(32)).decode())
-    with suppress(FileExistsError):
-        os.link(draft, path)  # Only the first of several processes succeeds; all read the same.
-    os.unlink(draft)
-    return path.read_text().strip()

@@ -133,33 +133,33 @@ def check_url(url: str, allow: Sequence[Network] = ()) -> str | None:
 
 
 class Sender:
-    """Signs with one secret (Standard Webhooks) and sends.  May be shared between threads.
+    """Signs (Standard Webhooks) and sends.  May be shared between threads.
 
-    `secret`: base64 of at least 24 bytes, with or without "whsec_".  `allow`: see parse_allow.
-    `timeout_s`: for one message in all, from the look-up of the name to the status line of the answer.
-    ValueError when one of them cannot be used.
+    `allow`: see parse_allow.  `timeout_s`: for one message in all, from the look-up of the name to the status line
+    of the answer.  ValueError when one of them cannot be used.
     """
 
-    def __init__(self, secret: str, allow: Sequence[Network] = (), timeout_s: float = 10.0) -> None:
+    def __init__(self, allow: Sequence[Network] = (), timeout_s: float = 10.0) -> None:
         if timeout_s <= 0:
             raise ValueError("timeout_s must be above 0")
-        self._webhook = _signer(secret)
         self._allow = tuple(allow)
         self._timeout_s = timeout_s
         self._tls = _tls()
         _openings(self._allow)
 
-    def send(self, url: str, message_id: str, body: bytes, now: datetime) -> Sent:
+    def send(self, url: str, message_id: str, body: bytes, now: datetime, secrets: Sequence[str]) -> Sent:
         """POST `body` (JSON in UTF-8) once.  `now`: aware, in any zone.
 
+        `secrets`: base64 of at least 24 bytes, with or without "whsec_"; the message is signed with each of them.
         A receiver tells a repeated message by `message_id`, which must be the same at every try.
-        ValueError only for a naive `now`, a body that is not UTF-8 or an id that no header can hold.
+        ValueError only for a naive `now`, a body that is not UTF-8, an id that no header can hold, no secret or one
+        that cannot be used.
         """
         target = _examine(url, self._allow)
         if isinstance(target, str):
             return Sent(False, None, target, permanent=True)
         origin = _origin(target)
-        headers = self._headers(message_id, body, now)
+        headers = _headers(message_id, body, now, secrets)
         try:
             status = self._post(target, _path(url), body, headers)
         except BlockedAddressError as refused:
@@ -167,19 +167,6 @@ class Sender:
         except (OSError, HTTPException) as failed:
             return Sent(False, None, f"{origin}: {_why(failed, self._timeout_s)}", permanent=False)
         return _judged(origin, status)
-
-    def _headers(self, message_id: str, body: bytes, now: datetime) -> dict[str, str]:
-        if now.tzinfo is None:
-            raise ValueError("now must be an aware datetime")
-        at = now.astimezone(UTC)  # the library overwrites any other zone and signs a wrong time
-        return {
-            "content-type": "application/json",
-            "user-agent": f"Slotkeeper/{_version()}",
-            "connection": "close",
-            "webhook-id": message_id,
-            "webhook-timestamp": str(floor(at.timestamp())),
-            "webhook-signature": self._webhook.sign(message_id, at, body.decode()),
-        }
 
     def _post(self, target: Target, path: str, body: bytes, headers: dict[str, str]) -> int:
         deadline = _Deadline(self._timeout_s)
@@ -386,6 +373,22 @@ def _network(entry: str) -> Network:
         raise ValueError(
             f"{ALLOW_VARIABLE}: {bad}; write networks such as 10.0.0.0/8 or 127.0.0.1/32, with commas between"
         ) from None
+
+
+def _headers(message_id: str, body: bytes, now: datetime, secrets: Sequence[str]) -> dict[str, str]:
+    if now.tzinfo is None:
+        raise ValueError("now must be an aware datetime")
+    if not secrets:
+        raise ValueError("a message must be signed")
+    at = now.astimezone(UTC)  # the library overwrites any other zone and signs a wrong time
+    return {
+        "content-type": "application/json",
+        "user-agent": f"Slotkeeper/{_version()}",
+        "connection": "close",
+        "webhook-id": message_id,
+        "webhook-timestamp": str(floor(at.timestamp())),
+        "webhook-signature": " ".join(_signer(one).sign(message_id, at, body.decode()) for one in secrets),
+    }
 
 
 def _signer(secret: str) -> Webhook:

@@ -25,11 +25,13 @@ from jobs.crash import crash_at
 from jobs.db import Database
 from jobs.errors import RecordUnavailable
 from jobs.record import Job, Webhook, now_ms
+from jobs.rotations import Rotations
 from jobs.store import Store
 from jobs.webhooks import Due, Webhooks
 from routing import exact
 from tasks.berths import MOST, Berth, Berths
-from tasks.config import TaskSettings, signing_secret
+from tasks.config import TaskSettings
+from tasks.keyring import webhook_secrets
 from tasks.outbound import Sender, Sent, parse_allow
 
 log = structlog.get_logger(__name__)
@@ -45,7 +47,7 @@ _AT_ONCE = 64  # messages that one transaction claims
 _AWAY_S = 1.0
 _LAST_TRIES_S = 3.0  # what those under way get when the process is told to stop
 
-Send = Callable[[Webhook, bytes], Sent]
+Send = Callable[[Webhook, Job, bytes], Sent]
 
 
 def host_of(url: str) -> str:
@@ -195,7 +197,7 @@ class Deliveries:
         if job is None:
             self._webhooks.failed(webhook, None, None, "the job was removed from the record")
             return None
-        sent = self._send(webhook, exact.dumps(body(webhook, job)))
+        sent = self._send(webhook, job, exact.dumps(body(webhook, job)))
         crash_at("webhook_sent")
         if sent.ok:
             self._webhooks.delivered(webhook, now_ms(), sent.status or 0)
@@ -232,10 +234,12 @@ def _next_try(tries: int, most: int) -> int | None:
 def deliveries(database: Database) -> Deliveries:
     """As the settings say."""
     settings = TaskSettings()
-    sender = Sender(signing_secret(), parse_allow(settings.webhook_allow), settings.webhook_timeout_s)
+    sender = Sender(parse_allow(settings.webhook_allow), settings.webhook_timeout_s)
+    rotations = Rotations(database)
 
-    def send(webhook: Webhook, content: bytes) -> Sent:
-        return sender.send(webhook.url, webhook.id, content, datetime.now(UTC))
+    def send(webhook: Webhook, job: Job, content: bytes) -> Sent:
+        secrets = webhook_secrets(job.tenant, rotations.of(job.tenant), now_ms())
+        return sender.send(webhook.url, webhook.id, content, datetime.now(UTC), secrets)
 
     return Deliveries(Webhooks(database), Store(database), send, settings.webhook_timeout_s, settings.webhook_max_tries)
 

@@ -7,6 +7,7 @@ from jobs.config import RecordSettings
 from jobs.db import Database
 from jobs.errors import RecordUnavailable
 from jobs.once import once
+from jobs.rotations import Rotations
 from jobs.store import Store
 from routing.admission import Admission
 from routing.config import RoutingSettings
@@ -39,6 +40,11 @@ def database() -> Database:
 @once
 def catalog() -> Catalog:
     return Catalog(database())
+
+
+@once
+def rotations() -> Rotations:
+    return Rotations(database())
 
 
 @once

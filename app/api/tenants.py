@@ -2,15 +2,19 @@
 
 from typing import Any
 
+from flask import Response
+
 from app import views
 from app.api.admin import admin_blueprint, bring_to_redis
 from app.api.context import dispatcher
 from app.api.openapi import problems
 from app.auth import tenant
-from app.schemas import StateBody, TenantList, TenantPath, TenantView
+from app.schemas import StateBody, TenantList, TenantPath, TenantView, WebhookSecretView
 from jobs.record import now_ms
+from jobs.rotations import Rotation
 from jobs.tenants import Tenant, Tenants, check_tenant_name
-from tasks.wiring import catalog, database
+from tasks.keyring import webhook_secrets
+from tasks.wiring import catalog, database, rotations
 
 api = admin_blueprint("tenants", "Tenants", "/admin")
 
@@ -35,6 +39,33 @@ def change_tenant(path: TenantPath, body: StateBody) -> dict[str, Any]:
     now = dispatcher().fleet.refresh()
     bring_to_redis(*now.fleets())
     return views.tenant(name, _keyed().get(name), now.tenants.get(name))
+
+
+@api.get("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problems(422)})
+def get_webhook_secret(path: TenantPath) -> dict[str, Any]:
+    """Show the secret with which a tenant verifies its webhooks.  It need not have a key."""
+    return _secret_view(path.tenant, rotations().of(check_tenant_name(path.tenant)))
+
+
+@api.post("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problems(415, 422)})
+def rotate_webhook_secret(path: TenantPath) -> dict[str, Any]:
+    """Give a tenant a new webhook secret.
+
+    For a day messages are signed with the secret before as well, so that the receiver can be changed meanwhile;
+    rotated again within that day, the oldest one is signed with no more.
+    """
+    return _secret_view(path.tenant, rotations().rotate(check_tenant_name(path.tenant), now_ms()))
+
+
+@api.after_request
+def _keep_out_of_caches(answer: Response) -> Response:
+    answer.headers["Cache-Control"] = "no-store"
+    return answer
+
+
+def _secret_view(name: str, rotation: Rotation) -> dict[str, Any]:
+    now = now_ms()
+    return views.webhook_secret(name, rotation, webhook_secrets(name, rotation, now), now)
 
 
 def _keyed() -> dict[str, Tenant]:

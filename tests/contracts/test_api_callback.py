@@ -176,8 +176,8 @@ def test_the_attempt_is_guarded_where_it_is_written_too(api: Api, task: Task) ->
 def test_without_the_token_in_the_attempt_an_old_one_would_get_through(
     api: Api, task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = callbacks.token
-    monkeypatch.setattr(callbacks, "token", lambda job_id, attempt: real(job_id, 0))
+    real = callbacks._token
+    monkeypatch.setattr(callbacks, "_token", lambda key, job_id, attempt: real(key, job_id, 0))
     old = _token(task)
     api.dispatcher.store.settle(task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
     assert api.dispatcher.store.start(task.run.job.id, "gpu1", "gpu1-slot0", task.held.tag, 1) is not None

@@ -213,11 +213,11 @@ def net(monkeypatch):
 
 @pytest.fixture(scope="module")
 def sender():
-    return Sender(SECRET)
+    return Sender()
 
 
 def send(sender: Sender, url: str):
-    return sender.send(url, "msg_1", b"{}", NOW)
+    return sender.send(url, "msg_1", b"{}", NOW, [SECRET])
 
 
 @pytest.mark.parametrize(("url", "reason"), URLS, ids=[f"{why} {i}" for i, (_, why) in enumerate(URLS)])
@@ -318,7 +318,7 @@ def test_a_redirect_inside_is_not_followed(httpserver, monkeypatch, inside):
     reached, real = [], socket.socket.connect
     monkeypatch.setattr(socket.socket, "connect", lambda sock, where: (reached.append(where), real(sock, where))[1])
     httpserver.expect_request("/").respond_with_data("", 307, {"location": inside})
-    sent = send(Sender(SECRET, parse_allow("127.0.0.1")), f"http://127.0.0.1:{httpserver.port}/")
+    sent = send(Sender(parse_allow("127.0.0.1")), f"http://127.0.0.1:{httpserver.port}/")
     assert (sent.ok, sent.status) == (False, 307)
     assert reached == [("127.0.0.1", httpserver.port)]
 
@@ -392,7 +392,7 @@ def test_a_wrong_entry_is_named_with_its_variable(text, named):
 
 def test_a_sender_takes_no_network_that_carries_ipv4_addresses_either():
     with pytest.raises(ValueError, match="SLOTKEEPER_WEBHOOK_ALLOW"):
-        Sender(SECRET, [ip_network("64:ff9b::/96")])
+        Sender([ip_network("64:ff9b::/96")])
 
 
 @pytest.mark.parametrize(
@@ -431,11 +431,11 @@ def test_what_the_operator_opened_is_accepted(allow, url):
 def test_opening_one_network_opens_no_other_and_no_metadata(net, allow, url):
     networks = parse_allow(allow)
     assert check_url(url, networks)
-    assert send(Sender(SECRET, networks), url).permanent
+    assert send(Sender(networks), url).permanent
     assert net.reached == []
 
 
 def test_an_open_network_and_a_closed_one_in_one_answer_are_refused(net):
     net.answers = [["10.0.0.1", "127.0.0.1"]]
-    assert send(Sender(SECRET, parse_allow("10.0.0.0/8")), "http://two.inside.test/").permanent
+    assert send(Sender(parse_allow("10.0.0.0/8")), "http://two.inside.test/").permanent
     assert net.reached == []

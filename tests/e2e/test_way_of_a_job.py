@@ -120,7 +120,7 @@ def test_the_client_is_told_by_a_signed_webhook(
 
     eventually(lambda: httpserver.log, "the webhook arrives")
     request = httpserver.log[0][0]
-    secret = (stack.home / "secret").read_text()
+    (secret,) = api.call("GET", "/admin/webhook-secrets/default").json()["secrets"]
     told = Webhook(secret).verify(request.get_data(), dict(request.headers))
     assert (told["job_id"], told["status"], told["result"]["prompt"]) == (job_id, "completed", "hi")
 

@@ -41,6 +41,7 @@ from tests.faults.mutants_record import KEPT
 from tests.faults.mutants_room import ROOM
 from tests.faults.mutants_run import RUN
 from tests.faults.mutants_upkeep import UPKEEP
+from tests.faults.mutants_secrets import SECRETS
 
 REPO = Path(__file__).resolve().parents[2]
 _COPIED = ("jobs", "routing", "tasks", "app", "reference_server", "migrations", "tests", "celeryconfig.py", "setup.cfg")
@@ -55,6 +56,7 @@ MUTANTS = [
     *RUN,
     *CELERY,
     *UPKEEP,
+    *SECRETS,
     # -- the record ------------------------------------------------------------------------------------------
     Mutant(
         "a transition asks for no state",

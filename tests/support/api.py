@@ -40,14 +40,14 @@ A = TypeVar("A", bound="Api")
 
 def clear_wiring() -> None:
     """Forget what this process has put together from the settings, so that the next use reads them anew."""
-    from tasks import callbacks, config, wiring
+    from tasks import callbacks, keyring, wiring
 
     if wiring.database.made:
         wiring.database().close()
     for cached in vars(wiring).values():
         if isinstance(cached, Once):
             cached.cache_clear()
-    config.signing_secret.cache_clear()
+    keyring.installation_secrets.cache_clear()
     callbacks._base.cache_clear()
 
 

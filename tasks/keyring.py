@@ -1,0 +1,106 @@
+"""The installation's secret, and the keys derived from it: one for each purpose, so that none opens another's door.
+
+    secret --HKDF-SHA256--> callback tokens
+                            webhooks, for each tenant and each rotation of its secret
+                            the fingerprint by which processes see whether they have the same secret
+
+Who is given a webhook secret, to verify with, can therefore make no token and no other tenant's webhook, and can
+go back to nothing.  A former secret (SLOTKEEPER_FORMER_SECRET) still verifies and signs, until it is unset.
+"""
+
+import base64
+import hashlib
+import hmac
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+
+import orjson
+
+from jobs.config import RecordSettings
+from jobs.once import once
+from jobs.rotations import Rotation
+from tasks.config import TaskSettings
+
+_SHORTEST = 24  # bytes
+_KEY_BYTES = 32  # of a derived key: one block of HKDF-SHA256
+_SALT = b"slotkeeper keys 1"
+
+
+class Purpose(StrEnum):
+    """What a key is for.  A new purpose is a new row here; nothing is signed with the secret itself."""
+
+    CALLBACK = "callback"
+    WEBHOOK = "webhook"
+    FINGERPRINT = "fingerprint"
+
+
+def derive(secret: bytes, purpose: Purpose, *context: str) -> bytes:
+    """The key of 32 bytes for this purpose and context (RFC 5869; `info` is the JSON list of both)."""
+    info = orjson.dumps([purpose, *context])
+    extracted = hmac.digest(_SALT, secret, hashlib.sha256)
+    return hmac.digest(extracted, info + b"\x01", hashlib.sha256)
+
+
+def callback_keys() -> Iterator[bytes]:
+    """Those under which a callback token is valid; new ones are made with the first."""
+    return (derive(secret, Purpose.CALLBACK) for secret in installation_secrets())
+
+
+def webhook_secrets(tenant: str, rotation: Rotation, now: int) -> list[str]:
+    """With which a tenant's messages are signed at `now` (ms), the newest first, as Standard Webhooks writes them."""
+    return [
+        _written(derive(secret, Purpose.WEBHOOK, tenant, str(number)))
+        for secret in installation_secrets()
+        for number in rotation.valid(now)
+    ]
+
+
+def fingerprints() -> list[str]:
+    """Tells secrets apart without telling anything of them; that of the present one first."""
+    return [derive(secret, Purpose.FINGERPRINT).hex()[:16] for secret in installation_secrets()]
+
+
+@once
+def installation_secrets() -> tuple[bytes, ...]:
+    """The present secret, from the settings or else from `home`, and the former one if it is still told.
+
+    Raises ValueError for one that is none.
+    """
+    settings = TaskSettings()
+    present = settings.secret or _kept_secret(RecordSettings().home / "secret")
+    former = [decoded(settings.former_secret, "SLOTKEEPER_FORMER_SECRET")] if settings.former_secret else []
+    return (decoded(present, "SLOTKEEPER_SECRET"), *former)
+
+
+def decoded(text: str, name: str) -> bytes:
+    """The secret's bytes.  Raises ValueError, which names the setting and not the secret."""
+    try:
+        bare = text.strip().removeprefix("whsec_")
+        secret = base64.b64decode(bare + "=" * (-len(bare) % 4), validate=True)
+    except ValueError:
+        secret = b""
+    if len(secret) < _SHORTEST:
+        raise ValueError(
+            f"{name} must be the base64 of at least {_SHORTEST} bytes; one is made by: openssl rand -base64 32"
+        )
+    return secret
+
+
+def _written(key: bytes) -> str:
+    return f"whsec_{base64.b64encode(key).decode()}"
+
+
+def _kept_secret(path: Path) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix="secret.")  # readable for its owner only
+    with os.fdopen(handle, "w") as file:
+        file.write(base64.b64encode(secrets.token_bytes(_KEY_BYTES)).decode())
+    with suppress(FileExistsError):
+        os.link(draft, path)  # Only the first of several processes succeeds; all read the same.
+    os.unlink(draft)
+    return path.read_text().strip()

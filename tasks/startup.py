@@ -1,0 +1,48 @@
+"""What each process of an installation does first: it looks whether it has the same secret as the others."""
+
+import structlog
+from celery.signals import beat_init, worker_init
+from redis import Redis
+from redis.exceptions import RedisError
+
+from tasks.keyring import fingerprints
+from tasks.wiring import scripts
+
+log = structlog.get_logger(__name__)
+
+_OTHER_SECRET = (
+    "This process has another secret than those that started before it: pushes of results will be refused and "
+    "webhooks signed wrongly. Give all hosts the same SLOTKEEPER_SECRET. If it was replaced on purpose, tell the one "
+    "before in SLOTKEEPER_FORMER_SECRET; if that is lost, delete the key {key!r} in Redis and start again."
+)
+
+
+def compare_secret() -> bool:
+    """Whether this process has the secret that is known in Redis; loud if it has not.  The first makes it known.
+
+    A secret that replaces a former one takes its place.  True also while Redis is away: then nobody knows.
+    """
+    redis, key = scripts().redis, scripts().keys.secret()
+    try:
+        shared = _is_shared(redis, key, *fingerprints())
+    except RedisError as error:
+        log.warning("secret_not_compared", error=str(error))
+        return True
+    if not shared:
+        log.error("other_secret", advice=_OTHER_SECRET.format(key=key))
+    return shared
+
+
+def _is_shared(redis: Redis, key: str, present: str, *former: str) -> bool:
+    redis.set(key, present, nx=True)
+    known = redis.get(key)
+    if known in [one.encode() for one in former]:
+        redis.set(key, present)
+        return True
+    return known == present.encode()
+
+
+@worker_init.connect
+@beat_init.connect
+def _begin(**_: object) -> None:
+    compare_secret()

@@ -1,0 +1,137 @@
+"""With which secret webhooks are signed: shown and rotated by an administrator, compared between processes."""
+
+import base64
+from datetime import UTC, datetime
+from threading import Thread
+from typing import Any
+
+import pytest
+from pytest_httpserver import HTTPServer
+from standardwebhooks import Webhook, WebhookVerificationError
+from structlog.testing import capture_logs
+
+from jobs.tenants import Tenants
+from routing.outcome import Kind, Outcome
+from tasks import keyring, push, startup, webhooks
+from tests.support.api import Api
+from tests.support.stack import eventually
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+ALLOWED = pytest.mark.parametrize("settings", [{"WEBHOOK_ALLOW": "127.0.0.1/32"}])
+KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
+OTHER = base64.b64encode(b"o" * 32).decode()
+
+
+def _secret(api: Api, tenant: str = "default", **more: Any) -> Any:
+    return api.client.get(f"/admin/webhook-secrets/{tenant}", **more)
+
+
+def _rotate(api: Api, tenant: str = "default", **more: Any) -> Any:
+    return api.client.post(f"/admin/webhook-secrets/{tenant}", **more)
+
+
+def _message(api: Api, httpserver: HTTPServer) -> tuple[bytes, dict[str, str]]:
+    """The webhook of a job that has ended, as its receiver got it."""
+    httpserver.expect_request("/hook").respond_with_data("ok")
+    task = api.started(callback_url=f"http://127.0.0.1:{httpserver.port}/hook")
+    assert push.push(api.job(task.run.job.id), Outcome(Kind.DONE, result={"n": 1}))
+    deliveries = webhooks.deliveries(api.database)
+    sending = Thread(target=deliveries.run)
+    sending.start()
+    eventually(lambda: httpserver.log, "the message arrives")
+    deliveries.stop()
+    sending.join()
+    request, _ = httpserver.log[-1]
+    return request.get_data(), dict(request.headers)
+
+
+@ALLOWED
+def test_a_webhook_is_verified_by_its_tenants_secret_and_by_no_other(api: Api, httpserver: HTTPServer) -> None:
+    api.register()
+    body, headers = _message(api, httpserver)
+    (secret,) = _secret(api).json["secrets"]
+    Webhook(secret).verify(body, headers)
+    with pytest.raises(WebhookVerificationError):
+        Webhook(_secret(api, "acme").json["secrets"][0]).verify(body, headers)
+
+
+@ALLOWED
+def test_after_a_rotation_both_secrets_verify(api: Api, httpserver: HTTPServer) -> None:
+    api.register()
+    (before,) = _secret(api).json["secrets"]
+    rotated = _rotate(api).json
+    assert rotated["rotation"] == 1
+    assert datetime.fromisoformat(rotated["former_until"]) > datetime.now(UTC)
+    body, headers = _message(api, httpserver)
+    assert rotated["secrets"][1:] == [before]
+    for secret in rotated["secrets"]:
+        Webhook(secret).verify(body, headers)
+
+
+def test_a_second_rotation_ends_the_secret_before_the_last_at_once(api: Api) -> None:
+    first = _secret(api).json["secrets"]
+    second = _rotate(api).json["secrets"][0]
+    third = _rotate(api).json["secrets"]
+    assert third[1:] == [second] and first[0] not in third
+    assert _secret(api).json["secrets"] == third
+
+
+def test_a_rotation_concerns_one_tenant(api: Api) -> None:
+    before = _secret(api, "acme/eu").json
+    _rotate(api, "acme")
+    assert _secret(api, "acme/eu").json == before
+
+
+@KEYED
+def test_only_who_may_administer_sees_or_rotates_a_secret(api: Api) -> None:
+    plain, admin = api.tenant("acme"), api.tenant("root", admin=True)
+    assert [ask(api, "acme", headers=plain).status_code for ask in (_secret, _rotate)] == [403, 403]
+    assert [ask(api, "acme").status_code for ask in (_secret, _rotate)] == [401, 401]
+    answer = _secret(api, "acme", headers=admin)
+    assert (answer.status_code, answer.headers["Cache-Control"]) == (200, "no-store")
+
+
+def test_a_tenant_of_the_same_name_does_not_inherit_the_secret(api: Api) -> None:
+    api.tenant("acme")
+    before = _secret(api, "acme").json["secrets"]
+    Tenants(api.database).remove("acme")
+    api.tenant("acme")
+    assert not set(before) & set(_secret(api, "acme").json["secrets"])
+
+
+def test_a_secret_is_that_of_no_unprintable_tenant(api: Api) -> None:
+    assert _secret(api, "a%1Bb").status_code == 422
+
+
+# -- several processes ---------------------------------------------------------------------------------------------
+
+
+def _begin(monkeypatch: pytest.MonkeyPatch, secret: str, former: str = "") -> tuple[bool, list[Any]]:
+    """What a process with this secret finds at its start, and its loud words."""
+    monkeypatch.setenv("SLOTKEEPER_SECRET", secret)
+    monkeypatch.setenv("SLOTKEEPER_FORMER_SECRET", former)
+    keyring.installation_secrets.cache_clear()
+    with capture_logs() as lines:
+        shared = startup.compare_secret()
+    return shared, [line for line in lines if line["log_level"] == "error"]
+
+
+def test_a_process_with_another_secret_says_so_at_its_start(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = base64.b64encode(b"m" * 32).decode()
+    api.valkey.flush()
+    assert _begin(monkeypatch, mine) == (True, [])
+    assert _begin(monkeypatch, mine) == (True, [])
+    shared, (line,) = _begin(monkeypatch, OTHER)
+    assert not shared and "SLOTKEEPER_SECRET" in line["advice"]
+    assert OTHER not in str(line) and mine not in str(line)
+    assert _begin(monkeypatch, mine) == (True, []), "it is not believed for that"
+
+
+def test_a_secret_that_tells_the_former_one_takes_its_place(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = base64.b64encode(b"m" * 32).decode()
+    api.valkey.flush()
+    _begin(monkeypatch, mine)
+    assert _begin(monkeypatch, OTHER, former=mine)[0]
+    assert _begin(monkeypatch, OTHER)[0]
+    assert not _begin(monkeypatch, mine)[0]

@@ -53,6 +53,6 @@ SECRETS = [
         "    return known == present.encode()\n",
         "    return True\n",
         (f"{WEBHOOK_SECRETS}test_a_process_with_another_secret_says_so_at_its_start",),
-        still=f"{WEBHOOK_SECRETS}test_a_secret_that_tells_the_former_one_takes_its_place",
+        still=f"{WEBHOOK_SECRETS}test_a_rotation_concerns_one_tenant",
     ),
 ]

@@ -7,11 +7,12 @@ from collections.abc import Collection
 from itertools import islice
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
 from app.api.openapi import Model
 from jobs.config import ModelConfig
 from jobs.states import State
+from tasks.servers import for_model
 
 Stands = Literal["online", "paused", "draining", "frozen"]
 Outlook = Literal["starting", "waiting", "later", "unknown"]
@@ -464,6 +465,14 @@ class ConfigBody(ModelConfig):
     @classmethod
     def _few_unknown(cls, given: Any) -> Any:
         return _with_few_unknown(given, cls.model_fields)
+
+    @field_validator("poll_endpoint_template", "id_field")
+    @classmethod
+    def _is_spoken_by(cls, value: str | None, info: ValidationInfo) -> str | None:
+        """A worker must be able to make requests of it; later would be too late to say so."""
+        template, id_field = (value, None) if info.field_name == "poll_endpoint_template" else (None, value)
+        for_model("async", template, id_field)
+        return value
 
 
 class RetryAllAnswer(Model):

@@ -28,7 +28,7 @@ from tasks import asking, messages
 from tasks.celery_app import celery
 from tasks.heartbeat import Hold
 from tasks.revoking import cancels, is_revoked
-from tasks.runner import HandBack, LeaseLost, Watch, when_stored
+from tasks.runner import HandBack, LeaseLost, Misconfigured, Watch, when_stored
 from tasks.settlement import settle
 from tasks.telling import AWAY, JobFailed, tell_refusal
 from tasks.wiring import dispatcher
@@ -254,6 +254,8 @@ def _carry_out(task: Task, hold: Hold) -> Outcome:
         return Outcome(Kind.UNKNOWN, code="lease_lost")
     except RecordUnavailable:
         raise  # It says nothing of the server, nor of the job.
+    except Misconfigured as error:
+        return Outcome(Kind.RETRY, code="misconfigured", message=f"The model's configuration is wrong: {error}.")
     except Exception as error:
         log.exception("run_failed", job_id=task.run.job.id)
         return Outcome(Kind.LOST, code="internal_error", message=f"The worker failed under it: {type(error).__name__}.")

@@ -23,7 +23,7 @@ from routing import audit, reconcile, runs
 from routing.policies.identity import ServerReport
 from tasks.celery_app import celery
 from tasks.rounds import Asked, Rounds
-from tasks.runner import server_for
+from tasks.runner import Misconfigured, server_for
 from tasks.servers import HealthKind
 from tasks.wiring import database, dispatcher
 
@@ -190,7 +190,11 @@ def _report(server: ServerRow) -> ServerReport:
     model, url = min(server.endpoints.items())
     known = dispatcher().fleet.snapshot().models.get(model)
     asked_ms = now_ms()
-    health = server_for(url, known.config if known else ModelConfig()).health()
+    try:
+        health = server_for(url, known.config if known else ModelConfig()).health()
+    except Misconfigured as error:  # It concerns this model's jobs; how the server is stays unknown.
+        log.warning("server_not_asked", server=server.name, model=model, error=str(error))
+        return ServerReport(up=True, asked_ms=asked_ms)
     return ServerReport(
         up=health.kind is not HealthKind.DOWN,
         active_jobs=health.active_jobs if health.running_count else None,

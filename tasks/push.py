@@ -11,7 +11,7 @@ from routing.dispatcher import Task
 from routing.leases import Held
 from routing.outcome import Kind, Outcome
 from tasks import callbacks
-from tasks.runner import server_for
+from tasks.runner import Misconfigured, server_for
 from tasks.servers import Call
 from tasks.settlement import settle
 from tasks.wiring import dispatcher
@@ -23,13 +23,17 @@ _FETCH_S = 30.0  # for a description that has the result fetched from elsewhere
 
 def read(job: Job, body: bytes) -> Outcome | None:
     """What the push says; None: not the end of the run, or its server is not known any more."""
-    server = dispatcher().fleet.snapshot().servers.get(job.server or "")
-    url = server.endpoints.get(job.model) if server else None
+    known = dispatcher().fleet.snapshot().servers.get(job.server or "")
+    url = known.endpoints.get(job.model) if known else None
     if url is None:
         return None
     if _names_another(job, body):
         return None
-    outcome = server_for(url, dispatcher().fleet.model(job.model).config).pushed(_call(job), job.remote_id, body)
+    try:
+        server = server_for(url, dispatcher().fleet.model(job.model).config)
+    except Misconfigured:  # The worker that watches the run says so.
+        return None
+    outcome = server.pushed(_call(job), job.remote_id, body)
     return outcome if outcome.kind in _ENDS else None
 
 

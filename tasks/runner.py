@@ -35,6 +35,10 @@ _STORE_AGAIN_S = 1.0
 _LAST_TRIES_S = 3.0  # A worker that is told to stop goes on trying for so long: another can resume what is stored.
 
 
+class Misconfigured(Exception):
+    """A model is configured, or a server registered, so that no request can be made of it: a fault of that one."""
+
+
 class LeaseLost(Exception):
     """Another worker has this job now, or nobody: drop what this one did."""
 
@@ -68,8 +72,11 @@ def _server(url: str, *description: Any) -> Server:
 
 
 def server_for(url: str, config: ModelConfig) -> Server:
-    """Speaks to the endpoint `url` in the way that the model's configuration describes."""
-    return _server(url, config.model_type, config.poll_endpoint_template, config.id_field)
+    """Speaks to the endpoint `url` in the way that the model's configuration describes.  Raises Misconfigured."""
+    try:
+        return _server(url, config.model_type, config.poll_endpoint_template, config.id_field)
+    except ValueError as error:
+        raise Misconfigured(str(error)) from error
 
 
 class Watch:

@@ -13,6 +13,7 @@ from app.schemas import JobPath, PushAnswer
 from jobs.record import Job
 from jobs.states import State
 from tasks import callbacks, push
+from tasks.servers import TOO_DEEP
 
 api = blueprint("callback", "Inference servers", "/tasks/callback", keyed=False)
 
@@ -21,7 +22,7 @@ _NO_JOB = "00000000-0000-0000-0000-000000000000"
 
 @api.post(
     "/<job_id>",
-    responses={200: PushAnswer, 202: described(PushAnswer, "Not the end: ignored"), **problems(403, 413, 503)},
+    responses={200: PushAnswer, 202: described(PushAnswer, "Not the end: ignored"), **problems(403, 413, 422, 503)},
     request_body={"content": {"application/json": {"schema": {}}}},
     openapi_extensions=headers(
         X_Callback_Token="The token that came with the job.", Authorization="The same token, as Bearer."
@@ -32,7 +33,7 @@ def push_result(path: JobPath) -> tuple[dict[str, Any], int]:
     """Push the end of a run.
 
     Only under the token of the job's present attempt; sent twice, the second changes nothing.  The body is what
-    the server would answer to a poll.
+    the server would answer to a poll.  A result that cannot be kept (422) is an error of the server, as in an answer.
     """
     job = _pushed_to(path.job_id)
     request.max_content_length = context().settings.max_push_bytes
@@ -40,6 +41,8 @@ def push_result(path: JobPath) -> tuple[dict[str, Any], int]:
     if outcome is None:
         return {"status": "ignored" if job.state is State.RUNNING else job.state.value}, _status(job)
     push.push(job, outcome)
+    if outcome is TOO_DEEP:
+        raise ProblemError(422, outcome.code, "Not a result that can be kept", outcome.message)
     now = dispatcher().store.state_of(job.id)
     return {"status": (now or job.state).value}, 200
 

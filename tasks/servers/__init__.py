@@ -16,10 +16,12 @@ from tasks.servers.client import Server
 from tasks.servers.description import DEFAULT, Description, for_model
 from tasks.servers.line import Line
 from tasks.servers.plan import Plan, compile_plan
+from tasks.servers.rules import TOO_DEEP
 from tasks.servers.wire import new_session
 
 __all__ = [
     "DEFAULT",
+    "TOO_DEEP",
     "Call",
     "Description",
     "Health",

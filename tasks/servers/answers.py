@@ -15,6 +15,9 @@ NOT_JSON: Final[Any] = type("NotJson", (), {"__repr__": lambda self: "NOT_JSON",
 MAX_MESSAGE = 500  # characters
 MAX_RETRY_AFTER_S = 3600.0
 MAX_ID = 256  # characters
+_DEEPEST_WRITTEN = 254  # levels, by orjson, which reads 1024
+MAX_DEPTH = 200
+"""Levels of lists and objects in what is kept of an answer: what is written of it later stands deeper still."""
 _SEEN_OF_A_TEXT = 64 * 1024  # characters of an error text that are looked at, at most
 
 
@@ -69,6 +72,17 @@ def parse_json(body: bytes) -> Any:
         return exact.loads(body)
     except ValueError:
         return NOT_JSON
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether a parsed JSON value has more than MAX_DEPTH levels.  As quick as writing it: orjson counts them."""
+    for _ in range(_DEEPEST_WRITTEN - MAX_DEPTH):
+        value = [value]
+    try:
+        orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return True
+    return False
 
 
 def id_text(value: Any) -> str | None:

@@ -7,7 +7,7 @@ two or three rules.  Everything is checked here, when a description is stored; n
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from tasks.servers.patterns import compile_pattern
 from tasks.servers.pointers import parse
@@ -273,15 +273,20 @@ def for_model(
 
     poll_endpoint_template: a path with {id}, None for '/status/{id}'.  id_field: the field of the
     submit's answer that holds the id, or a JSON pointer to it; None for 'job_id'.
-    Raises ValueError (pydantic.ValidationError is one).
+    Raises ValueError, which names the field: whatever passes here can be compiled.
     """
     before, here, after = (poll_endpoint_template or "/status/{id}").partition("{id}")
     if not here or set("{}") & set(before + after):
         raise ValueError("poll_endpoint_template is a path with {id} in it, once, and no other braces")
     path = before + "{{id}}" + after
-    return Description.model_validate(
-        {"mode": model_type, "submit": {"id": _field_pointer(id_field or "job_id")}, "status": {"path": path}}
-    )
+    try:
+        return Description.model_validate(
+            {"mode": model_type, "submit": {"id": _field_pointer(id_field or "job_id")}, "status": {"path": path}}
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = "id_field" if first["loc"][0] == "submit" else "poll_endpoint_template"
+        raise ValueError(f"{field}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 def _field_pointer(name: str) -> str:

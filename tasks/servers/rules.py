@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from routing.outcome import Kind, Outcome
-from tasks.servers.answers import NOT_JSON, Answer, Break, Broken, clean, id_text, retry_after_s
+from tasks.servers.answers import (
+    MAX_DEPTH,
+    NOT_JSON,
+    Answer,
+    Break,
+    Broken,
+    clean,
+    id_text,
+    is_too_deep,
+    retry_after_s,
+)
 from tasks.servers.description import Condition, HealthRule, Rule
 from tasks.servers.patterns import compile_pattern, found
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve
@@ -29,6 +39,9 @@ _CODES = {
     Kind.UNKNOWN: "no_answer",
     Kind.UNREACHABLE: "unreachable",
 }
+TOO_DEEP = Outcome(
+    Kind.RETRY, code="answer_too_deep", message=f"The server's result is nested more than {MAX_DEPTH} levels deep."
+)
 _ERROR_POINTERS = (("error",), ("detail",), ("message",))
 _ECHO_HEADER = "X-Job-Id"
 
@@ -161,7 +174,9 @@ class Judge:
         if answer.json is NOT_JSON:
             return self._nonsense("the answer is not JSON", about)
         value = resolve(answer.json, _with_id(self.result, about.asked))
-        return Outcome(Kind.DONE, result=None if value is MISSING else value)
+        if value is MISSING:
+            return Outcome(Kind.DONE)
+        return TOO_DEEP if is_too_deep(value) else Outcome(Kind.DONE, result=value)
 
     def _remote_id(self, reply: Answer | Broken, about: About) -> str | None:
         if self.is_poll or isinstance(reply, Broken) or reply.json is NOT_JSON:
@@ -205,7 +220,9 @@ class Judge:
 def _as_sentence(value: Any) -> str:
     if isinstance(value, dict) and isinstance(value.get("message"), str):
         value = value["message"]
-    return value if isinstance(value, str) else to_json(value).decode()
+    if isinstance(value, str):
+        return value
+    return "" if is_too_deep(value) else to_json(value).decode()
 
 
 def error_pointers(own: str | None) -> tuple[Pointer, ...]:

@@ -105,6 +105,27 @@ def test_a_result_that_is_too_large_is_refused(api: Api, settings: dict[str, str
     assert api.job(task.run.job.id).state is State.RUNNING
 
 
+@pytest.mark.parametrize("levels", [201, 254, 300, 1000])
+def test_a_result_that_is_too_deep_is_an_error_of_the_server(api: Api, task: Task, levels: int) -> None:
+    nested = "[" * levels + "]" * levels
+    answer = api.client.post(
+        f"/tasks/callback/{task.run.job.id}",
+        data=f'{{"status": "success", "result": {nested}}}',
+        headers={"Authorization": f"Bearer {_token(task)}"},
+    )
+    job = api.job(task.run.job.id)
+    assert (answer.status_code, answer.json["code"]) == (422, "answer_too_deep")
+    assert (job.state, job.why, job.error_code) == (State.DELAYED, Why.SERVER_ERROR, "answer_too_deep")
+
+
+def test_a_result_of_the_greatest_depth_is_kept_and_shown(api: Api, task: Task) -> None:
+    result: Any = 1
+    for _ in range(200):
+        result = {"a": result}
+    assert _push(api, task.run.job.id, _token(task), {"status": "success", "result": result}).status_code == 200
+    assert api.client.get(f"/queue/jobs/{task.run.job.id}").json["result"] == result
+
+
 # -- forgeries -------------------------------------------------------------------------------------------------
 
 FORGERIES: dict[str, Callable[[Task], str]] = {

@@ -440,7 +440,7 @@ MUTANTS = [
         "any token will do",
         "LEASE-3",
         "tasks/callbacks.py",
-        "return hmac.compare_digest(shown.encode(), token(job_id, attempt).encode())",
+        "return any(hmac.compare_digest(shown.encode(), one) for one in valid)",
         "return bool(shown)",
         (f"{CALLBACK}test_a_forged_push_changes_nothing",),
     ),

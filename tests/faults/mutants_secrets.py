@@ -3,6 +3,7 @@
 from tests.faults.mutant import CALLBACK, Mutant
 
 KEYRING = "tests/unit/test_keyring.py::"
+MISCONFIGURED = "tests/contracts/test_misconfigured_models.py::"
 WEBHOOK_SECRETS = "tests/contracts/test_webhook_secrets.py::"
 
 SECRETS = [
@@ -54,5 +55,44 @@ SECRETS = [
         "    return True\n",
         (f"{WEBHOOK_SECRETS}test_a_process_with_another_secret_says_so_at_its_start",),
         still=f"{WEBHOOK_SECRETS}test_a_rotation_concerns_one_tenant",
+    ),
+    # -- what servers and administrators send ---------------------------------------------------------------
+    Mutant(
+        "a result is kept however deep it is",
+        "results",
+        "tasks/servers/rules.py",
+        "return TOO_DEEP if is_too_deep(value) else Outcome(Kind.DONE, result=value)",
+        "return Outcome(Kind.DONE, result=value)",
+        (
+            "tests/unit/servers/test_rules.py::test_a_result_has_two_hundred_levels_and_no_more",
+            f"{CALLBACK}test_a_result_that_is_too_deep_is_an_error_of_the_server",
+        ),
+    ),
+    Mutant(
+        "a template is stored that no worker can compile",
+        "results",
+        "app/schemas.py",
+        '        for_model("async", template, id_field)\n',
+        "",
+        (f"{MISCONFIGURED}test_a_template_that_cannot_be_compiled_is_refused_with_its_place",),
+        still=f"{MISCONFIGURED}test_its_job_costs_a_retry_and_says_why",
+    ),
+    Mutant(
+        "one model's configuration ends the check of all servers",
+        "results",
+        "tasks/maintenance.py",
+        "    except Misconfigured as error:",
+        "    except ZeroDivisionError as error:",
+        (f"{MISCONFIGURED}test_maintenance_of_all_others_goes_on",),
+        still=f"{MISCONFIGURED}test_its_job_costs_a_retry_and_says_why",
+    ),
+    Mutant(
+        "a job pays with a crash for its model's configuration",
+        "results",
+        "tasks/inference.py",
+        "    except Misconfigured as error:",
+        "    except ZeroDivisionError as error:",
+        (f"{MISCONFIGURED}test_its_job_costs_a_retry_and_says_why",),
+        still=f"{MISCONFIGURED}test_maintenance_of_all_others_goes_on",
     ),
 ]

@@ -28,7 +28,7 @@ class Receivers:
         self.told: list[tuple[str, str]] = []
         self.let_go = threading.Event()
 
-    def send(self, webhook: Webhook, body: bytes) -> Sent:
+    def send(self, webhook: Webhook, _: Job, body: bytes) -> Sent:
         host = host_of(webhook.url)
         if host.startswith("broken"):
             raise ZeroDivisionError("this test's sender")

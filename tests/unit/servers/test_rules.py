@@ -7,7 +7,7 @@ from routing.outcome import Kind, Outcome
 from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.description import DEFAULT, Description, for_model
 from tasks.servers.plan import compile_plan
-from tasks.servers.rules import About
+from tasks.servers.rules import TOO_DEEP, About
 
 DEFAULT_PLAN = compile_plan(DEFAULT)
 
@@ -383,3 +383,36 @@ def test_a_pushing_server_needs_no_id():
 def test_an_id_that_we_gave_stands_in_for_one_that_the_server_does_not_repeat():
     assert submitted(reply({"status": "processing"}), asked="job-1-1").remote_id == "job-1-1"
     assert submitted(reply({"status": "processing", "job_id": "own"}), asked="job-1-1").remote_id == "own"
+
+
+# -- answers that could be read but not kept -------------------------------------------------------------
+
+
+def nested(levels: int, opening: str = "[", closing: str = "]") -> bytes:
+    return (opening * levels + closing * levels).encode()
+
+
+def nested_objects(levels: int) -> bytes:
+    return b'{"a":' * levels + b"1" + b"}" * levels
+
+
+@pytest.mark.parametrize("read", [submitted, polled])
+@pytest.mark.parametrize("make", [nested, nested_objects])
+def test_a_result_has_two_hundred_levels_and_no_more(read, make):
+    body = b'{"status": "success", "result": %s}'
+    assert read(reply(body % make(200))).kind is Kind.DONE
+    for levels in (201, 254, 255, 1000):
+        assert read(reply(body % make(levels))) == TOO_DEEP
+
+
+@pytest.mark.parametrize("read", [submitted, polled])
+@pytest.mark.parametrize("levels", [253, 300, 1000])
+def test_an_error_that_is_too_deep_to_be_told_is_still_an_error(read, levels):
+    outcome = read(reply(b'{"status": "failed", "error": %s}' % nested(levels)))
+    assert (outcome.kind, outcome.code) == (Kind.RETRY, "job_failed")
+
+
+@pytest.mark.parametrize("read", [submitted, polled])
+def test_what_is_too_deep_to_be_read_is_no_json(read):
+    outcome = read(reply(b'{"status": "success", "result": %s}' % nested(2000)))
+    assert outcome.code == "bad_answer"

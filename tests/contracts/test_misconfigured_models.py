@@ -1,0 +1,96 @@
+"""A model whose configuration no request can be made of: refused at the door, and where an older release has stored
+it, a fault of that model alone."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from jobs.config import ModelConfig
+from jobs.record import now_ms
+from routing.outcome import Kind
+from tasks import callbacks, inference, maintenance, push
+from tasks.runner import Misconfigured, server_for
+from tasks.wiring import catalog
+from tests.support.api import Api
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+TEMPLATES = [
+    "/a#{id}",
+    "/../{id}",
+    "/{id}/..",
+    "/%2e%2e/{id}",
+    "//evil.example/{id}",
+    "/{id}/{id}",
+    "/{id}/{other}",
+    "/{{id}}",
+    "/{id}}",
+    "/a\\{id}",
+    "/a\r\nHost: evil/{id}",
+    "/\x00{id}",
+    "/%0d%0a{id}",
+    "/%" + "25" * 10 + "41/{id}",
+]
+ID_FIELDS = ["/a~2", "/" + "a/" * 45 + "~"]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_that_cannot_be_compiled_is_refused_with_its_place(api: Api, template: str) -> None:
+    answer = api.client.put("/admin/model-configs/zimg", json={"poll_endpoint_template": template})
+    assert (answer.status_code, answer.json["field"]) == (422, "poll_endpoint_template")
+    assert api.client.get("/admin/model-configs/zimg").status_code == 404, "nothing was stored"
+
+
+@pytest.mark.parametrize("id_field", ID_FIELDS)
+def test_an_id_field_that_cannot_be_compiled_is_refused_with_its_place(api: Api, id_field: str) -> None:
+    answer = api.client.put("/admin/model-configs/zimg", json={"id_field": id_field})
+    assert (answer.status_code, answer.json["field"]) == (422, "id_field")
+
+
+@pytest.mark.parametrize("template", ["/v1/jobs/{id}/status?verbose=1", "/{id}", "/jobs/{id};x=1"])
+def test_a_template_that_passes_can_be_used(api: Api, template: str) -> None:
+    changes: dict[str, Any] = {"poll_endpoint_template": template, "id_field": "/data/id", "model_type": "async"}
+    config = api.client.put("/admin/model-configs/zimg", json=changes).json["config"]
+    server_for("http://127.0.0.1:9/generate", ModelConfig(**config))
+
+
+@pytest.fixture
+def stored(api: Api) -> Api:
+    """A model `broken` on a server of its own beside a model that is well."""
+    api.register("broken", "gpu0")
+    api.register("zimg", "gpu1")
+    catalog().configure("broken", {"poll_endpoint_template": "/a#{id}"}, now_ms())
+    api.dispatcher.fleet.refresh()
+    return api
+
+
+@pytest.mark.parametrize("task", ["check_servers", "sync_locks", "check_invariants"])
+def test_maintenance_of_all_others_goes_on(stored: Api, monkeypatch: pytest.MonkeyPatch, task: str) -> None:
+    monkeypatch.setattr(maintenance, "_SECOND_LOOK_S", 0)
+    with capture_logs() as lines:
+        getattr(maintenance, task)()
+        reports = maintenance._reports(stored.dispatcher.fleet.snapshot().servers.values())
+    assert not reports["gpu1"].up, "nobody answers there, and that was found out"
+    assert "gpu0" in {line.get("server") for line in lines}
+
+
+def test_its_job_costs_a_retry_and_says_why(stored: Api) -> None:
+    task = stored.started(model="broken")
+    outcome = inference._carry_out(task, SimpleNamespace(cancel=False, on_cancel=None))  # type: ignore[arg-type]
+    assert (outcome.kind, outcome.code) == (Kind.RETRY, "misconfigured")
+    assert "poll_endpoint_template" in outcome.message
+
+
+def test_a_push_about_its_job_is_left_to_the_worker(stored: Api) -> None:
+    task = stored.started(model="broken")
+    token = callbacks.token(task.run.job.id, task.run.attempt)
+    header = {"Authorization": f"Bearer {token}"}
+    answer = stored.client.post(f"/tasks/callback/{task.run.job.id}", json={"status": "success"}, headers=header)
+    assert (answer.status_code, push.read(stored.job(task.run.job.id), b"{}")) == (202, None)
+
+
+def test_an_endpoint_that_is_none_is_the_fault_of_its_registration() -> None:
+    with pytest.raises(Misconfigured):
+        server_for("ftp://example/x", ModelConfig())

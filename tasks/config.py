@@ -1,6 +1,8 @@
 """Settings of the workers."""
 
-from pydantic import Field
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from routing.config import RoutingSettings
@@ -27,6 +29,10 @@ class TaskSettings(BaseSettings):
     webhook_timeout_s: float = Field(10.0, gt=0)
     webhook_max_tries: int = Field(12, ge=1)
     """Tries of one webhook: the last comes about a day after the first."""
+    log_level: Annotated[
+        Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(lambda it: str(it).upper())
+    ] = "WARNING"
+    """From which on the lines of libraries are logged; ours always are from INFO on.  DEBUG leaves nothing out."""
     public_url: str = ""
     """Where inference servers reach us for callbacks; empty: http://127.0.0.1:<port>."""
     port: int = Field(8000, ge=1, le=65535)

@@ -1,10 +1,12 @@
-"""What each process of an installation does first: it looks whether it has the same secret as the others."""
+"""What each process of an installation does first: it logs as all do, and looks whether it has their secret."""
 
 import structlog
-from celery.signals import beat_init, worker_init
+from celery.signals import beat_init, setup_logging, worker_init
 from redis import Redis
 from redis.exceptions import RedisError
 
+from jobs import logs
+from tasks.config import TaskSettings
 from tasks.keyring import fingerprints
 from tasks.wiring import scripts
 
@@ -40,6 +42,12 @@ def _is_shared(redis: Redis, key: str, present: str, *former: str) -> bool:
         redis.set(key, present)
         return True
     return known == present.encode()
+
+
+@setup_logging.connect
+def _log(loglevel: int | str | None = None, **_: object) -> None:
+    """Celery asks for its own way of logging; this takes its place, also in beat and Flower."""
+    logs.configure(loglevel or TaskSettings().log_level)
 
 
 @worker_init.connect

@@ -158,8 +158,10 @@ def _said() -> Iterator[None]:
     """Errors of the record and wrong settings, in one line."""
     from pydantic import ValidationError
 
+    from jobs import logs
     from jobs.errors import SlotkeeperError
 
+    logs.configure()
     try:
         yield
     except SlotkeeperError as error:

@@ -3,6 +3,7 @@
 from tests.faults.mutant import CALLBACK, Mutant
 
 KEYRING = "tests/unit/test_keyring.py::"
+LOGS = "tests/unit/test_logs.py::"
 MISCONFIGURED = "tests/contracts/test_misconfigured_models.py::"
 WEBHOOK_SECRETS = "tests/contracts/test_webhook_secrets.py::"
 
@@ -94,5 +95,33 @@ SECRETS = [
         "    except ZeroDivisionError as error:",
         (f"{MISCONFIGURED}test_its_job_costs_a_retry_and_says_why",),
         still=f"{MISCONFIGURED}test_maintenance_of_all_others_goes_on",
+    ),
+    # -- logs ------------------------------------------------------------------------------------------------
+    Mutant(
+        "what an error says is logged whatever it is",
+        "logs",
+        "jobs/logs.py",
+        "if isinstance(error, _SPEAK_OF_CODE) or _is_verbose() else",
+        "if error else",
+        (f"{LOGS}test_an_error_is_one_line_of_kind_and_places_without_its_text_or_locals",),
+        still=f"{LOGS}test_configured_twice_it_speaks_once",
+    ),
+    Mutant(
+        "arguments and results of tasks are logged",
+        "logs",
+        "jobs/logs.py",
+        "    if isinstance(record.args, Mapping):",
+        "    if False:",
+        (f"{LOGS}test_what_celery_tells_of_a_task_has_neither_arguments_nor_results",),
+        still=f"{LOGS}test_configured_twice_it_speaks_once",
+    ),
+    Mutant(
+        "a line is as long as it likes",
+        "logs",
+        "jobs/logs.py",
+        "return text if len(text) <= most else",
+        "return text if text else",
+        (f"{LOGS}test_what_is_long_or_unprintable_is_cut_and_shown_harmlessly",),
+        still=f"{LOGS}test_configured_twice_it_speaks_once",
     ),
 ]

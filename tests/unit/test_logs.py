@@ -1,0 +1,139 @@
+"""One line for each event, bounded, and nothing in it that a client or a server has sent."""
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import structlog
+
+from jobs import logs
+
+PLANTED = "sk-PLANTED-0123456789"
+
+
+@pytest.fixture(autouse=True)
+def configured() -> Iterator[None]:
+    root, hook = logging.getLogger(), threading.excepthook
+    before = root.handlers[:], root.level, structlog.get_config()
+    logs.configure()
+    yield
+    root.handlers[:], threading.excepthook = before[0], hook
+    root.setLevel(before[1])
+    structlog.configure(**before[2])
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
+    return lambda: capsys.readouterr().err.splitlines()
+
+
+def _fail(text: str, kind: type[Exception] = ValueError) -> None:
+    local = text
+    raise kind(local)
+
+
+def test_an_event_is_one_line_with_its_facts(said: Callable[[], list[str]]) -> None:
+    structlog.get_logger("tasks.x").info("it_happened", job_id="j1", why="two words", count=3)
+    (line,) = said()
+    assert line.endswith("Z info    it_happened job_id=j1 why='two words' count=3")
+
+
+def test_what_is_long_or_unprintable_is_cut_and_shown_harmlessly(said: Callable[[], list[str]]) -> None:
+    structlog.get_logger("tasks.x").warning(
+        "e", long="x" * 10_000, wild="a\nb\x1b]52;c\x07\u202e\x9b", many=["y" * 99] * 99
+    )
+    logging.getLogger("kombu").warning("%s", "z\x1b[31m" * 10_000)
+    ours, theirs = said()
+    assert len(ours) < 3 * logs.LONGEST_VALUE
+    assert len(theirs) <= logs.LONGEST_LINE
+    assert (ours + theirs).isprintable()
+
+
+@pytest.mark.parametrize("how", ["exception", "exc_info", "library"])
+def test_an_error_is_one_line_of_kind_and_places_without_its_text_or_locals(
+    said: Callable[[], list[str]], how: str
+) -> None:
+    log = structlog.get_logger("app.errors")
+    try:
+        _fail(PLANTED)
+    except ValueError as error:
+        if how == "exception":
+            log.exception("it_failed", job_id="j1")
+        elif how == "exc_info":
+            log.error("it_failed", exc_info=error, job_id="j1")
+        else:
+            logging.getLogger("celery").exception("it_failed job_id=j1")
+    (line,) = said()
+    assert "it_failed job_id=j1" in line and "ValueError in _fail (unit/test_logs.py:" in line
+    assert PLANTED not in line and line.count("error=") == 1
+
+
+@pytest.mark.parametrize("kind", [OSError, TypeError, RuntimeError])
+def test_an_error_that_can_only_speak_of_code_is_heard(said: Callable[[], list[str]], kind: type[Exception]) -> None:
+    try:
+        _fail("no such file", kind)
+    except kind:
+        structlog.get_logger("app.x").exception("it_failed")
+    assert f"{kind.__name__}: no such file in _fail" in said()[0]
+
+
+def test_what_celery_tells_of_a_task_has_neither_arguments_nor_results(said: Callable[[], list[str]]) -> None:
+    told = {"name": "infer", "id": "j1", "runtime": 0.5, "description": "raised", "args": PLANTED, "kwargs": PLANTED}
+    told |= {"exc": PLANTED, "traceback": PLANTED, "return_value": PLANTED}
+    trace = logging.getLogger("celery.app.trace")
+    trace.error("Task %(name)s[%(id)s] %(description)s: %(exc)s\n%(traceback)s\n", told)
+    trace.error("\nTask %(name)s[%(id)s] succeeded in %(runtime)ss: %(return_value)s %(args)s %(kwargs)s", told)
+    assert [line.partition("error   ")[2] for line in said()] == [
+        "Task infer[j1] raised: …",
+        "Task infer[j1] succeeded in 0.5s: … … …",
+    ]
+
+
+def test_of_a_librarys_report_only_its_first_line_is_kept_as_it_was_written(said: Callable[[], list[str]]) -> None:
+    consumer = logging.getLogger("celery.worker.consumer.consumer")
+    consumer.error(
+        "Can't decode message body: %r\n\nbody: %s", PLANTED, PLANTED, exc_info=(ValueError, ValueError(PLANTED), None)
+    )
+    (line,) = said()
+    assert "Can't decode message body" in line and PLANTED not in line
+
+
+def test_a_thread_that_dies_is_told_in_a_line(said: Callable[[], list[str]]) -> None:
+    thread = threading.Thread(target=_fail, args=(PLANTED,))
+    thread.start()
+    thread.join()
+    (line,) = said()
+    assert "thread_failed" in line and "ValueError in _fail" in line and PLANTED not in line
+
+
+def test_at_debug_nothing_is_left_out(said: Callable[[], list[str]]) -> None:
+    logs.configure("DEBUG")
+    try:
+        _fail("the whole truth")
+    except ValueError:
+        structlog.get_logger("app.x").exception("it_failed")
+    assert "ValueError: the whole truth" in said()[0]
+
+
+def test_ours_are_heard_from_info_on_and_the_libraries_from_the_level_on(said: Callable[[], list[str]]) -> None:
+    for name in ("tasks.x", "celery.x"):
+        logging.getLogger(name).info("quiet %s", name)
+    structlog.get_logger("tasks.x").info("loud")
+    assert [line.partition("info    ")[2] for line in said()] == ["quiet tasks.x", "loud"]
+
+
+def test_configured_twice_it_speaks_once(said: Callable[[], list[str]]) -> None:
+    logs.configure()
+    structlog.get_logger("tasks.x").error("once")
+    assert len(said()) == 1
+    assert sum(isinstance(it, logs._StandardError) for it in logging.getLogger().handlers) == 1
+
+
+def test_it_goes_to_standard_error_as_it_is_at_that_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    structlog.get_logger("tasks.x").error("here")
+    assert "here" in sys.stderr.getvalue()  # type: ignore[attr-defined]

@@ -39,7 +39,7 @@ def create_app(settings: AppSettings | None = None) -> Flask:
     settings = settings or AppSettings()
     settings.check()
     dispatcher = wiring.dispatcher()
-    startup.compare_secret()
+    startup.begin()
     app = openapi.new_app(_version())
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     context.put(app.extensions, Context(dispatcher, settings, Places(dispatcher), Patience(settings.max_waiters)))

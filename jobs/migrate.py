@@ -21,6 +21,7 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 
 from jobs.engines import CONNECT_S
 from jobs.errors import Conflict, RecordUnavailable
+from jobs.home import private_file, private_folder
 
 # Found beside this package, not by its name: the working folder of a user may have `migrations` of its own.
 _STEPS = Path(__file__).resolve().parent.parent / "migrations"
@@ -92,8 +93,12 @@ def _alone(url: str) -> AbstractContextManager[None]:
 @contextmanager
 def _file_lock(database: Path) -> Iterator[None]:
     """Hold `<database>.migrate-lock`.  The file stays: removing it could let two in."""
-    database.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{database}.migrate-lock", "w") as file:
+    if not database.parent.exists():
+        private_folder(database.parent)
+    lock = database.with_name(f"{database.name}.migrate-lock")
+    for path in (database, lock):
+        private_file(path)
+    with open(lock, "w") as file:
         _wait_for(lambda: _locked(file.fileno()))
         yield
 

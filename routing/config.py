@@ -1,7 +1,14 @@
 """Settings of routing: where Redis is, and how long things are held."""
 
+from pathlib import Path
+
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from jobs.config import RecordSettings
+
+PASSWORD_FILE = "valkey-password"
+"""In the state folder: what the embedded Valkey asks for."""
 
 
 class RoutingSettings(BaseSettings):
@@ -54,4 +61,13 @@ class RoutingSettings(BaseSettings):
 
     @property
     def room_url(self) -> str:
-        return self.redis_url or f"redis://127.0.0.1:{self.redis_port}/0"
+        return self.redis_url or embedded_url(self.redis_port, RecordSettings().home)
+
+
+def embedded_url(port: int, home: Path) -> str:
+    """Of the embedded Valkey, with the password that `slotkeeper up` keeps in `home`; without it before that."""
+    try:
+        password = (home / PASSWORD_FILE).read_text().strip()
+    except OSError:
+        password = ""
+    return f"redis://{f':{password}@' if password else ''}127.0.0.1:{port}/0"

@@ -11,17 +11,14 @@ go back to nothing.  A former secret (SLOTKEEPER_FORMER_SECRET) still verifies a
 import base64
 import hashlib
 import hmac
-import os
 import secrets
-import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from enum import StrEnum
-from pathlib import Path
 
 import orjson
 
 from jobs.config import RecordSettings
+from jobs.home import kept_text
 from jobs.once import once
 from jobs.rotations import Rotation
 from tasks.config import TaskSettings
@@ -72,7 +69,7 @@ def installation_secrets() -> tuple[bytes, ...]:
     Raises ValueError for one that is none.
     """
     settings = TaskSettings()
-    present = settings.secret or _kept_secret(RecordSettings().home / "secret")
+    present = settings.secret or kept_text(RecordSettings().home / "secret", _new_secret)
     former = [decoded(settings.former_secret, "SLOTKEEPER_FORMER_SECRET")] if settings.former_secret else []
     return (decoded(present, "SLOTKEEPER_SECRET"), *former)
 
@@ -95,12 +92,5 @@ def _written(key: bytes) -> str:
     return f"whsec_{base64.b64encode(key).decode()}"
 
 
-def _kept_secret(path: Path) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix="secret.")  # readable for its owner only
-    with os.fdopen(handle, "w") as file:
-        file.write(base64.b64encode(secrets.token_bytes(_KEY_BYTES)).decode())
-    with suppress(FileExistsError):
-        os.link(draft, path)  # Only the first of several processes succeeds; all read the same.
-    os.unlink(draft)
-    return path.read_text().strip()
+def _new_secret() -> str:
+    return base64.b64encode(secrets.token_bytes(_KEY_BYTES)).decode()

@@ -1,4 +1,4 @@
-"""What each process of an installation does first: it logs as all do, and looks whether it has their secret."""
+"""What each process of an installation does first: it logs as all do, closes the state folder, compares its secret."""
 
 import structlog
 from celery.signals import beat_init, setup_logging, worker_init
@@ -6,6 +6,9 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from jobs import logs
+from jobs.config import RecordSettings
+from jobs.errors import SlotkeeperError
+from jobs.home import open_home
 from tasks.config import TaskSettings
 from tasks.keyring import fingerprints
 from tasks.wiring import scripts
@@ -50,7 +53,16 @@ def _log(loglevel: int | str | None = None, **_: object) -> None:
     logs.configure(loglevel or TaskSettings().log_level)
 
 
+def begin() -> None:
+    """Raises HomeNotPrivate, OSError: the state folder cannot be used."""
+    open_home(RecordSettings())
+    compare_secret()
+
+
 @worker_init.connect
 @beat_init.connect
 def _begin(**_: object) -> None:
-    compare_secret()
+    try:
+        begin()
+    except (SlotkeeperError, OSError) as error:  # Celery would only log what a signal's receiver raises.
+        raise SystemExit(f"Error: {error}") from error

@@ -6,6 +6,7 @@ from jobs.catalog import Catalog
 from jobs.config import RecordSettings
 from jobs.db import Database
 from jobs.errors import RecordUnavailable
+from jobs.home import open_home
 from jobs.once import once
 from jobs.rotations import Rotations
 from jobs.store import Store
@@ -27,13 +28,15 @@ from tasks.releases import PatientLeases
 @once
 def database() -> Database:
     """The record of this installation.  Raises RecordUnavailable where there is none: only `migrate` makes one."""
-    url = RecordSettings().record_url
+    settings = RecordSettings()
+    url = settings.record_url
     path = Path(url.removeprefix("sqlite:///"))
     if url.startswith("sqlite:///") and not path.exists():
         raise RecordUnavailable(
             f"There is no Slotkeeper record at {path}: set SLOTKEEPER_HOME to the state folder of your installation, "
             "or SLOTKEEPER_DATABASE_URL; for a new one run `slotkeeper migrate`."
         )
+    open_home(settings)
     return Database(url)
 
 

@@ -4,16 +4,19 @@
 schema comes from the migrations.  Time is an argument everywhere, so there is no clock to set.
 """
 
+import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import structlog
 from sqlalchemy import event
 
-from jobs import migrate
+from jobs import logs, migrate
 from jobs.db import Database
 from jobs.models import metadata
 from jobs.store import Store
@@ -26,6 +29,18 @@ def _own_settings() -> None:
     """The settings of whoever runs the tests are not those of the tests."""
     for name in [name for name in os.environ if name.startswith("SLOTKEEPER_") and name != ENVIRONMENT]:
         del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """What a process under test configures for its logs ends with the test."""
+    root, hook, before = logging.getLogger(), threading.excepthook, structlog.get_config()
+    level = root.level
+    yield
+    root.handlers = [it for it in root.handlers if not isinstance(it, logs._StandardError)]
+    root.setLevel(level)
+    structlog.configure(**before)
+    threading.excepthook = hook
 
 
 @pytest.fixture(scope="session")

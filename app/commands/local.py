@@ -67,9 +67,12 @@ def migrate() -> None:
     """Bring the schema of the record to what this release needs."""
     from jobs import migrate as steps
     from jobs.config import RecordSettings
+    from jobs.home import open_home
 
+    settings = RecordSettings()
     with _said():
-        steps.upgrade(RecordSettings().record_url)
+        open_home(settings)
+        steps.upgrade(settings.record_url)
     click.echo("The record has the schema that this release needs.")
 
 

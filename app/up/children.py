@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from jobs.home import private_file
+
 _LARGEST_LOG = 16 << 20
 _ERROR = re.compile(r"[\w.]+(Error|Exception)\b.*:|Error: |# Fatal|.*\bFATAL\b")
 
@@ -44,6 +46,7 @@ class Child:
 
     def start(self) -> int:
         """Answers its pid, which is also the number of its group.  Raises OSError."""
+        private_file(self.log)
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
                 # `exec`: the process is the program itself and no shell before it.
@@ -54,6 +57,7 @@ class Child:
                 cwd=self._folder,
                 env=self._environment,
                 start_new_session=True,  # Ctrl-C is for us; we end our children in order.
+                umask=0o077,  # What they keep in the state folder is nobody else's.
             )
         return self._process.pid
 
@@ -83,7 +87,9 @@ class Child:
         """Keep the log and one older part of it; a few lines written in between may be lost."""
         with suppress(OSError):
             if self.log.stat().st_size > _LARGEST_LOG:
-                shutil.copyfile(self.log, self.log.with_suffix(".log.1"))
+                older = self.log.with_suffix(".log.1")
+                private_file(older)
+                shutil.copyfile(self.log, older)
                 os.truncate(self.log, 0)
 
     def last_words(self) -> str:

@@ -9,6 +9,8 @@ from types import TracebackType
 from typing import Self
 
 from app.up.errors import UpError
+from jobs.home import HomeNotPrivate, close, kept_text, private_file, private_folder
+from routing.config import PASSWORD_FILE
 
 _LEAST_FREE_MB = 32
 
@@ -26,7 +28,10 @@ class Home:
     def __enter__(self) -> Self:
         try:
             self._prepare()
+            private_file(self.path / "up.lock")
             self._lock = open(self.path / "up.lock", "a+")
+        except HomeNotPrivate as error:
+            raise UpError(error.detail) from error
         except OSError as error:
             raise UpError(
                 f"The state folder {self.path} cannot be used ({error.strerror}): set SLOTKEEPER_HOME to one that can."
@@ -44,10 +49,12 @@ class Home:
         self._lock.close()
 
     def _prepare(self) -> None:
-        if not self.path.exists():
-            self.path.mkdir(parents=True, mode=0o700)  # It will hold payloads and secrets.
+        private_folder(self.path)
         for folder in (self.logs, self.path / "valkey"):
             folder.mkdir(exist_ok=True)
+        for within, folders, files in os.walk(self.path):
+            for name in folders + files:  # Some may be of a release that did not mind.
+                close(Path(within, name))
         free_mb = shutil.disk_usage(self.path).free >> 20
         if free_mb < _LEAST_FREE_MB:
             raise UpError(
@@ -72,13 +79,9 @@ class Home:
 
 def flower_password(home: Path) -> str:
     """Flower's password, kept in `home`; made by the first who asks."""
-    path = home / "flower-password"
-    home.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return path.read_text().strip()
-    password = secrets.token_urlsafe(18)
-    with open(descriptor, "w") as file:
-        file.write(f"{password}\n")
-    return password
+    return kept_text(home / "flower-password", lambda: secrets.token_urlsafe(18))
+
+
+def redis_password(home: Path) -> str:
+    """The embedded Valkey's, kept in `home`, where all processes of this machine look for it (routing.config)."""
+    return kept_text(home / PASSWORD_FILE, lambda: secrets.token_urlsafe(32))

@@ -8,12 +8,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from urllib.parse import unquote
 
 from app.client import Client, ClientError
 from app.up import ports, valkey
 from app.up.errors import Stopped, UpError
 from app.up.guardian import Guardian
-from app.up.home import Home, flower_password
+from app.up.home import Home, flower_password, redis_password
 from app.up.plan import Plan, read_plan
 from app.up.signals import Signals
 from app.up.supervisor import Supervisor
@@ -68,10 +69,11 @@ def up(wishes: Wishes, say: Say) -> int:
 def _start(plan: Plan, program: str, supervisor: Supervisor) -> None:
     """Raises UpError, Stopped."""
     if program:
-        supervisor.start(valkey.role(program, plan.redis_port, plan.home / "valkey", _LAST_TURN))
+        password = redis_password(plan.home)
+        supervisor.start(valkey.role(program, plan.redis_port, plan.home / "valkey", _LAST_TURN, password))
     supervisor.aside(lambda: _migrate(plan.record_url))
     if program:
-        supervisor.wait(lambda: valkey.answers(plan.redis_port), _START_S, "Valkey did not answer")
+        supervisor.wait(lambda: valkey.answers(plan.redis_port, password), _START_S, "Valkey did not answer")
     flower_password(plan.home)
     for role in plan.roles():
         supervisor.start(role)
@@ -91,7 +93,17 @@ def _check_broker(url: str) -> None:
         with Connection(url, connect_timeout=5) as connection:
             connection.connect()
     except Exception as error:  # Each transport has errors of its own.
-        raise UpError(f"SLOTKEEPER_BROKER_URL does not answer ({error}): start that broker, or unset it.") from error
+        said = _without_password(str(error), url)
+        raise UpError(f"SLOTKEEPER_BROKER_URL does not answer ({said}): start that broker, or unset it.") from error
+
+
+def _without_password(text: str, url: str) -> str:
+    """A text in which the URL, or the user and password in it, may stand."""
+    credentials = url.partition("://")[2].rpartition("@")[0]
+    words = [credentials, credentials.partition(":")[2]]
+    for word in filter(None, words):
+        text = text.replace(word, "***").replace(unquote(word), "***")
+    return text
 
 
 def _reached(host: str) -> str:
@@ -109,7 +121,8 @@ def _migrate(url: str) -> None:
     except ValueError as error:
         raise UpError(f"The record cannot be used: {error}") from error
     except OSError as error:
-        raise UpError(f"The record cannot be used: {error.strerror or error}: {error.filename or url}") from error
+        where = error.filename or _without_password(url, url)
+        raise UpError(f"The record cannot be used: {error.strerror or error}: {where}") from error
 
 
 def _ready(client: Client) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from app.up.children import Role
 from app.up.errors import UpError
+from jobs.home import private_file
 
 _OLDEST = (7, 0)  # of Redis; what the Lua scripts are written for
 
@@ -28,27 +29,40 @@ def find() -> str:
     )
 
 
-def role(program: str, port: int, folder: Path, turn: int) -> Role:
-    """Append-only, on the loopback address.  No RDB beside it: that would be written and never read."""
+def role(program: str, port: int, folder: Path, turn: int, password: str = "") -> Role:
+    """Append-only, on the loopback address, for who has the password; without one for all, as in a drill.
+
+    No RDB beside it: that would be written and never read.  Its settings stand in a file in `folder`, because the
+    list of processes, and so every command line, is open to everybody on the machine.
+    """
     settings = {
         "bind": "127.0.0.1",
+        "protected-mode": "yes",
         "port": str(port),
+        "requirepass": password,
         "dir": str(folder),
         "appendonly": "yes",
         "save": "",
         "daemonize": "no",
     }
-    words = [program, *(word for name, value in settings.items() for word in (f"--{name}", value))]
+    file = folder / "valkey.conf"
+    private_file(file)
+    file.write_text("".join(f"{name} {_quoted(value)}\n" for name, value in settings.items()))
     # On SIGTERM it writes the append-only file to disk and ends, as SHUTDOWN does.
-    return Role("valkey", shlex.join(words), stop_s=10, turn=turn, keeps_state=True)
+    return Role("valkey", shlex.join([program, str(file)]), stop_s=10, turn=turn, keeps_state=True)
 
 
-def answers(port: int) -> bool:
+def _quoted(value: str) -> str:
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def answers(port: int, password: str = "") -> bool:
     """Whether it answers PING, which it does once its file is loaded."""
     try:
-        with socket.create_connection(("127.0.0.1", port), 1) as connection:
-            connection.sendall(b"PING\r\n")
-            return connection.recv(16).startswith(b"+PONG")
+        with socket.create_connection(("127.0.0.1", port), 1) as connection, connection.makefile("rb") as lines:
+            connection.sendall((f"AUTH {password}\r\n" if password else "").encode() + b"PING\r\n")
+            return (not password or lines.readline().startswith(b"+OK")) and lines.readline().startswith(b"+PONG")
     except OSError:
         return False
 
@@ -61,7 +75,9 @@ def check_remote(url: str) -> None:
     try:
         with Redis.from_url(url, socket_connect_timeout=5, socket_timeout=5) as redis:
             redis.ping()
-    except (RedisError, ValueError, OSError) as error:
+    except ValueError as error:  # Its text may hold the password.
+        raise UpError("SLOTKEEPER_REDIS_URL is no URL of a Redis, such as redis://:PASSWORD@host:6379/0.") from error
+    except (RedisError, OSError) as error:
         raise UpError(f"SLOTKEEPER_REDIS_URL does not answer ({error}): start that Redis, or unset it.") from error
 
 

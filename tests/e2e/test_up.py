@@ -147,7 +147,13 @@ def test_one_command_starts_everything_and_ctrl_c_ends_everything(installation: 
         ):
             assert place in up.printed
         password = (installation.home / "flower-password").read_text().strip()
-        assert not [command for command in installation.processes().values() if password in command]
+        room = (installation.home / "valkey-password").read_text().strip()
+        commands = installation.processes().values()
+        assert not [command for command in commands if password in command or room in command]
+        kept = [installation.home, *installation.home.rglob("*")]
+        assert [path for path in kept if path.lstat().st_mode & 0o077] == []
+        logged = "".join(log.read_text() for log in (installation.home / "logs").iterdir())
+        assert password not in logged and room not in logged
 
         second = installation.run("up")
         assert second.returncode == 1

@@ -2,6 +2,7 @@
 
 from tests.faults.mutant import CALLBACK, Mutant
 
+HOME = "tests/unit/test_private_home.py::"
 KEYRING = "tests/unit/test_keyring.py::"
 LOGS = "tests/unit/test_logs.py::"
 MISCONFIGURED = "tests/contracts/test_misconfigured_models.py::"
@@ -123,5 +124,42 @@ SECRETS = [
         "return text if text else",
         (f"{LOGS}test_what_is_long_or_unprintable_is_cut_and_shown_harmlessly",),
         still=f"{LOGS}test_configured_twice_it_speaks_once",
+    ),
+    # -- the state folder ------------------------------------------------------------------------------------
+    Mutant(
+        "SQLite makes its files by the umask",
+        "home",
+        "jobs/db.py",
+        "            private_file(path)\n",
+        "",
+        (f"{HOME}test_a_record_and_what_sqlite_makes_beside_it_are_the_owners_only",),
+        still=f"{HOME}test_all_who_ask_first_get_the_same_text",
+    ),
+    Mutant(
+        "a folder that is too open stays so",
+        "home",
+        "jobs/home.py",
+        "        path.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS)\n    elif",
+        "        pass\n    elif",
+        (f"{HOME}test_whoever_comes_first_makes_it_private", f"{HOME}test_what_an_older_release_left_open_is_closed"),
+        still=f"{HOME}test_all_who_ask_first_get_the_same_text",
+    ),
+    Mutant(
+        "a shared folder is closed to those who share it",
+        "home",
+        "jobs/home.py",
+        "    if found.st_mode & stat.S_ISVTX:\n        return False\n",
+        "",
+        (f"{HOME}test_a_sticky_folder_is_never_ours",),
+        still=f"{HOME}test_all_who_ask_first_get_the_same_text",
+    ),
+    Mutant(
+        "the embedded Valkey serves everybody on the machine",
+        "home",
+        "app/up/valkey.py",
+        '        "requirepass": password,\n',
+        "",
+        (f"{HOME}test_the_embedded_valkey_serves_who_has_the_password_and_nobody_else",),
+        still=f"{HOME}test_all_who_ask_first_get_the_same_text",
     ),
 ]

@@ -3,7 +3,7 @@
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import structlog
@@ -14,14 +14,8 @@ PLANTED = "sk-PLANTED-0123456789"
 
 
 @pytest.fixture(autouse=True)
-def configured() -> Iterator[None]:
-    root, hook = logging.getLogger(), threading.excepthook
-    before = root.handlers[:], root.level, structlog.get_config()
+def configured() -> None:
     logs.configure()
-    yield
-    root.handlers[:], threading.excepthook = before[0], hook
-    root.setLevel(before[1])
-    structlog.configure(**before[2])
 
 
 @pytest.fixture

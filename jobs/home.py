@@ -1,0 +1,92 @@
+"""What lies in the state folder is for its owner only, whoever makes it first: it holds payloads and secrets.
+
+Folders have the mode 0700, files 0600, whatever the umask.  A folder that is too open is closed if it is ours, and
+refused if it is not: a shared folder such as /tmp is no state folder.
+"""
+
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from jobs.config import RecordSettings
+from jobs.errors import SlotkeeperError
+
+_OTHERS = 0o077
+_STRANGERS = 0o007
+# One of these in it shows that a folder is a state folder.
+_MARKS = ("record.db", "secret", "up.lock", "flower-password", "valkey")
+
+
+class HomeNotPrivate(SlotkeeperError):
+    """Others can read the state folder."""
+
+    code = "home_not_private"
+
+
+def private_folder(path: Path) -> Path:
+    """Make the folder, or close it to others.  Raises HomeNotPrivate: that is not ours to do; OSError."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    found = path.stat()
+    if not found.st_mode & _OTHERS:
+        return path
+    if found.st_uid == os.geteuid() and _is_state_folder(path, found):
+        path.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS)
+    elif found.st_mode & _STRANGERS:
+        raise HomeNotPrivate(
+            f"Others can read the folder {path.absolute()}, which shall hold payloads and secrets, and it is not "
+            "Slotkeeper's own: set SLOTKEEPER_HOME to a folder that is, or close it with chmod 700."
+        )
+    return path
+
+
+def open_home(settings: RecordSettings) -> None:
+    """Close the state folder to others, and make it if the record lies there.  Raises HomeNotPrivate, OSError.
+
+    An installation whose record, Redis and secret are elsewhere needs none, whatever folder bears the name.
+    """
+    if not settings.database_url or any((settings.home / name).exists() for name in _MARKS):
+        private_folder(settings.home)
+
+
+def _is_state_folder(path: Path, found: os.stat_result) -> bool:
+    if found.st_mode & stat.S_ISVTX:
+        return False
+    names = {entry.name for entry in path.iterdir()}
+    return not names or not names.isdisjoint(_MARKS)
+
+
+def private_file(path: Path) -> None:
+    """Make the file, empty, or close it to others if it is ours.  Raises OSError."""
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        return
+    close(path)
+
+
+def close(path: Path) -> None:
+    """Take others' rights to a file or folder away if it is ours and there.  A link is not followed."""
+    with suppress(FileNotFoundError):
+        found = path.lstat()
+        if not stat.S_ISLNK(found.st_mode) and found.st_mode & _OTHERS and found.st_uid == os.geteuid():
+            path.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS)
+
+
+def kept_text(path: Path, make: Callable[[], str]) -> str:
+    """What stands in the file, which the first to ask makes; all who ask get the same.
+
+    Raises HomeNotPrivate, OSError.
+    """
+    private_folder(path.parent)
+    if not path.exists():
+        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")  # for its owner only
+        with os.fdopen(handle, "w") as file:
+            file.write(f"{make()}\n")
+        with suppress(FileExistsError):
+            os.link(draft, path)  # Only the first of several processes succeeds, with a whole text.
+        os.unlink(draft)
+    close(path)
+    return path.read_text().strip()

@@ -1,0 +1,215 @@
+"""What lies in the state folder is for its owner only, whoever makes it first and whatever the umask."""
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.exceptions import AuthenticationError
+
+from app.up import valkey
+from app.up.errors import UpError
+from app.up.home import Home, flower_password, redis_password
+from app.up.launcher import _without_password
+from app.up.ports import free_port
+from jobs import home, migrate
+from jobs.config import RecordSettings
+from jobs.db import Database
+from jobs.home import HomeNotPrivate, kept_text, private_file, private_folder
+from routing.config import RoutingSettings
+
+FIRST = {
+    "migrate": ["-m", "app.cli", "migrate"],
+    "tenants": ["-m", "app.cli", "tenants", "list"],
+    "a worker's secret": ["-c", "from tasks.keyring import fingerprints; fingerprints()"],
+    "a database": ["-c", "from tasks.wiring import database; database().read().__enter__()"],
+    "web": ["-c", "from app.factory import create_app; create_app()"],
+    "beat": ["-c", "from tasks import startup; startup._begin()"],
+    "Flower's password": [
+        "-c",
+        "from pathlib import Path; from app.up.home import flower_password as f; import os;"
+        'f(Path(os.environ["SLOTKEEPER_HOME"]))',
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def open_umask() -> Iterator[None]:
+    before = os.umask(0o000)
+    yield
+    os.umask(before)
+
+
+def _modes(folder: Path) -> dict[str, int]:
+    return {str(path): stat.S_IMODE(path.lstat().st_mode) for path in (folder, *folder.rglob("*"))}
+
+
+def _too_open(folder: Path) -> dict[str, str]:
+    return {path: oct(mode) for path, mode in _modes(folder).items() if mode & 0o077}
+
+
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("found", ["nothing", "an open folder"])
+def test_whoever_comes_first_makes_it_private(tmp_path: Path, first: str, found: str) -> None:
+    folder = tmp_path / "home"
+    if found == "an open folder":
+        folder.mkdir(0o777)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLOTKEEPER_")}
+    environment = kept | {"SLOTKEEPER_HOME": str(folder), "SLOTKEEPER_REDIS_PORT": str(free_port())}
+    done = subprocess.run([sys.executable, *FIRST[first]], env=environment, capture_output=True, text=True, timeout=60)
+    assert folder.exists(), done.stderr
+    assert _too_open(folder) == {}
+
+
+def test_what_an_older_release_left_open_is_closed(tmp_path: Path) -> None:
+    folder = tmp_path / "home"
+    (folder / "valkey" / "appendonlydir").mkdir(parents=True)
+    (folder / "logs").mkdir()
+    for name in ("record.db", "record.db-wal", "logs/web.log", "valkey/appendonlydir/a.aof", "up.lock"):
+        (folder / name).touch(0o666)
+    with Home(folder):
+        assert _too_open(folder) == {}
+
+
+def test_a_record_and_what_sqlite_makes_beside_it_are_the_owners_only(tmp_path: Path) -> None:
+    path = tmp_path / "elsewhere.db"
+    migrate.upgrade(f"sqlite:///{path}")
+    database = Database(f"sqlite:///{path}")
+    try:
+        database.write(lambda tx: tx.connection.exec_driver_sql("UPDATE counters SET value = value"))
+        names = {entry.name for entry in tmp_path.iterdir()}
+        assert {"elsewhere.db", "elsewhere.db-wal", "elsewhere.db-shm"} <= names
+        assert _too_open(tmp_path).keys() <= {str(tmp_path)}
+    finally:
+        database.close()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o707, 0o1777])
+def test_a_shared_folder_is_refused_with_a_sentence(tmp_path: Path, mode: int) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "somebody's file").touch()
+    shared.chmod(mode)
+    with pytest.raises(HomeNotPrivate, match=r"set SLOTKEEPER_HOME .*chmod 700"):
+        private_folder(shared)
+    with pytest.raises(UpError, match="chmod 700"), Home(shared):
+        pass
+    assert stat.S_IMODE(shared.stat().st_mode) == mode, "what is not ours is left as it is"
+
+
+def test_a_sticky_folder_is_never_ours(tmp_path: Path) -> None:
+    """As root with a record in /tmp: closing it would stop everybody else."""
+    (tmp_path / "record.db").touch()
+    tmp_path.chmod(0o1777)
+    with pytest.raises(HomeNotPrivate):
+        private_folder(tmp_path)
+
+
+def test_a_folder_of_that_name_is_left_alone_when_nothing_is_kept_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "log").mkdir()
+    tmp_path.chmod(0o755)
+    home.open_home(RecordSettings(home=tmp_path, database_url="postgresql://x"))
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+
+
+def test_a_link_is_not_followed_to_somebodys_file(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.touch()
+    target.chmod(0o644)
+    (tmp_path / "link").symlink_to(target)
+    private_file(tmp_path / "link")
+    assert stat.S_IMODE(target.stat().st_mode) == 0o644
+
+
+def test_all_who_ask_first_get_the_same_text(tmp_path: Path) -> None:
+    gate, found = threading.Barrier(8), []
+
+    def ask() -> None:
+        gate.wait()
+        found.append(kept_text(tmp_path / "word", lambda: os.urandom(8).hex()))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["word"], "no drafts stay"
+
+
+# -- the embedded Valkey's password ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[tuple[int, str, "subprocess.Popen[bytes]"]]:
+    port, password = free_port(), redis_password(tmp_path)
+    folder = private_folder(tmp_path / 'valkey "x"')
+    role = valkey.role(valkey.find(), port, folder, 1, password)
+    assert password not in role.command
+    process = subprocess.Popen(["/bin/sh", "-c", f"exec {role.command}"], stdout=subprocess.DEVNULL, umask=0o077)
+    try:
+        for _ in range(2000):
+            if valkey.answers(port, password):
+                break
+            process.poll()
+            assert process.returncode is None
+            threading.Event().wait(0.01)
+        yield port, password, process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def test_the_embedded_valkey_serves_who_has_the_password_and_nobody_else(
+    running: tuple[int, str, "subprocess.Popen[bytes]"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, password, process = running
+    with Redis(port=port) as stranger, pytest.raises(AuthenticationError):
+        stranger.ping()
+    assert not valkey.answers(port, "guessed")
+    monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path))
+    monkeypatch.setenv("SLOTKEEPER_REDIS_PORT", str(port))
+    with Redis.from_url(RoutingSettings().room_url) as ours:
+        assert ours.ping()
+    command = Path(f"/proc/{process.pid}/cmdline")
+    assert not command.exists() or password.encode() not in command.read_bytes()
+    assert _too_open(tmp_path) == {}
+
+
+def test_before_the_first_start_and_with_a_redis_of_ones_own_there_is_no_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path))
+    assert RoutingSettings().room_url == "redis://127.0.0.1:6399/0"
+    redis_password(tmp_path)
+    monkeypatch.setenv("SLOTKEEPER_REDIS_URL", "redis://other/1")
+    assert RoutingSettings().room_url == "redis://other/1"
+
+
+@pytest.mark.parametrize("url", ["redis://:hush@127.0.0.1:{port}/0", "redis://:hush@127.0.0.1:x{port}/0", "hush"])
+def test_an_error_about_a_redis_of_ones_own_does_not_repeat_its_password(url: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(UpError, match="SLOTKEEPER_REDIS_URL") as refused:
+        valkey.check_remote(url.format(port=port))
+    assert "hush" not in refused.value.message
+
+
+def test_an_error_about_a_broker_does_not_repeat_its_password() -> None:
+    url = "amqp://me:h%40sh@host/x"
+    assert _without_password(f"cannot reach {url}: me:h@sh refused, h%40sh", url) == (
+        "cannot reach amqp://***@host/x: *** refused, ***"
+    )
+
+
+def test_flowers_password_is_the_owners_only(tmp_path: Path) -> None:
+    flower_password(tmp_path / "home")
+    assert _too_open(tmp_path / "home") == {}

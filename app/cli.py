@@ -5,9 +5,10 @@ import click
 from app.commands import admin, jobs, local, webhooks
 from app.commands.simulate import simulate
 from app.drill.command import drill
+from app.terminal import SafeGroup
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=SafeGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="slotkeeper", message="slotkeeper %(version)s")
 def main() -> None:
     """A dispatcher for GPU inference: durable queue, exact order, one slot per job.

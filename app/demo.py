@@ -1,6 +1,5 @@
 """The demonstration of `slotkeeper up`: two pretending servers, and jobs that show what the queue does."""
 
-import json
 import os
 import threading
 import time
@@ -12,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from app.client import Client, has_ended
-from app.commands.common import console
 from app.config import AppSettings
+from app.terminal import console, json_text, styled
 from app.up.plan import DemoServer
 
 Job = dict[str, Any]
@@ -157,8 +156,8 @@ def _table(jobs: Sequence[Job]) -> Any:
         waited = _seconds(job.get("created_at"), job.get("started_at"))
         ran = _seconds(job.get("started_at"), job.get("completed_at"))
         row = [str(order), job["job_id"][-7:], job["model"], str(job["priority"])]
-        row += [f"[{style}]{job['status']}[/]", str(job["attempts"]), job.get("slot") or "-", waited, ran]
-        table.add_row(*row)
+        row += [str(job["attempts"]), job.get("slot") or "-", waited, ran]
+        table.add_row(*row[:4], styled(job["status"], style), *row[4:])
     return table
 
 
@@ -174,4 +173,4 @@ def _error_of(job: Job) -> str:
 
 
 def _compact(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return json_text(value)

@@ -9,7 +9,6 @@ import click
 from app.commands import standing
 from app.commands.common import (
     client,
-    console,
     json_option,
     limit_option,
     print_facts,
@@ -20,6 +19,7 @@ from app.commands.common import (
 )
 from app.commands.conditions import read_attributes
 from app.commands.jobs import print_attempts, print_job, print_jobs
+from app.terminal import console, one_line, say
 
 _WATCH_JOBS = 12
 # Told in a sentence, or shown with the configuration.
@@ -61,7 +61,7 @@ def retry_dead(job_ids: tuple[str, ...]) -> None:
     """Queue dead jobs again, with fresh budgets."""
     for job_id in job_ids:
         client().post(f"/admin/dlq/{quoted(job_id)}/retry")
-        click.echo(f"{job_id}  queued")
+        say(f"{job_id}  queued")
 
 
 @dlq.command("retry-all")
@@ -76,7 +76,7 @@ def retry_all_dead(yes: bool) -> None:
             answer = api.post("/admin/dlq/retry-all")
             retried, more = retried + answer["retried"], answer["more"]
             status.update(f"{retried} jobs ...")
-    click.echo(f"{retried} jobs are queued again.")
+    say(f"{retried} jobs are queued again.")
 
 
 @dlq.command("delete")
@@ -85,7 +85,7 @@ def delete_dead(job_ids: tuple[str, ...]) -> None:
     """Remove dead jobs for good."""
     for job_id in job_ids:
         client().call("DELETE", f"/admin/dlq/{quoted(job_id)}")
-        click.echo(f"{job_id}  deleted")
+        say(f"{job_id}  deleted")
 
 
 @click.group()
@@ -142,7 +142,7 @@ def show_server(server: str, as_json: bool) -> None:
     found["attributes"] = _attributes(found["attributes"]) or None
     print_facts({**found, **(now or {})}, ("models", "scores"))
     if now is None:
-        click.echo("How it stands in the waiting room is not known: Redis is away.")
+        say("How it stands in the waiting room is not known: Redis is away.")
         return
     parts = ("load", "failures", "slowness", "swap", "total")
     rows = [
@@ -185,7 +185,7 @@ def register_server(
     if as_json:
         print_json(answer)
     else:
-        click.echo(f"{server} serves {model} on {slots} slots.")
+        say(f"{server} serves {model} on {slots} slots.")
 
 
 @servers.command("remove")
@@ -193,7 +193,7 @@ def register_server(
 def remove_server(server: str) -> None:
     """Forget it."""
     client().call("DELETE", f"/admin/servers/{quoted(server)}")
-    click.echo(f"{server} is removed.")
+    say(f"{server} is removed.")
 
 
 @click.group()
@@ -242,10 +242,10 @@ def show_model(model: str, as_json: bool) -> None:
 def _print_model(found: dict[str, Any]) -> None:
     load = found["load"] or {}
     print_facts({**found, **load, "servers": ", ".join(found["servers"])}, _NOT_OF_MODEL)
-    click.echo(found["longest_wait"])
+    say(found["longest_wait"])
     if load.get("work_s"):
-        click.echo(f"What waits at present is about {load['work_s']:g} s of work for its slots.")
-    click.echo()
+        say(f"What waits at present is about {load['work_s']:g} s of work for its slots.")
+    say()
 
 
 @models.command("configure")
@@ -295,7 +295,7 @@ def _setting(text: str) -> tuple[str, Any]:
 def reset_model(model: str) -> None:
     """Bring all settings of a model back to their defaults."""
     client().call("DELETE", f"/admin/model-configs/{quoted(model)}")
-    click.echo(f"{model} has the default configuration.")
+    say(f"{model} has the default configuration.")
 
 
 @click.command()
@@ -309,7 +309,7 @@ def ledger(as_json: bool) -> None:
         rows = [(state, count, answer["purged"].get(state, 0)) for state, count in answer["by_state"].items()]
         print_table(("state", "jobs", "removed after their time"), rows, "")
         verdict = "and all are accounted for" if answer["balanced"] else "AND THAT IS NOT WHAT THE STATES ADD UP TO"
-        click.echo(f"{answer['accepted']} jobs were accepted, {verdict}.")
+        say(f"{answer['accepted']} jobs were accepted, {verdict}.")
     if not answer["balanced"]:
         sys.exit(1)
 
@@ -356,13 +356,12 @@ def _picture(api: Any) -> Any:
     answer = api.get("/admin/servers")
     for one in answer["fleets"] or []:
         names = [f"{s['server']} ({s['state']})" for s in answer["servers"] if s["fleet"] == one["fleet"]]
-        fleets.add_row(
-            *(shown(one[name]) for name in ("fleet", "waiting", "taken", "free", "resting")), ", ".join(names)
-        )
+        counts = [shown(one[name]) for name in ("fleet", "waiting", "taken", "free", "resting")]
+        fleets.add_row(*map(one_line, [*counts, ", ".join(names)]))
     newest = table("Newest jobs", "job", "model", "status", "tier", "attempts", "slot", "age")
     for job in api.get("/queue/jobs", limit=_WATCH_JOBS)["jobs"]:
         facts = (job["job_id"], job["model"], job["status"], job["priority"], job["attempts"], job["slot"])
-        newest.add_row(*(shown(fact) for fact in facts), age(job["created_at"]))
+        newest.add_row(*(one_line(shown(fact)) for fact in facts), age(job["created_at"]))
     states = api.get("/admin/ledger")["by_state"]
     summary = "   ".join(f"{state} {count}" for state, count in states.items() if count) or "no jobs yet"
     return Group(f"{api.url}   {summary}\n", fleets, newest)

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from app.terminal import console, json_text, one_line, say
 
+if TYPE_CHECKING:
     from app.client import Client
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_WIDE = 200  # columns for a table that goes into a file or a pipe
 
 
 def client() -> "Client":
@@ -35,15 +33,8 @@ def limit_option(command: F) -> F:
     return click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 100_000))(command)
 
 
-def console(stderr: bool = False) -> "Console":
-    from rich.console import Console
-
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else _WIDE, highlight=False)
-
-
 def print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    click.echo(json_text(value, indent=2))
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[Any]], nothing: str) -> None:
@@ -54,11 +45,11 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[Any]], nothing: s
     table = Table(*titles, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.columns[0].no_wrap = True  # A name that is cut off helps nobody.
     for row in rows:
-        table.add_row(*(shown(value) for value in row))
+        table.add_row(*(one_line(shown(value)) for value in row))
     if table.rows:
         console().print(table)
     else:
-        click.echo(nothing)
+        say(nothing)
 
 
 def print_facts(facts: Mapping[str, Any], without: Iterable[str] = ()) -> None:
@@ -67,7 +58,7 @@ def print_facts(facts: Mapping[str, Any], without: Iterable[str] = ()) -> None:
     kept = {name: value for name, value in facts.items() if name not in hidden and value not in (None, [], {})}
     width = max((len(name) for name in kept), default=0)
     for name, value in kept.items():
-        click.echo(f"{name:<{width}}  {shown(value)}")
+        say(f"{one_line(name):<{width}}  {one_line(shown(value))}")
 
 
 def shown(value: Any) -> str:
@@ -82,7 +73,7 @@ def shown(value: Any) -> str:
         case float():
             return f"{value:g}"
         case dict() | list():
-            return json.dumps(value, ensure_ascii=False)
+            return json_text(value)
     return str(value)
 
 

@@ -12,7 +12,6 @@ import click
 from app.commands.common import (
     age,
     client,
-    console,
     json_option,
     limit_option,
     print_facts,
@@ -23,6 +22,7 @@ from app.commands.common import (
     shown,
 )
 from app.commands.conditions import read_constraints
+from app.terminal import console, one_line, say
 
 Job = dict[str, Any]
 
@@ -69,7 +69,7 @@ def submit(
     body |= {name: value for name, value in wishes.items() if value is not None}
     jobs = _submit(body, count)
     for notice in sorted({job["notice"] for job in jobs if job.get("notice")}):
-        click.echo(notice, err=True)
+        say(notice, err=True)
     if wait:
         jobs = _wait(jobs)
     from app.client import has_ended
@@ -113,13 +113,13 @@ def _tracked(items: Any, count: int, what: str) -> Iterator[Any]:
 def _print_submitted(job: Job) -> None:
     error = job.get("error")
     if error:
-        click.echo(f"{job['job_id']}  {job['status']}  {error['code']}: {error['message']}")
+        say(f"{job['job_id']}  {job['status']}  {error['code']}: {one_line(error['message'])}")
     elif job.get("result") is not None:
-        click.echo(f"{job['job_id']}  {job['status']}  {shown(job['result'])}")
+        say(f"{job['job_id']}  {job['status']}  {shown(job['result'])}")
     else:
         place = f"position {job['position']}" if job.get("position") else ""
         said = [job["job_id"], job["status"], place or (job.get("outlook") == "starting" and "starting"), start_of(job)]
-        click.echo("  ".join(filter(None, said)))
+        say("  ".join(filter(None, said)))
 
 
 def start_of(job: Job) -> str:
@@ -154,7 +154,7 @@ def submit_file(file: IO[bytes], run: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"accepted": accepted, "refused": refused, "run": run})
     else:
-        click.echo(f"{accepted} jobs were accepted, {refused} lines refused.")
+        say(f"{accepted} jobs were accepted, {refused} lines refused.")
     if refused:
         sys.exit(1)
 
@@ -217,7 +217,7 @@ def _submit_batch(api: Any, numbers: list[int], lines: list[bytes]) -> tuple[int
             index = error.problem.get("index")
             if not isinstance(index, int) or not 0 <= index < len(lines):
                 raise
-            click.echo(f"Line {numbers[index]}: {error.message}", err=True)
+            say(f"Line {numbers[index]}: {error.message}", err=True)
             del numbers[index], lines[index]
             refused += 1
     return 0, refused
@@ -273,9 +273,9 @@ def print_job(job: Job) -> None:
     print_facts(job, _NOISE)
     for name in ("error", "last_error"):
         if job.get(name):
-            click.echo(f"{name.replace('_', ' ')}: {job[name]['code']}: {job[name]['message']}")
+            say(f"{name.replace('_', ' ')}: {job[name]['code']}: {one_line(job[name]['message'])}")
     if job.get("result") is not None:
-        click.echo("result:")
+        say("result:")
         print_json(job["result"])
 
 
@@ -288,9 +288,9 @@ def explain(job_id: str, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    click.echo(found["sentence"])
+    say(one_line(found["sentence"]))
     if start := start_of(found):
-        click.echo(f"It {start}.")
+        say(f"It {start}.")
     before = ", ".join(found["before"]) or None
     print_facts(
         {"jobs ahead": found["ahead"], "just before": before, "policy": found["policy"], "overtaken": _overtaken(found)}
@@ -320,7 +320,7 @@ def cancel(job_id: str, as_json: bool) -> None:
     if as_json:
         print_json(answer)
     else:
-        click.echo(f"{answer['job_id']}  {answer['status']}")
+        say(f"{answer['job_id']}  {answer['status']}")
 
 
 @click.command()

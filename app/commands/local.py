@@ -9,6 +9,7 @@ import click
 
 from app.commands import standing
 from app.commands.common import json_option, print_json, print_table
+from app.terminal import one_line, say
 
 
 @click.command()
@@ -31,7 +32,7 @@ def up(demo: bool, demo_jobs: int, exit_after_demo: bool) -> None:
 
 def _say(line: str) -> None:
     with suppress(OSError):  # Whoever was reading may have gone.
-        click.echo(line)
+        say(line)
 
 
 @click.command()
@@ -73,7 +74,7 @@ def migrate() -> None:
     with _said():
         open_home(settings)
         steps.upgrade(settings.record_url)
-    click.echo("The record has the schema that this release needs.")
+    say("The record has the schema that this release needs.")
 
 
 @click.group()
@@ -126,8 +127,8 @@ def add_tenant(name: str, admin: bool, rate: int | None, burst: int | None, as_j
     if as_json:
         print_json({"name": name, "key": key})
         return
-    click.echo(key)
-    click.echo("Keep it: it cannot be read again.  SLOTKEEPER_REQUIRE_KEYS=true makes the API ask for keys.", err=True)
+    say(key)
+    say("Keep it: it cannot be read again.  SLOTKEEPER_REQUIRE_KEYS=true makes the API ask for keys.", err=True)
 
 
 @tenants.command("remove")
@@ -136,7 +137,7 @@ def remove_tenant(name: str) -> None:
     """Remove a tenant; its key stops working."""
     with _said():
         _tenants().remove(name)
-    click.echo(f"{name} is removed.")
+    say(f"{one_line(name)} is removed.")
 
 
 def _states() -> dict[str, str]:

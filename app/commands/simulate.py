@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from app.commands.common import console, json_option, print_json
+from app.commands.common import json_option, print_json
+from app.terminal import console, say
 
 if TYPE_CHECKING:
     from app.simulate.engine import Progress
@@ -126,10 +127,10 @@ def simulate(policies: Sequence[str], slots: Sequence[str], plots: Path | None, 
         print_json({"load": case.title, "variants": [it.data() for it in found]})
         return
     out = console()
-    out.print(case.title, markup=False)
+    out.print(case.title)
     show(out, found, outcomes)
     for path in written:
-        out.print(f"{path}", markup=False)
+        out.print(f"{path}")
 
 
 def _generated(variants: Sequence[Any], wishes: dict[str, Any]) -> _Case:
@@ -239,7 +240,7 @@ def _stoppable() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        click.echo("Stopped; nothing is left running.", err=True)
+        say("Stopped; nothing is left running.", err=True)
         sys.exit(130)
     finally:
         for number, handler in before.items():

@@ -3,6 +3,7 @@
 import click
 
 from app.commands.common import client, quoted
+from app.terminal import one_line, say
 
 # kind -> word -> (state, help)
 _OF_SERVERS = {
@@ -31,6 +32,6 @@ def _command(word: str, kind: str, state: str, text: str) -> click.Command:
     def change(name: str, reason: str) -> None:
         body = {"state": state, "reason": reason} if reason else {"state": state}
         client().call("PATCH", f"/admin/{kind}s/{quoted(name)}", body=body)
-        click.echo(f"{name} is {state}{f' ({reason})' if reason else ''}.")
+        say(one_line(f"{name} is {state}{f' ({reason})' if reason else ''}."))
 
     return click.command(word, help=text)(change)

@@ -3,6 +3,7 @@
 import click
 
 from app.commands.common import client, json_option, print_json, quoted
+from app.terminal import say
 
 tenant_option = click.option("--tenant", default="default", show_default=True, help="Whose.")
 
@@ -39,9 +40,9 @@ def _show(method: str, tenant: str, as_json: bool) -> None:
     if as_json:
         print_json(answer)
         return
-    click.echo(answer["secrets"][0])
+    say(answer["secrets"][0])
     if answer["former_until"]:
-        click.echo(f"Until {answer['former_until']} messages are also signed with the secret before it.", err=True)
+        say(f"Until {answer['former_until']} messages are also signed with the secret before it.", err=True)
 
 
 COMMANDS = (webhooks,)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from app.drill.accounts import Conduct
 from app.drill.checker import Findings, Overtaken
 from app.drill.schedule import Fault
+from app.terminal import styled
 from jobs.states import State
 
 if TYPE_CHECKING:
@@ -143,13 +144,14 @@ class Card:
 
         table = Table.grid(padding=(0, 2))
         for name, value, fine in self._rows():
-            table.add_row(name, f"[{'green' if fine else 'red'}]{value}[/]" if fine is not None else value)
+            style = {True: "green", False: "red", None: ""}[fine]
+            table.add_row(name, styled(value, style))
         console.print(table)
         for line in self.details():
-            console.print(f"  {line}", markup=False)
-        console.print("[green]passed[/]" if self.passed else "[red]not passed[/]")
+            console.print(f"  {line}")
+        console.print(styled("passed", "green") if self.passed else styled("not passed", "red"))
         if self.command:
-            console.print(f"Again: {self.command}", markup=False, soft_wrap=True)
+            console.print(f"Again: {self.command}", soft_wrap=True)
 
     def _rows(self) -> list[tuple[str, str, bool | None]]:
         """Name, value, whether it is as it should be (None: neither)."""

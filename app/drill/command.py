@@ -95,9 +95,9 @@ def drill(
     """Prove on this machine that no job gets lost, whatever fails."""
     import secrets
 
-    from app.commands.common import console
     from app.drill.launcher import Wishes
     from app.drill.launcher import drill as run
+    from app.terminal import console
     from app.up.errors import Stopped
 
     faults = _possible(faults, database)

@@ -26,7 +26,7 @@ def show(console: "Console", found: Sequence[Figures], outcomes: Sequence[Outcom
     console.print(_within(found, outcomes))
     console.print(_over_time(found))
     for line in _remarks(found):
-        console.print(line, markup=False)
+        console.print(line)
 
 
 def span(seconds: float) -> str:

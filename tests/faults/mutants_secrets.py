@@ -6,6 +6,7 @@ HOME = "tests/unit/test_private_home.py::"
 KEYRING = "tests/unit/test_keyring.py::"
 LOGS = "tests/unit/test_logs.py::"
 MISCONFIGURED = "tests/contracts/test_misconfigured_models.py::"
+TERMINAL = "tests/unit/cli/test_terminal.py::"
 WEBHOOK_SECRETS = "tests/contracts/test_webhook_secrets.py::"
 
 SECRETS = [
@@ -130,7 +131,7 @@ SECRETS = [
         "SQLite makes its files by the umask",
         "home",
         "jobs/db.py",
-        "            private_file(path)\n",
+        "        private_file(path)\n",
         "",
         (f"{HOME}test_a_record_and_what_sqlite_makes_beside_it_are_the_owners_only",),
         still=f"{HOME}test_all_who_ask_first_get_the_same_text",
@@ -161,5 +162,42 @@ SECRETS = [
         "",
         (f"{HOME}test_the_embedded_valkey_serves_who_has_the_password_and_nobody_else",),
         still=f"{HOME}test_all_who_ask_first_get_the_same_text",
+    ),
+    # -- the terminal ----------------------------------------------------------------------------------------
+    Mutant(
+        "what is said is said as it came",
+        "terminal",
+        "app/terminal.py",
+        "    click.echo(plain(text), err=err)",
+        "    click.echo(text, err=err)",
+        (f"{TERMINAL}test_what_a_command_prints_is_text_and_nothing_else",),
+        still=f"{TERMINAL}test_json_text_is_the_same_value",
+    ),
+    Mutant(
+        "what stands in a table is markup",
+        "terminal",
+        "app/terminal.py",
+        "return Text(plain(text), style, justify",
+        "return Text.from_markup(text, style=style, justify",
+        (f"{TERMINAL}test_a_text_is_shown_with_visible_escapes",),
+        still=f"{TERMINAL}test_json_text_is_the_same_value",
+    ),
+    Mutant(
+        "a refusal is said as it came",
+        "terminal",
+        "app/terminal.py",
+        "error.message = plain(str(error.message))",
+        "error.message = str(error.message)",
+        (f"{TERMINAL}test_a_refusal_is_text_too",),
+        still=f"{TERMINAL}test_json_text_is_the_same_value",
+    ),
+    Mutant(
+        "JSON holds controls of eight bits",
+        "terminal",
+        "app/terminal.py",
+        'ch if _is_plain(ch) or ch == "\\n" else _json_escape(ch)',
+        "ch",
+        (f"{TERMINAL}test_json_text_is_the_same_value",),
+        still=f"{TERMINAL}test_a_field_stays_in_its_line",
     ),
 ]

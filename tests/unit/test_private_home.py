@@ -78,11 +78,10 @@ def test_what_an_older_release_left_open_is_closed(tmp_path: Path) -> None:
 
 
 def test_a_record_and_what_sqlite_makes_beside_it_are_the_owners_only(tmp_path: Path) -> None:
-    path = tmp_path / "elsewhere.db"
-    migrate.upgrade(f"sqlite:///{path}")
-    database = Database(f"sqlite:///{path}")
+    migrate.upgrade(f"sqlite:///{tmp_path / 'migrated.db'}")
+    database = Database(f"sqlite:///{tmp_path / 'elsewhere.db'}")
     try:
-        database.write(lambda tx: tx.connection.exec_driver_sql("UPDATE counters SET value = value"))
+        database.write(lambda tx: tx.connection.exec_driver_sql("CREATE TABLE t (n INTEGER)"))
         names = {entry.name for entry in tmp_path.iterdir()}
         assert {"elsewhere.db", "elsewhere.db-wal", "elsewhere.db-shm"} <= names
         assert _too_open(tmp_path).keys() <= {str(tmp_path)}

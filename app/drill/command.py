@@ -9,6 +9,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from app.terminal import say
+
 
 class _Kinds(click.ParamType):
     name = "kinds"
@@ -127,7 +129,7 @@ def _possible(kinds: tuple[Any, ...], database: str) -> tuple[Any, ...]:
 
     hindered = {kind: why for kind in kinds if (why := hindrance(kind, database)) is not None}
     for kind, why in hindered.items():
-        click.echo(f"Without {kind}: {why}.", err=True)
+        say(f"Without {kind}: {why}.", err=True)
     return tuple(kind for kind in kinds if kind not in hindered)
 
 

@@ -131,7 +131,7 @@ SECRETS = [
         "SQLite makes its files by the umask",
         "home",
         "jobs/db.py",
-        "        private_file(path)\n",
+        "        private_file(file)\n",
         "",
         (f"{HOME}test_a_record_and_what_sqlite_makes_beside_it_are_the_owners_only",),
         still=f"{HOME}test_all_who_ask_first_get_the_same_text",

@@ -199,6 +199,7 @@ def test_the_demonstration_and_the_drill_print_text(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Card, "_rows", lambda self: [(TEXT, TEXT, True), ("x", TEXT, False), ("y", TEXT, None)])
     monkeypatch.setattr(Card, "details", lambda self: [TEXT])
     monkeypatch.setattr(Card, "passed", True)
+    monkeypatch.setattr(Card, "command", TEXT, raising=False)
     screen = console()
     screen.file = StringIO()
     Card.show(object.__new__(Card), screen)

@@ -8,6 +8,8 @@ from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
+import orjson
+
 from routing import exact
 from tasks.servers.patterns import TEXT_LIMIT
 
@@ -79,10 +81,14 @@ def is_too_deep(value: Any) -> bool:
     for _ in range(_DEEPEST_WRITTEN - MAX_DEPTH):
         value = [value]
     try:
-        orjson.dumps(value)
+        orjson.dumps(value, default=_nothing, option=orjson.OPT_PASSTHROUGH_DATACLASS)
     except orjson.JSONEncodeError:
         return True
     return False
+
+
+def _nothing(_: object) -> None:
+    """In place of a number that orjson cannot write (routing.exact): it has no levels."""
 
 
 def id_text(value: Any) -> str | None:

@@ -11,10 +11,8 @@ from app.api.context import Context
 from app.api.patience import Patience
 from app.api.place import Places
 from app.config import AppSettings
-from jobs import logs
 from jobs.tenants import Tenants
 from tasks import startup, wiring
-from tasks.config import TaskSettings
 
 _APIS: tuple[APIBlueprint, ...] = (
     queue.api,
@@ -35,7 +33,6 @@ def create_app(settings: AppSettings | None = None) -> Flask:
 
     Raises ValueError where the settings would serve the network without keys.
     """
-    logs.configure(TaskSettings().log_level)
     settings = settings or AppSettings()
     settings.check()
     dispatcher = wiring.dispatcher()

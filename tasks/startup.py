@@ -55,6 +55,7 @@ def _log(loglevel: int | str | None = None, **_: object) -> None:
 
 def begin() -> None:
     """Raises HomeNotPrivate, OSError: the state folder cannot be used."""
+    logs.configure(TaskSettings().log_level)
     open_home(RecordSettings())
     compare_secret()
 

@@ -29,6 +29,7 @@ from jobs.rotations import Rotations
 from jobs.store import Store
 from jobs.webhooks import Due, Webhooks
 from routing import exact
+from tasks import startup
 from tasks.berths import MOST, Berth, Berths
 from tasks.config import TaskSettings
 from tasks.keyring import webhook_secrets
@@ -245,6 +246,7 @@ def deliveries(database: Database) -> Deliveries:
 
 
 def main() -> None:
+    startup.begin()
     found = deliveries(Database(RecordSettings().record_url))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: found.stop())

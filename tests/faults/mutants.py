@@ -40,8 +40,8 @@ from tests.faults.mutants_offers import OFFERS
 from tests.faults.mutants_record import KEPT
 from tests.faults.mutants_room import ROOM
 from tests.faults.mutants_run import RUN
-from tests.faults.mutants_upkeep import UPKEEP
 from tests.faults.mutants_secrets import SECRETS
+from tests.faults.mutants_upkeep import UPKEEP
 
 REPO = Path(__file__).resolve().parents[2]
 _COPIED = ("jobs", "routing", "tasks", "app", "reference_server", "migrations", "tests", "celeryconfig.py", "setup.cfg")

@@ -9,7 +9,7 @@ import pytest
 from jobs.db import Database
 from jobs.errors import RecordUnavailable
 from jobs.models import webhooks as rows
-from jobs.record import NewJob, Webhook, now_ms
+from jobs.record import Job, NewJob, Webhook, now_ms
 from jobs.states import Why
 from jobs.store import Store
 from jobs.webhooks import Webhooks

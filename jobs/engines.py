@@ -1,17 +1,18 @@
 """Engines for SQLite and PostgreSQL: how they connect, how a transaction begins, how long anything may take."""
 
 import math
-import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psycopg
 from sqlalchemy import Connection, Engine, NullPool, create_engine, event, make_url
 
 from jobs.config import Limits
+from jobs.home import close, private_file, private_folder
 
 # Options of a connection, by database.  Reading needs no transaction, so that each statement sees the newest commit;
 # psycopg is told so by isolation level, SQLite by our saying no BEGIN.
@@ -21,6 +22,7 @@ READS: dict[str, dict[str, Any]] = {"sqlite": _NO_BEGIN, "postgresql": {"isolati
 SNAPSHOT: dict[str, dict[str, Any]] = {"sqlite": _NO_BEGIN, "postgresql": {}}
 RELAXED: dict[str, Any] = {"slotkeeper_relaxed": True}  # SQLite: it need not survive a power cut
 
+_SILENT: dict[str, Any] = {"hide_parameters": True}  # or the texts of errors would hold payloads
 CONNECT_S = 5
 _LEAST_CONNECT_S = 2  # libpq waits no shorter
 _POOL_S = 2.0
@@ -73,7 +75,7 @@ class _Impatient(psycopg.Connection[Any]):
 
 def _postgresql(url: str, limits: Limits, pool: dict[str, Any]) -> Engine:
     pool = pool or {"pool_size": 8, "max_overflow": 24, "pool_pre_ping": True, "pool_timeout": _POOL_S}
-    engine = create_engine(url, connect_args=_arguments(url, limits), **pool)
+    engine = create_engine(url, connect_args=_arguments(url, limits), **_SILENT, **pool)
     event.listen(engine, "do_connect", _connect)
     return engine
 
@@ -106,17 +108,32 @@ def _connect(_: object, __: object, arguments: Any, options: dict[str, Any]) -> 
 
 
 def _sqlite(url: str, limits: Limits, pool: dict[str, Any]) -> Engine:
-    path = url.removeprefix("sqlite:///")
-    if path and path != url and os.path.dirname(path):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+    _make_private(make_url(url).database or "")
     engine = create_engine(
         url,
         connect_args={"timeout": limits.lock_s, "check_same_thread": False},
+        **_SILENT,
         **(pool or {"pool_size": 8, "max_overflow": 56, "pool_timeout": _POOL_S}),
     )
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
+
+
+def _make_private(path: str) -> None:
+    """SQLite would make the file by the umask.  What it makes beside it has the file's mode.
+
+    Only here, and not with each connection: a record whose folder went away shall not begin anew.
+    """
+    if path in ("", ":memory:") or path.startswith("file:"):
+        return
+    file = Path(path)
+    if not file.parent.exists():
+        private_folder(file.parent)
+    with suppress(OSError):  # SQLite says it better.
+        private_file(file)
+        for suffix in ("-wal", "-shm"):
+            close(file.with_name(file.name + suffix))
 
 
 def _prepare_sqlite(connection: Any, _: object) -> None:

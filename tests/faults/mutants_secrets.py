@@ -130,7 +130,7 @@ SECRETS = [
     Mutant(
         "SQLite makes its files by the umask",
         "home",
-        "jobs/db.py",
+        "jobs/engines.py",
         "        private_file(file)\n",
         "",
         (f"{HOME}test_a_record_and_what_sqlite_makes_beside_it_are_the_owners_only",),

@@ -44,11 +44,11 @@ def private_folder(path: Path) -> Path:
 
 
 def open_home(settings: RecordSettings) -> None:
-    """Close the state folder to others, and make it if the record lies there.  Raises HomeNotPrivate, OSError.
+    """Close the state folder to others, if there is one.  Raises HomeNotPrivate, OSError.
 
-    An installation whose record, Redis and secret are elsewhere needs none, whatever folder bears the name.
+    An installation whose record, Redis and secret are elsewhere has none, whatever folder bears the name.
     """
-    if not settings.database_url or any((settings.home / name).exists() for name in _MARKS):
+    if any((settings.home / name).exists() for name in _MARKS):
         private_folder(settings.home)
 
 

@@ -68,11 +68,12 @@ def migrate() -> None:
     """Bring the schema of the record to what this release needs."""
     from jobs import migrate as steps
     from jobs.config import RecordSettings
-    from jobs.home import open_home
+    from jobs.home import private_folder
 
     settings = RecordSettings()
     with _said():
-        open_home(settings)
+        if not settings.database_url:
+            private_folder(settings.home)
         steps.upgrade(settings.record_url)
     say("The record has the schema that this release needs.")
 

@@ -359,8 +359,21 @@ class ServerStanding(Model):
     scores: dict[str, Score] = Field(description="By model.")
 
 
+class WithheldSlot(Model):
+    """A slot whose run has ended here, and of which its server has not let go."""
+
+    slot: str
+    job_id: str
+    attempt: int
+    reason: str = Field(description="What ended the run here: `timed_out`, `canceled`, `deadline_passed`, …")
+    since: Time
+    until: Time = Field(description="The longest; before, as soon as the server's report no longer shows the run.")
+    sentence: str
+
+
 class ListedServer(ServerView):
     standing: ServerStanding | None = Field(description="null: Redis is away.")
+    withheld: list[WithheldSlot]
 
 
 class FleetView(Model):

@@ -1,5 +1,6 @@
 """Values of the record as JSON: the shapes that app.schemas describes."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -14,6 +15,8 @@ from jobs.record import Accepted, Job, Server, TenantState
 from jobs.rotations import Rotation
 from jobs.states import FINAL, Standing, State, Why
 from jobs.tenants import Tenant
+from jobs.withheld import Withheld
+from routing import draining
 from routing.explain import Explanation
 from routing.load import Load
 from routing.policies.forecast import Estimate
@@ -193,6 +196,22 @@ def standing(it: ServerStanding | None) -> dict[str, Any] | None:
         "swaps": it.swaps,
         "scores": {name: asdict(score) for name, score in it.scores.items()},
     }
+
+
+def withheld(rows: Sequence[Withheld]) -> list[dict[str, Any]]:
+    """Slots that are used by nothing of ours, and may not be used yet."""
+    return [
+        {
+            "slot": row.slot,
+            "job_id": row.job_id,
+            "attempt": row.attempt,
+            "reason": row.reason,
+            "since": time(row.since_ms),
+            "until": time(row.until_ms),
+            "sentence": draining.sentence(row),
+        }
+        for row in rows
+    ]
 
 
 def fleet(name: str, depths: Depths) -> dict[str, Any]:

@@ -20,6 +20,8 @@ POINTS = (
     "run_remote_noted",  # the server's id is stored, not polled
     "settle_committed",  # ended or back in the record, the slot still held
     "settle_released",  # the slot is free, the next job is ours and not started
+    "slot_withheld",  # the run has ended, its slot drains, nothing else is done
+    "withheld_forgotten",  # the record has let go of a slot that drains, Redis has not
     "settle_announced",  # the outside is told, the next job not begun
     "hand_back_committed",  # queued in the record, the slot kept for a resume that is not offered yet
     "cancel_committed",  # canceled in the record, still in the room

@@ -151,6 +151,24 @@ tellings = Table(
     Column("created_ms", BigInteger, nullable=False),
 )
 
+# Slots whose run has ended here while its server has not let go of it; see jobs/withheld.py.
+withheld = Table(
+    "withheld",
+    metadata,
+    Column("job_id", Text, primary_key=True),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("server", Text, nullable=False),
+    Column("slot", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("remote_id", Text),
+    Column("reason", Text, nullable=False),
+    Column("began_ms", BigInteger, nullable=False),
+    Column("since_ms", BigInteger, nullable=False),
+    Column("until_ms", BigInteger, nullable=False),  # the longest
+    Column("quiet_ms", BigInteger),  # since when its server's count leaves no room for the run
+)
+
 idempotency_keys = Table(
     "idempotency_keys",
     metadata,

@@ -26,13 +26,14 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from jobs import events, fate, history, idempotency, moves, removal, tellings, webhooks
+from jobs import events, fate, history, idempotency, moves, removal, tellings, webhooks, withheld
 from jobs.db import Database, Transaction
 from jobs.errors import RecordUncertain
 from jobs.models import MAY_EXPIRE, QUEUED, jobs
 from jobs.moves import UNFINISHED, WAITING_COLUMNS, Move, stands
 from jobs.record import Accepted, Brief, Event, Job, NewJob, Past, Run, Waiting, storable
 from jobs.states import State, Why, edge
+from jobs.withheld import Withholding
 
 Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are named at the statements
 
@@ -206,12 +207,14 @@ class Store:
         result: str | None = None,
         error: Error | None = None,
         due_ms: int | None = None,
+        withhold: Withholding | None = None,
     ) -> Moved | None:
         """End the run `attempt` for the reason `why`; None: that run is over already, nothing was changed.
 
         A job that shall be canceled, and whose run comes to no result, is canceled, whatever `why` says.
         After a RecordUncertain it can be asked again, and answers as if the first time had succeeded, if it had.
-        `result`: JSON text, for FINISHED.  `due_ms`: when a delayed job may run again, for SERVER_ERROR.
+        `result`: JSON text, for FINISHED.  `due_ms`: when a delayed job may run again, for SERVER_ERROR.  `withhold`:
+        its server may be at the run still, so that its slot may not be used again.
         """
         if why is Why.SERVER_ERROR and due_ms is None:
             raise ValueError("due_ms is missing: a delayed job without it would never be queued again")
@@ -221,7 +224,14 @@ class Store:
         run = job_id, attempt
 
         def unit(tx: Transaction) -> Moved | None:
-            return self._stored_unheard(tx, run) or self._moved(tx, act) or self._moved_if_canceled(tx, instead)
+            if (unheard := self._stored_unheard(tx, run)) is not None:
+                return unheard
+            if withhold is not None:
+                withheld.note(tx, job_id, attempt, now, withhold)
+            moved = self._moved(tx, act) or self._moved_if_canceled(tx, instead)
+            if withhold is not None and withhold.resumes and moved is not None and moved.to is State.QUEUED:
+                withheld.drop(tx, job_id, attempt)
+            return moved
 
         try:
             moved = self.database.write(unit)
@@ -287,7 +297,7 @@ class Store:
 
         return self.database.write(unit) if self._any(_DUE, now) else []
 
-    def expire_overdue(self, now: int, limit: int = 1000) -> list[Moved]:
+    def expire_overdue(self, now: int, limit: int = 1000, withhold: Withholding | None = None) -> list[Moved]:
         """End jobs whose deadline has passed, waiting and running alike, the longest overdue first.
 
         Answers those that this call ended, at most `limit`, all in one transaction.  None: there are no more, or
@@ -298,11 +308,15 @@ class Store:
             overdue = defaultdict[State, list[int]](list)
             for row in _locked(tx, _OVERDUE, now, limit):
                 overdue[State(row.state)].append(row.seq)
-            return [moved for state, seqs in overdue.items() for moved in self._expire(tx, state, seqs, now)]
+            return [moved for state, seqs in overdue.items() for moved in self._expire(tx, state, seqs, now, withhold)]
 
         return self.database.write(unit) if self._any(_OVERDUE, now) else []
 
-    def _expire(self, tx: Transaction, state: State, seqs: Sequence[int], now: int) -> list[Moved]:
+    def _expire(
+        self, tx: Transaction, state: State, seqs: Sequence[int], now: int, withhold: Withholding | None
+    ) -> list[Moved]:
+        if state is State.RUNNING and withhold is not None:
+            withheld.note_many(tx, seqs, now, withhold)
         error = Error("deadline_passed", f"Its deadline passed while it was {state}.")
         params = {"p_seqs": seqs} | _fields(error=error)
         act = _Act(state, Why.DEADLINE_PASSED, now, params, _event_data(error))

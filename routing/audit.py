@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from jobs import ledger
 from jobs.record import now_ms
-from routing.dispatcher import Dispatcher
+from routing.dispatcher import DRAINING, Dispatcher
 from routing.leases import Held
 from routing.policies.identity import ServerReport
 from routing.reconcile import suspects
@@ -44,7 +44,8 @@ def look(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> set[Fin
 
 
 def _runs(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Held, int]]]) -> set[Finding]:
-    claimed = {held.job_id: held.tag for fleet in leases.values() for held, _ in fleet if held.owner}
+    theirs = ("", DRAINING)  # offers, and slots that drain: they run nothing
+    claimed = {held.job_id: held.tag for fleet in leases.values() for held, _ in fleet if held.owner not in theirs}
     running = {job.id: job.lease for job in dispatcher.store.running()}
     suspicious = [job for job, tag in claimed.items() if running.get(job) != tag]
     without_run = {Finding(Check.LEASE, job) for job in suspicious if not _has_just_ended(dispatcher, job)}

@@ -50,6 +50,8 @@ class RoutingSettings(BaseSettings):
     """How many different constraints may wait for a model, of one tenant …"""
     most_constraints_of_all: int = Field(2_000, ge=1)
     """… and of all together, in one fleet."""
+    withhold_max_ms: int = Field(600_000, ge=0)
+    """How long at most a slot is withheld whose server has not let go of a run that has ended here."""
     catalog_refresh_s: float = Field(1.0, ge=0)
     """How old a process's copy of the catalog may grow."""
 

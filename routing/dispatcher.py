@@ -14,12 +14,14 @@ from typing import Protocol
 import structlog
 from redis.exceptions import RedisError
 
+from jobs import withheld
 from jobs.crash import crash_at
 from jobs.errors import Conflict, InvalidJob, JobNotFound, TooMany, UnknownModel
 from jobs.record import Accepted, NewJob, Run, Waiting, now_ms
 from jobs.states import FINAL, STOPPED, Standing, State, Why
 from jobs.store import Error, Moved, Store
 from jobs.tenants import Tenant
+from jobs.withheld import Withholding
 from routing.admission import Admission
 from routing.config import RoutingSettings
 from routing.fleet import Fleet
@@ -37,6 +39,8 @@ log = structlog.get_logger(__name__)
 
 _MOST_STARTS = 10_000  # that wait to be learned from; Redis may be away
 _LEARNED_AT_ONCE = 200
+DRAINING = "draining"
+"""Owner of the leases of slots that are withheld."""
 
 
 class Announcer(Protocol):
@@ -251,10 +255,12 @@ class Dispatcher:
         error: Error | None = None,
         wish_s: float | None = None,
         taker: str = "",
+        lingers: str = "",
     ) -> Settled:
         """End a run: the record first, then the slot is freed and the next offer made in one step.
 
-        `taker`: the worker that takes the next job at once; "": all offers are published.
+        `taker`: the worker that takes the next job at once; "": all offers are published.  `lingers`: why the server
+        may be at the run still, so that its slot is withheld; "": it has let go.
         Raises RecordUnavailable; the lease is held on then.
         """
         run, now = task.run, now_ms()
@@ -262,11 +268,20 @@ class Dispatcher:
         if verdict.why is Why.SERVER_ERROR:
             config = self.fleet.model(run.job.model).config
             due_ms = now + retry.delay_ms(run.failures, config, random.random(), wish_s)
-        moved = self.store.settle(run.job.id, run.attempt, verdict.why, now, result=result, error=error, due_ms=due_ms)
+        withhold = Withholding(lingers, now + self.settings.withhold_max_ms) if lingers else None
+        moved = self.store.settle(
+            run.job.id, run.attempt, verdict.why, now, result=result, error=error, due_ms=due_ms, withhold=withhold
+        )
         crash_at("settle_committed")
-        # The answer to a commit may have been lost: then this run's own end is found in the record.
-        now_in = moved.to if moved is not None else self.store.state_of(run.job.id)
-        following = self.free(task.held, verdict, back=now_in is State.QUEUED, taker=taker)
+        if moved is None and not lingers and withheld.forget(self.store.database, run.job.id, run.attempt):
+            # Whoever ended it did not know that its server had let go.
+            self.free(draining_lease(task.held.fleet, run.job.id, run.attempt, run.slot), back=False)
+        if moved is None:
+            following = self.leave(task.held, run.job.id, run.attempt, taker=taker)
+        elif withhold is not None:
+            following = self._withhold(task.held, run.attempt, verdict, moved.to, taker)
+        else:
+            following = self.free(task.held, verdict, back=moved.to is State.QUEUED, taker=taker)
         crash_at("settle_released")
         if moved is not None:  # after the slot is free (R132)
             self.announce_end(moved, by_worker=True)
@@ -275,15 +290,41 @@ class Dispatcher:
 
     def hand_back(self, task: Task) -> bool:
         """Let another worker resume a run that its server goes on with: the slot stays taken, the offer is open."""
-        moved = self.store.settle(task.run.job.id, task.run.attempt, Why.HANDED_BACK, now_ms())
+        run, now = task.run, now_ms()
+        withhold = Withholding("canceled", now + self.settings.withhold_max_ms, resumes=True)
+        moved = self.store.settle(run.job.id, run.attempt, Why.HANDED_BACK, now, withhold=withhold)
         crash_at("hand_back_committed")
         if moved is not None and moved.to is State.QUEUED:
-            self.offer_again(task.held, task.run.job.model)
+            self.offer_again(task.held, run.job.model)
             return True
-        self.free(task.held, back=False)
+        self.leave(task.held, run.job.id, run.attempt)
         if moved is not None:
             self.announce_end(moved)
         return moved is not None
+
+    def leave(self, held: Held, job_id: str, attempt: int, *, taker: str = "") -> Offer | None:
+        """Give up the lease of a run that has ended elsewhere: its slot is free, unless the record withholds it.
+
+        Answers as `free`.  Raises RecordUnavailable.
+        """
+        it, state = withheld.of_run(self.store.database, job_id, attempt), self.store.state_of(job_id)
+        if it is not None and it.slot == held.slot:
+            return self._withhold(held, attempt, None, state, taker)
+        return self.free(held, back=state is State.QUEUED, taker=taker)
+
+    def _withhold(
+        self, held: Held, attempt: int, verdict: Verdict | None, state: State | None, taker: str
+    ) -> Offer | None:
+        """Let the slot drain.  Redis away: the lease expires, and who reaps it finds in the record what to do."""
+        draining = draining_lease(held.fleet, held.job_id, attempt, held.slot)
+        outcome = verdict.outcome if verdict is not None else ""
+        try:
+            _, offers = self.leases.withhold(held, draining, back=state is State.QUEUED, taker=taker, outcome=outcome)
+        except RedisError as error:
+            log.warning("withholding_postponed", job_id=held.job_id, error=str(error))
+            return None
+        crash_at("slot_withheld")
+        return self._pass_on(offers, taker)
 
     def offer_again(self, held: Held, model: str) -> None:
         """Open a lease for whoever resumes its job on the same slot."""
@@ -306,6 +347,9 @@ class Dispatcher:
         except RedisError as error:
             log.warning("release_postponed", job_id=held.job_id, error=str(error))
             return None
+        return self._pass_on(offers, taker)
+
+    def _pass_on(self, offers: Sequence[Offer], taker: str) -> Offer | None:
         mine = next((offer for offer in offers if taker and offer.owner == taker), None)
         self.publish([offer for offer in offers if offer is not mine])
         return mine
@@ -388,6 +432,11 @@ class Dispatcher:
                 raise JobNotFound(f"There is no job {job_id!r}.", job_id=job_id)
             raise Conflict(f"Job {job_id!r} is {job.state}; only a dead job can be retried.", status=job.state)
         self.enqueue([waiting])
+
+
+def draining_lease(fleet: str, job_id: str, attempt: int, slot: str) -> Held:
+    """By which the slot of a run is withheld.  No job can have its name."""
+    return Held(fleet, f"{job_id}~{attempt}", "withheld", DRAINING, slot)
 
 
 def new_owner(name: str) -> str:

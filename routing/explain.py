@@ -3,7 +3,7 @@
 It looks at the record first, then at the room: the record says whether the job waits at all, the room for what.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -13,6 +13,8 @@ from redis.exceptions import RedisError
 from jobs.catalog import Snapshot
 from jobs.record import Job
 from jobs.states import STOPPED, State
+from jobs.withheld import Withheld
+from routing import draining
 from routing.dispatcher import Dispatcher
 from routing.policies import order, placement
 from routing.policies.forecast import SOON, Estimate
@@ -20,7 +22,7 @@ from routing.queues import Position, WaitFacts
 from routing.slots import ServerStanding
 
 # What passes by itself, so that a start can be foretold.
-_IN_LINE = {"turn", "slots_busy"}
+_IN_LINE = {"turn", "slots_busy", "slot_withheld"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ def _in_room(dispatcher: Dispatcher, job: Job) -> Explanation:
     found = [*_general(job, facts, catalog), *_placement(job, catalog, hindrances, standings, facts)]
     if not found:
         found = [_turn(facts)]
+    if any(it.code == "slots_busy" for it in found):
+        found += _withheld(job, hindrances, draining.by_server(dispatcher))
     position = Position(facts.ahead, facts.run_ms or None)
     foretold = dispatcher.estimate(job.waiting, position) if {it.code for it in found} <= _IN_LINE else None
     return Explanation(
@@ -188,6 +192,15 @@ def _busy(taken: int, ahead: int) -> Blocker:
     slots = f"all {taken} slots that could run it are" if taken > 1 else "the slot that could run it is"
     behind = f", and {_before(ahead)}" if ahead else ", and it is next"
     return Blocker("slots_busy", f"{slots} taken{behind}")
+
+
+def _withheld(job: Job, servers: Iterable[str], slots: Mapping[str, Sequence[Withheld]]) -> list[Blocker]:
+    """Slots that no run of ours holds any more."""
+    return [
+        Blocker("slot_withheld", draining.sentence(row, named=row.tenant == job.tenant), row.slot)
+        for server in servers
+        for row in slots.get(server, ())
+    ]
 
 
 def _server_blocker(name: str, hindrance: str, standing: ServerStanding | None) -> Blocker:

@@ -117,11 +117,30 @@ class Leases:
         `back`: the job returns to its place in its lane.  `outcome`: what the run tells of its server and model.
         Answers whether the lease was still held, and the offers.
         """
+        return self._release(held, back, rest_ms, taker, limit, outcome, None)
+
+    def withhold(
+        self, held: Held, draining: Held, *, back: bool, taker: str, outcome: Outcome
+    ) -> tuple[bool, list[Offer]]:
+        """Give up a lease whose slot stays taken, by the lease `draining`.  Answers as `release`."""
+        return self._release(held, back, 0, taker, 8, outcome, draining)
+
+    def _release(
+        self,
+        held: Held,
+        back: bool,
+        rest_ms: int,
+        taker: str,
+        limit: int,
+        outcome: Outcome,
+        draining: Held | None,
+    ) -> tuple[bool, list[Offer]]:
         settings = self._settings
         args = [held.job_id, held.lease, held.owner, int(back), rest_ms, new_prefix(), limit]
         args += [self._room(), settings.offer_ms, taker, settings.lease_ms, outcome, settings.breaker_failures]
         args += [settings.breaker_rate, settings.breaker_open_ms, settings.breaker_open_max_ms]
         args += [settings.busy_rest_max_ms]
+        args += [draining.job_id, draining.lease, draining.owner] if draining else [""] * 3
         answer, rows = self._scripts.run("release", held.fleet, args)
         return answer == b"released", offers(held.fleet, rows)
 

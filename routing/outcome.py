@@ -32,3 +32,4 @@ class Outcome:
     message: str = ""  # one sentence for people
     remote_id: str | None = None  # PENDING: the server's own id of the job, if it gave one
     retry_after_s: float | None = None  # BUSY, RETRY: the server's wish, in seconds
+    lingers: bool = False  # CANCELED, LOST, RETRY: it ends here, and its server may go on with it all the same

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import structlog
 
+from jobs.record import Job, Run
 from jobs.states import State
-from routing.dispatcher import Dispatcher
+from routing.dispatcher import Dispatcher, Task
 from routing.each import alone
 from routing.leases import Held, Restored
 
@@ -23,6 +24,29 @@ def recorded(dispatcher: Dispatcher) -> defaultdict[str, list[Restored]]:
             fleet = models[job.model].fleet
             found[fleet].append(Restored(Held(fleet, job.id, lease, owner, job.slot), job.waiting))
     return found
+
+
+def task_of(dispatcher: Dispatcher, job: Job) -> Task | None:
+    """The run that `job` shows, as its worker knows it; None: the job does not run."""
+    if job.state is not State.RUNNING or not job.lease or not job.slot or not job.server:
+        return None
+    lease, owner = job.lease.split(" ", 1)
+    run = Run(
+        job=job.waiting,
+        payload=job.payload or "{}",
+        attempt=job.attempt,
+        failures=job.failures,
+        crashes=job.crashes,
+        deadline_ms=job.deadline_ms,
+        remote_id=job.remote_id,
+        sent_ms=None,
+        server=job.server,
+        slot=job.slot,
+        started_ms=job.started_ms or job.created_ms,
+        cancel_requested=job.cancel_requested_ms is not None,
+        envelope=job.envelope,
+    )
+    return Task(run, Held(dispatcher.fleet.model(job.model).fleet, job.id, lease, owner, job.slot))
 
 
 def restore_missing(dispatcher: Dispatcher) -> int:

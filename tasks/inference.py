@@ -311,8 +311,9 @@ def _ended_elsewhere(task: Task) -> Any:
     Whoever ended it has told everybody.  Only the result of a push is left for this task to say.
     """
     worker = this_worker()
-    worker.go_on(task.held.fleet, dispatcher().free(task.held, back=False, taker=worker.taker))
-    job = dispatcher().store.get(task.run.job.id)
-    if job is not None and job.state is State.COMPLETED and job.attempt == task.run.attempt:
+    run = task.run
+    worker.go_on(task.held.fleet, dispatcher().leave(task.held, run.job.id, run.attempt, taker=worker.taker))
+    job = dispatcher().store.get(run.job.id)
+    if job is not None and job.state is State.COMPLETED and job.attempt == run.attempt:
         return exact.plain(job.result) if job.result else None
     raise Ignore

@@ -19,7 +19,7 @@ from jobs.once import once
 from jobs.record import Server as ServerRow
 from jobs.record import now_ms
 from jobs.states import State
-from routing import audit, reconcile, runs
+from routing import audit, draining, reconcile, runs
 from routing.policies.identity import ServerReport
 from tasks.celery_app import celery
 from tasks.rounds import Asked, Rounds
@@ -98,7 +98,9 @@ def check_servers(all_of_them: bool = True) -> None:
     that are back are woken; leases of jobs that their server does not know are freed, and slots that others use are
     not offered.  Each report is heeded as it comes.
     """
+    draining.end_overlong(dispatcher())
     runs.restore_missing(dispatcher())
+    draining.keep(dispatcher())
     servers = dispatcher().fleet.snapshot().servers
     names = servers if all_of_them else reconcile.urgent_servers(dispatcher())
     for reports in _as_they_come(_rounds().ask(servers[name] for name in names)):

@@ -4,11 +4,8 @@ Whether the push shows the right token is for the door to check, before.  Everyt
 been told: the same verdict, the same guarded write.  The worker that still polls finds its run over.
 """
 
-from jobs.record import Job, Run
-from jobs.states import State
-from routing import exact
-from routing.dispatcher import Task
-from routing.leases import Held
+from jobs.record import Job
+from routing import exact, runs
 from routing.outcome import Kind, Outcome
 from tasks import callbacks
 from tasks.runner import Misconfigured, server_for
@@ -54,7 +51,7 @@ def push(job: Job, outcome: Outcome) -> bool:
 
     Raises RecordUnavailable.
     """
-    task = _task(job)
+    task = runs.task_of(dispatcher(), job)
     if task is None:
         return False
     return settle(task, outcome, canceling=task.run.cancel_requested).moved is not None
@@ -69,27 +66,3 @@ def _call(job: Job) -> Call:
         callback_token=callbacks.token(job.id, job.attempt),
         deadline_s=_FETCH_S,
     )
-
-
-def _task(job: Job) -> Task | None:
-    """The run as its worker knows it; None: the job does not run."""
-    if job.state is not State.RUNNING or not job.lease or not job.slot or not job.server:
-        return None
-    lease, owner = job.lease.split(" ", 1)
-    fleet = dispatcher().fleet.model(job.model).fleet
-    run = Run(
-        job=job.waiting,
-        payload=job.payload or "{}",
-        attempt=job.attempt,
-        failures=job.failures,
-        crashes=job.crashes,
-        deadline_ms=job.deadline_ms,
-        remote_id=job.remote_id,
-        sent_ms=None,
-        server=job.server,
-        slot=job.slot,
-        started_ms=job.started_ms or job.created_ms,
-        cancel_requested=job.cancel_requested_ms is not None,
-        envelope=job.envelope,
-    )
-    return Task(run, Held(fleet, job.id, lease, owner, job.slot))

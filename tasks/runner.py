@@ -95,6 +95,7 @@ class Watch:
         self._remote_id = task.run.remote_id
         self._answered = threading.Event()
         self._cancel_until: float | None = None
+        self._let_go = False  # The server has said yes to a cancel, and is described as one whose yes frees the slot.
         self._gone_since: float | None = None
 
     def outcome(self) -> Outcome:
@@ -110,7 +111,17 @@ class Watch:
             self._keep_remote_id(outcome)
             step = self._poll if self._remote_id is not None else self._find_out
             outcome = self._pause(outcome) or step(self._server)
-        return outcome
+        return outcome if self._is_over(outcome) else replace(outcome, lingers=True)
+
+    def _is_over(self, outcome: Outcome) -> bool:
+        """Whether the server has let go of a run that it calls canceled: some say so and go on."""
+        sent = self._answered.is_set() or self._remote_id is not None
+        return outcome.kind is not Kind.CANCELED or not sent or self._frees_slot != "no"
+
+    @property
+    def _frees_slot(self) -> str:
+        cancel = self._server.description.cancel if self._server is not None else None
+        return "no" if cancel is None else cancel.frees_slot
 
     def _begin(self, server: Server) -> Outcome:
         """Hand the job over; or ask for what an earlier worker began, which may have ended long ago."""
@@ -169,10 +180,12 @@ class Watch:
 
     def _cancel(self) -> Outcome | None:
         """The server has been told, or is being told; watch for a moment whether it lets go."""
+        if self._let_go:
+            return Outcome(Kind.CANCELED, message="Canceled.")
         if self._cancel_until is None:
             self._cancel_until = time.monotonic() + _CANCEL_PATIENCE_S
         elif time.monotonic() > self._cancel_until:
-            return Outcome(Kind.CANCELED, message="Canceled; the server did not confirm it.")
+            return Outcome(Kind.CANCELED, message="Canceled; the server did not confirm it.", lingers=True)
         return None
 
     def _end_by_cancel(self) -> None:
@@ -187,12 +200,13 @@ class Watch:
 
     def _tell_server(self) -> None:
         if self._server is not None:
-            self._server.cancel(self._question, self._remote_id)
+            said_yes = self._server.cancel(self._question, self._remote_id)
+            self._let_go = said_yes and self._frees_slot == "immediate"
 
     def _give_up(self, last: Outcome) -> Outcome:
         self._tell_server()
         said = f" Last: {last.message}" if last.message else ""
-        return Outcome(Kind.RETRY, code="timed_out", message=f"Exceeded max_poll_time.{said}")
+        return Outcome(Kind.RETRY, code="timed_out", message=f"Exceeded max_poll_time.{said}", lingers=not self._let_go)
 
     def _poll(self, server: Server) -> Outcome:
         assert self._remote_id is not None
@@ -208,7 +222,7 @@ class Watch:
             self._gone_since = self._gone_since or time.monotonic()
             if time.monotonic() - self._gone_since < _DOWN_PATIENCE_S:
                 return Outcome(Kind.UNKNOWN, message=health.message)
-            return Outcome(Kind.LOST, code="server_lost", message="The server went away under the job.")
+            return Outcome(Kind.LOST, code="server_lost", message="The server went away under the job.", lingers=True)
         self._gone_since = None
         if _knows(health, self._call) is False:
             return Outcome(Kind.LOST, code="server_lost", message="The server does not know the job any more.")

@@ -26,6 +26,7 @@ def settle(task: Task, outcome: Outcome, *, canceling: bool, taker: str = "") ->
         error=_error(outcome, verdict),
         wish_s=outcome.retry_after_s,
         taker=taker,
+        lingers=(outcome.code or outcome.kind.value) if outcome.lingers else "",
     )
 
 

@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 from jobs.errors import RecordUncertain, SlotkeeperError
 from jobs.once import once
 from jobs.record import now_ms
+from routing import draining
 from routing.dispatcher import Dispatcher, Task, new_owner
 from routing.leases import Held
 from routing.queues import Offer
@@ -179,7 +180,12 @@ class Worker:
             self._begun.discard(lease)
 
     def _free(self, offer: Offer) -> Offer | None:
-        return self.dispatcher.free(self._held(offer), back=False, taker=self.taker)
+        try:
+            job = self.dispatcher.store.get(offer.job_id)
+            return draining.leave(self.dispatcher, self._held(offer), job, self.taker)
+        except SlotkeeperError as error:  # The lease expires, and its reaper sees to it.
+            log.warning("release_postponed", job_id=offer.job_id, error=str(error))
+            return None
 
     def _reopen(self, offer: Offer) -> None:
         """Let another worker have what this one has been offered and not begun."""

@@ -17,6 +17,7 @@ from app.config import is_loopback
 from app.schemas import RegisterBody, ServerList, ServerPath, ServerView, StateBody
 from jobs.errors import InvalidJob, NotFound
 from jobs.record import Server, now_ms
+from routing import draining
 from routing.policies.placement import read_attributes, read_of_model
 from routing.slots import ServerStanding
 from routing.submission import check_model_name
@@ -59,7 +60,8 @@ def register_server(body: RegisterBody) -> tuple[dict[str, Any], int]:
 def list_servers() -> dict[str, Any]:
     """List servers, how each stands in the waiting room, and the slots of each fleet.
 
-    `scores` has the parts by which servers are compared for a model: the lowest total is chosen.
+    `scores` has the parts by which servers are compared for a model: the lowest total is chosen.  `withheld` are slots
+    whose run has ended here while its server has not let go of it.
     """
     found = dispatcher().fleet.refresh()
     standings: Mapping[str, ServerStanding] = {}
@@ -68,8 +70,12 @@ def list_servers() -> dict[str, Any]:
         standings = standings_of(found.fleets())
     except RedisError:
         fleets = None
-    servers = sorted(found.servers.values(), key=lambda server: server.name)
-    shown = [views.server(server) | {"standing": views.standing(standings.get(server.name))} for server in servers]
+    servers, withheld = sorted(found.servers.values(), key=lambda server: server.name), draining.by_server(dispatcher())
+    shown = [
+        views.server(server)
+        | {"standing": views.standing(standings.get(server.name)), "withheld": views.withheld(withheld[server.name])}
+        for server in servers
+    ]
     return {"servers": shown, "fleets": fleets}
 
 

@@ -12,6 +12,8 @@
   ARGV[13] failures in a row that open a server's breaker   ARGV[14] rate of failures that opens one, 0 to 1
   ARGV[15] open_ms  for how long the first time; doubled each time in a row up to ARGV[16] open_max_ms
   ARGV[17] rest_max_ms: how far the rest of a slot that was busy is doubled, each time in a row
+  ARGV[18] draining the name under which its slot stays taken, with ARGV[19] lease and ARGV[20] owner;
+           "": the slot is free
   Returns {"released" | "lost", {job, lease, slot, server, model, number, owner}…}
   On "lost" the lease is left alone; offers are made all the same
   Clock Redis TIME    Cost O(log n + groups + free slots)    Upholds LEASE-4, SLOT-2 ]]
@@ -71,7 +73,12 @@ if is_held(job, ARGV[2], ARGV[3]) then
     add_to_lane(was.lane, was.seq, job, was.created)
     reindex(was.lane, was.needs)
   end
-  return_slot(was.slot, now, rest_of(was.slot, ARGV[12]))
+  if (ARGV[18] or "") ~= "" then
+    write_lease(ARGV[18], ARGV[19], ARGV[20], was.slot, was.lane, was.needs, was.seq, was.created, 0, 0, now,
+      now + tonumber(ARGV[11]))
+  else
+    return_slot(was.slot, now, rest_of(was.slot, ARGV[12]))
+  end
   note_run(job, was, ARGV[12] == "busy" and "" or ARGV[12], now)
   answer = "released"
 end

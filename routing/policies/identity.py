@@ -37,6 +37,16 @@ class LeaseView:
     age_ms: int
 
 
+def asked_ms(report: ServerReport, now_ms: int) -> int:
+    """When the server was asked; as good as now, if nobody says."""
+    return now_ms if report.asked_ms is None else report.asked_ms
+
+
+def names_of(job_id: str, attempt: int, remote_id: str | None) -> frozenset[str]:
+    """What a server may call a run."""
+    return frozenset({job_id, f"{job_id}-{attempt}", f"{job_id}.{attempt}", remote_id or job_id})
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """`strangers`: ids that the server runs and no lease of ours covers; `uncounted`: how many runs are so."""

@@ -9,7 +9,9 @@ from jobs.crash import crash_at
 from jobs.record import Job, now_ms
 from jobs.states import State, Why
 from jobs.store import Error, Moved
-from routing.dispatcher import Dispatcher
+from jobs.withheld import Withholding
+from routing import draining
+from routing.dispatcher import DRAINING, Dispatcher
 from routing.each import alone
 from routing.leases import Held, Span
 from routing.policies.verdict import crashed
@@ -118,6 +120,8 @@ def _reap_offer(dispatcher: Dispatcher, held: Held) -> bool:
 
 def _reap_lease(dispatcher: Dispatcher, held: Held) -> bool:
     """Seize the lease first, so that its holder, should it wake, can neither renew nor free it."""
+    if held.owner == DRAINING:
+        return draining.expire(dispatcher, held)
     mine = dispatcher.leases.seize(held, _REAPER, dispatcher.settings.offer_ms, only_expired=True)
     if mine is None:
         return False
@@ -134,7 +138,7 @@ def _reap_lease(dispatcher: Dispatcher, held: Held) -> bool:
 def _put_back(dispatcher: Dispatcher, held: Held, job: Job | None) -> None:
     """A job that is not running: to its place, or on with the same slot where its server still has it."""
     if job is None or job.state is not State.QUEUED:
-        dispatcher.free(held, back=False)
+        draining.leave(dispatcher, held, job)
     elif job.server == held.server:
         dispatcher.offer_again(held, job.model)
     else:
@@ -144,7 +148,9 @@ def _put_back(dispatcher: Dispatcher, held: Held, job: Job | None) -> None:
 def _end_lost_run(dispatcher: Dispatcher, mine: Held, job: Job) -> None:
     """The worker died under the job, and its server may still be at work on it: straight on in the same slot."""
     error = Error("worker_lost", f"The worker that ran it on {job.slot} stopped renewing its lease.")
-    moved = dispatcher.store.settle(job.id, job.attempt, _lost_why(dispatcher, job), now_ms(), error=error)
+    why, now = crashed(job.crashes, dispatcher.fleet.model(job.model).config, Why.LEASE_EXPIRED), now_ms()
+    withhold = Withholding("worker_lost", now + dispatcher.settings.withhold_max_ms, resumes=True)
+    moved = dispatcher.store.settle(job.id, job.attempt, why, now, error=error, withhold=withhold)
     crash_at("reap_committed")
     _after_lost_run(dispatcher, mine, job.id, moved)
 
@@ -158,14 +164,8 @@ def _after_lost_run(dispatcher: Dispatcher, mine: Held, job_id: str, moved: Move
         # the server joins it to the run, answers from memory, or says that it is busy, and then the job goes back.
         dispatcher.offer_again(mine, moved.job.model)
     else:
-        dispatcher.free(mine, back=False)
+        dispatcher.leave(mine, job_id, moved.attempt)
         dispatcher.announce_end(moved)
-
-
-def _lost_why(dispatcher: Dispatcher, job: Job) -> Why:
-    if job.cancel_requested_ms is not None:
-        return Why.CANCEL_REQUESTED
-    return crashed(job.crashes, dispatcher.fleet.model(job.model).config, Why.LEASE_EXPIRED)
 
 
 def free_ghost(dispatcher: Dispatcher, job: Job) -> bool:

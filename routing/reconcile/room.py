@@ -13,8 +13,8 @@ from jobs.crash import crash_at
 from jobs.errors import UnknownModel
 from jobs.record import Waiting
 from jobs.states import Standing
-from routing import runs
-from routing.dispatcher import Dispatcher
+from routing import draining, runs
+from routing.dispatcher import DRAINING, Dispatcher
 from routing.each import alone
 from routing.queues import Depths
 from routing.registry import bring
@@ -174,7 +174,7 @@ def short_rooms(dispatcher: Dispatcher, catalog: Snapshot) -> set[str]:
     leases = dispatcher.leases.all_of(sorted(short))
     running = {job.id for job in dispatcher.store.running()} if leases else set()
     for fleet, held in leases.items():
-        offered = sum(1 for lease, _ in held if lease.job_id not in running)
+        offered = sum(1 for lease, _ in held if lease.job_id not in running and lease.owner != DRAINING)
         if recorded[fleet] <= sum(rooms[fleet].waiting.values()) + offered:
             short.discard(fleet)
     return short & leases.keys()
@@ -227,6 +227,7 @@ def _begin_rebuild(dispatcher: Dispatcher, fleet: str) -> None:
     if dispatcher.queues.begin(fleet, catalog.record):
         log.warning("room_forgotten", fleet=fleet, because="Redis, or the record, is not what it was filled from")
     dispatcher.leases.restore(fleet, runs.recorded(dispatcher)[fleet])
+    draining.restore(dispatcher, fleet)
     crash_at("rebuild_leases")
     bring(dispatcher, fleet, catalog)
 

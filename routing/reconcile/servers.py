@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from jobs.record import Job, Server, now_ms
 from jobs.states import State
+from routing import draining
 from routing.dispatcher import Dispatcher
 from routing.each import alone
 from routing.leases import OCCUPIED_MS
@@ -38,7 +39,7 @@ def _wake(dispatcher: Dispatcher, fleet: str, servers: Sequence[Server]) -> None
 
 def urgent_servers(dispatcher: Dispatcher) -> set[str]:
     """Servers that should be asked now: those that were down or busy, and those of leases gone silent."""
-    catalog, found = dispatcher.fleet.snapshot(), set[str]()
+    catalog, found = dispatcher.fleet.snapshot(), draining.servers(dispatcher)
     silent_ms = 2 * dispatcher.settings.renew_every_ms
     for trouble in dispatcher.slots.troubled(catalog.fleets()).values():
         found |= trouble.resting | trouble.failing
@@ -68,10 +69,12 @@ def _heed_fleet(
     running: Mapping[str, Sequence[Job]],
     silent: set[tuple[str, str]],
 ) -> int:
+    withheld = draining.by_server(dispatcher)
     resting, idle, freed = dispatcher.slots.troubled([fleet])[fleet].resting, [], 0
     for server, report in reports:
-        jobs = running.get(server.name, ())
-        found = identity.compare(_views(jobs, report), report)
+        jobs, lingering = running.get(server.name, ()), withheld.get(server.name, ())
+        freed += draining.heed(dispatcher, server, report, lingering, jobs)
+        found = identity.compare([*_views(jobs, report), *draining.views(lingering, report)], report)
         for job in jobs:
             if job.id in found.ghosts and (server.name, job.id) in silent:
                 freed += free_ghost(dispatcher, job)
@@ -132,28 +135,29 @@ def _by_server(dispatcher: Dispatcher) -> defaultdict[str, list[Job]]:
 
 def _views(jobs: Sequence[Job], report: ServerReport) -> list[LeaseView]:
     """The leases as old as they were when the server was asked: what it was given since it cannot know."""
-    now = _asked_ms(report)
+    now = identity.asked_ms(report, now_ms())
     return [
         LeaseView(
             job.id,
-            frozenset({job.id, f"{job.id}-{job.attempt}", f"{job.id}.{job.attempt}", job.remote_id or job.id}),
+            identity.names_of(job.id, job.attempt, job.remote_id),
             now - (job.started_ms or now),
         )
         for job in jobs
     ]
 
 
-def _asked_ms(report: ServerReport) -> int:
-    return now_ms() if report.asked_ms is None else report.asked_ms
-
-
 def _strangers(dispatcher: Dispatcher, found: identity.Comparison, report: ServerReport) -> int:
     """How many of the server's slots others use.  A job of ours that had only just ended when it was asked, or has
     ended since, is none of them."""
-    settled_before = _asked_ms(report) - _JUST_ENDED_MS
+    settled_before = identity.asked_ms(report, now_ms()) - _JUST_ENDED_MS
     strange = found.uncounted - len(found.strangers)
     for job_id in found.strangers:
         job = dispatcher.store.get(job_id) or dispatcher.store.get(_ATTEMPT.sub("", job_id))
-        if job is None or (job.state is not State.RUNNING and (job.finished_ms or 0) < settled_before):
+        if job is None or not (_has_slot(job) or (job.finished_ms or 0) >= settled_before):
             strange += 1
     return strange
+
+
+def _has_slot(job: Job) -> bool:
+    """One that runs, or is offered again where its server is at it."""
+    return job.state is State.RUNNING or (job.state is State.QUEUED and job.server is not None)

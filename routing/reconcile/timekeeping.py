@@ -7,6 +7,7 @@ from typing import Any
 from jobs.crash import crash_at
 from jobs.record import now_ms
 from jobs.store import Moved
+from jobs.withheld import Withholding
 from routing.dispatcher import Dispatcher
 from routing.each import alone
 
@@ -37,7 +38,12 @@ def expire_overdue(dispatcher: Dispatcher, within_s: float = float("inf")) -> in
             with alone("announce", job_id=moved.job.id):
                 dispatcher.announce_end(moved)
 
-    return _in_batches(lambda: dispatcher.store.expire_overdue(now_ms(), _CHUNK), act, within_s)
+    def take() -> list[Moved]:
+        now = now_ms()
+        withhold = Withholding("deadline_passed", now + dispatcher.settings.withhold_max_ms)
+        return dispatcher.store.expire_overdue(now, _CHUNK, withhold)
+
+    return _in_batches(take, act, within_s)
 
 
 def purge(dispatcher: Dispatcher, retention_s: int, within_s: float = float("inf")) -> int:

@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 
+from jobs.states import Why
+from jobs.store import Error
 from routing import reconcile
+from routing.policies.verdict import Verdict
 from tests.support.api import NOTHING, Api, TimedApi
 
 pytest_plugins = ("tests.support.api_fixtures",)
@@ -42,6 +45,18 @@ def test_a_server_that_is_not_online_gets_nothing_new_and_submits_are_accepted(t
     back = _set(api, "servers/gpu1", "online").json
     assert (back["state"], back["reason"]) == ("online", None)
     assert _offered(api) == [job_id]
+
+
+def test_a_slot_that_is_withheld_is_listed_with_what_holds_it(timed_api: TimedApi) -> None:
+    api = timed_api
+    api.register()
+    job_id = api.submitted()
+    task = api.dispatcher.start(api.heard.offers.pop(0), "a-worker")
+    assert task is not None and _servers(api)[0]["withheld"] == []
+    api.dispatcher.settle(task, Verdict(Why.RETRIES_EXHAUSTED), error=Error("timed_out", "late"), lingers="timed_out")
+    (found,) = _servers(api)[0]["withheld"]
+    assert (found["slot"], found["job_id"], found["reason"]) == ("gpu1-slot0", job_id, "timed_out")
+    assert found["until"] > found["since"] and job_id in found["sentence"]
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -9,7 +9,7 @@ from jobs.states import State, Why
 from routing import reconcile
 from routing.dispatcher import Task
 from routing.leases import Renewal
-from tests.lua.stage import LEASE_MS, OFFER_MS, SECOND, YEAR, Stage, client, stage, valkey
+from tests.lua.stage import LEASE_MS, OFFER_MS, SECOND, UP_AND_IDLE, YEAR, Stage, client, stage, valkey
 from tests.support.builders import CALLBACK, at_once, row_of
 
 __all__ = ["client", "stage", "valkey"]
@@ -93,6 +93,9 @@ def test_a_job_under_which_workers_keep_dying_is_set_aside_as_poison(stage):
         assert stage.job(poison).crashes == crash
     assert stage.state(poison) is State.DEAD and stage.job(poison).why is Why.CRASHES_EXHAUSTED
     assert stage.told.ends == [(poison, State.DEAD, False)]
+    assert stage.offered() == [], "its server may be at it"
+    stage.later(SECOND)
+    reconcile.heed_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
     assert stage.run_all() == [good]
 
 
@@ -189,7 +192,7 @@ def test_a_canceled_job_whose_worker_dies_is_canceled_and_not_run_again(stage):
     stage.later(LEASE_MS)
     reconcile.reap(stage.dispatcher)
     assert stage.state(job_id) is State.CANCELED and stage.job(job_id).crashes == 0
-    assert stage.offered() == [] and stage.free() == 1
+    assert stage.offered() == [] and stage.room.taken() == {"gpu-slot0": f"{job_id}~1"}, "its server may be at it"
 
 
 # -- resuming what a server goes on with -----------------------------------------------------------------------

@@ -66,7 +66,7 @@ class Oracle(ThreadingHTTPServer):
             if not polled:
                 return 200, {"status": "success", "result": {"job": job}}
             remote = f"r-{job}-{self.runs[job]}"
-            self.until[remote] = job, time.monotonic() + _RUNS_FOR_S
+            self.until[remote] = job, time.monotonic() + payload.get("seconds", _RUNS_FOR_S)
             self.most_at_once = max(self.most_at_once, len(self._running()))
             return 200, {"status": "processing", "job_id": remote}
 

@@ -34,17 +34,19 @@ from jobs import crash, tellings
 from jobs.errors import Conflict
 from jobs.record import NewJob, now_ms
 from jobs.states import ACTIVE, State, Why
-from routing import audit, reconcile
+from routing import audit, draining, reconcile
 from routing.dispatcher import new_owner
 from routing.leases import Held
+from routing.outcome import Outcome
 from routing.policies import identity
 from routing.submission import Submission
-from tasks import maintenance, messages, push, telling, wiring
+from tasks import maintenance, messages, push, runner, telling, wiring
 from tasks import webhooks as hooks
 from tasks.celery_app import celery as app
 from tasks.heartbeat import Hold
 from tasks.inference import infer
 from tasks.publisher import publisher
+from tasks.servers import Server
 from tasks.worker import this_worker
 
 SERVER, SLOTS, SYNC, ASYNC = "gpu", 2, "zimg", "flux"
@@ -149,6 +151,18 @@ class Life:
         with mock.patch.object(heartbeat, "add", stopped):
             self.hands.do(*found)
 
+    def linger(self, job_id: str) -> None:
+        """The job is canceled while its server runs it, and the server goes on all the same."""
+        found, poll = self._come_to(job_id), runner.Watch._poll
+
+        def unwanted(watch: runner.Watch, server: Server) -> Outcome:
+            self._cancel(job_id)
+            watch._hold.ask_to_cancel()
+            return poll(watch, server)
+
+        with mock.patch.object(runner.Watch, "_poll", unwanted), mock.patch.object(runner, "_CANCEL_PATIENCE_S", 0.02):
+            self.hands.do(*found)
+
     def push(self, job_id: str) -> None:
         """Its worker falls silent, its server runs it and tells the end by itself."""
         self.abandon(job_id)
@@ -184,6 +198,9 @@ class Life:
             self.hands.work()
             for task in (maintenance.keep_time, maintenance.reap, maintenance.reconcile_all, maintenance.sweep):
                 task()
+            draining.keep(self.dispatcher)
+            if draining.servers(self.dispatcher):
+                maintenance.check_servers(False)
             self._send_webhooks()
             telling.tell_due()
             self.hands.work()
@@ -214,6 +231,9 @@ class Life:
         self.recover()
         self.hand_back(self.submit("handed", {"do": "ok"}, ASYNC, callback_url=hook))
         self.push(self.submit("pushed", {"do": "ok"}, callback_url=hook))
+        self.linger(self.submit("lingering", {"do": "ok", "seconds": 0.3}, ASYNC, callback_url=hook))
+        self.submit("beside", {"do": "ok"}, ASYNC)
+        self.submit("behind", {"do": "ok"}, ASYNC)
         self.recover()
         self.abandon(unwanted := self.submit("regretted", {"do": "ok"}, callback_url=hook))
         self._cancel(unwanted)

@@ -300,16 +300,6 @@ MUTANTS = [
         (f"{MAINTENANCE}test_a_reaper_that_dies_after_its_grip_is_followed_by_the_next",),
     ),
     Mutant(
-        "a canceled job runs again when its worker dies",
-        "JOB-1",
-        "routing/reconcile/reaper.py",
-        """    if job.cancel_requested_ms is not None:
-        return Why.CANCEL_REQUESTED
-""",
-        "",
-        (f"{MAINTENANCE}test_a_canceled_job_whose_worker_dies_is_canceled_and_not_run_again",),
-    ),
-    Mutant(
         "a waiting job that the room lost stays lost",
         "QUEUE-1",
         "routing/reconcile/room.py",

@@ -45,8 +45,8 @@ KEPT = [
         "a settle that had succeeded is taken for somebody else's",
         "JOB-1",
         "jobs/store.py",
-        "self._stored_unheard(tx, run) or self._moved(tx, act)",
-        "self._moved(tx, act)",
+        "if (unheard := self._stored_unheard(tx, run)) is not None:",
+        "if (unheard := None) is not None:",
         (f"{COMMIT}test_a_settle_of_unknown_outcome_that_is_asked_again_is_not_taken_for_somebody_elses",),
     ),
     Mutant(

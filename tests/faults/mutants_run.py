@@ -1,6 +1,6 @@
 """Guards of one run's life and end in its worker."""
 
-from tests.faults.mutant import LEASES, RECORD, RUNS, SLOTS, USES, Mutant
+from tests.faults.mutant import DRAINING, LEASES, MAINTENANCE, ORPHANS, RECORD, RUNS, SLOTS, USES, Mutant
 
 RUN = [
     Mutant(
@@ -64,6 +64,7 @@ RUN = [
         "    if state is State.RUNNING and edge(state, why).to in UNFINISHED:\n",
         "    if state is None:\n",
         (
+            f"{MAINTENANCE}test_a_canceled_job_whose_worker_dies_is_canceled_and_not_run_again",
             f"{RECORD}test_a_job_that_shall_be_canceled_is_canceled_when_its_run_comes_to_no_result",
             f"{USES}test_a_canceled_run_that_comes_to_no_result_is_canceled_and_waits_for_nothing",
         ),
@@ -72,8 +73,8 @@ RUN = [
         "a job whose end was stored unheard is in no room",
         "QUEUE-1",
         "routing/dispatcher.py",
-        "now_in = moved.to if moved is not None else self.store.state_of(run.job.id)",
-        "now_in = moved.to if moved is not None else None",
+        "return self.free(held, back=state is State.QUEUED, taker=taker)",
+        "return self.free(held, back=False, taker=taker)",
         (f"{USES}test_a_settle_whose_answer_was_lost_leaves_its_job_in_its_place",),
     ),
     Mutant(
@@ -146,5 +147,73 @@ RUN = [
         "if isinstance(reply, Broken) and line is not None and line.is_cut:",
         "if isinstance(reply, Broken) and line is not None and line.is_cut is None:",
         ("tests/unit/servers/test_client.py::test_a_call_that_is_cut_ends_at_once_and_leaves_the_outcome_unknown",),
+    ),
+    # -- slots that drain ------------------------------------------------------------------------------------
+    Mutant(
+        "a run that its server may be at frees its slot",
+        "SLOT-1",
+        "routing/dispatcher.py",
+        "        elif withhold is not None:\n",
+        "        elif withhold is None and lingers:\n",
+        (f"{DRAINING}test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_run",),
+    ),
+    Mutant(
+        "whoever gives up an ended run's lease frees its slot",
+        "SLOT-1",
+        "routing/dispatcher.py",
+        "if it is not None and it.slot == held.slot:",
+        "if it is not None and it.slot != held.slot:",
+        (
+            f"{DRAINING}test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_run",
+            f"{DRAINING}test_a_worker_that_dies_when_the_end_is_written_leaves_a_slot_that_drains",
+        ),
+    ),
+    Mutant(
+        "an emptied Redis forgets what drains",
+        "SLOT-1",
+        "routing/reconcile/room.py",
+        "    draining.restore(dispatcher, fleet)\n",
+        "",
+        (f"{DRAINING}test_an_emptied_redis_does_not_forget_what_drains",),
+    ),
+    Mutant(
+        "the slot of a job that ended before it was resumed is free",
+        "SLOT-1",
+        "routing/draining.py",
+        "if job.state in FINAL and job.slot is None and job.server == held.server:",
+        "if job.state not in FINAL and job.slot is None and job.server == held.server:",
+        (f"{DRAINING}test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_run",),
+    ),
+    Mutant(
+        "a slot that is let go by the record only stays taken",
+        "SLOT-2",
+        "routing/draining.py",
+        "given_up = [held for held in leases if held.owner == DRAINING and held not in known]",
+        "given_up = list[Held]()",
+        (f"{DRAINING}test_who_dies_when_the_record_has_let_go_leaves_a_slot_that_the_next_look_frees",),
+    ),
+    Mutant(
+        "a worker that is telling its server loses its lease",
+        "LEASE-4",
+        "routing/draining.py",
+        "lost = [row for row in rows if (row.job_id, row.slot) not in there]",
+        "lost = [row for row in rows if (name_of(row), row.slot) not in {(it.job_id, it.slot) for it in leases}]",
+        (f"{DRAINING}test_a_worker_that_is_still_telling_its_server_is_not_disturbed",),
+    ),
+    Mutant(
+        "a server's count frees a slot at the first look",
+        "SLOT-1",
+        "routing/draining.py",
+        "row, now)\n        return False\n",
+        "row, now)\n        return True\n",
+        (f"{DRAINING}test_a_count_frees_when_it_leaves_no_room_for_the_run_for_long_enough",),
+    ),
+    Mutant(
+        "a job that is offered again is a stranger in its own slot",
+        "SLOT-2",
+        "routing/reconcile/servers.py",
+        "return job.state is State.RUNNING or (job.state is State.QUEUED and job.server is not None)",
+        "return job.state is State.RUNNING",
+        (f"{ORPHANS}test_orphan_a_run_that_is_offered_again_uses_no_slot_but_its_own",),
     ),
 ]

@@ -115,9 +115,9 @@ UPKEEP = [
     Mutant(
         "a report is as young as the look at it",
         "SLOT-2",
-        "routing/reconcile/servers.py",
-        "    return now_ms() if report.asked_ms is None else report.asked_ms",
-        "    return now_ms()",
+        "routing/policies/identity.py",
+        "    return now_ms if report.asked_ms is None else report.asked_ms",
+        "    return now_ms",
         (
             f"{_UPKEEP}test_a_report_that_waited_withholds_no_slot_for_a_job_that_has_ended_since",
             f"{_UPKEEP}test_a_report_that_waited_makes_no_ghost_of_a_job_that_began_since",

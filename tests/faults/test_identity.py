@@ -129,6 +129,15 @@ def test_orphan_a_run_whose_lease_redis_lost_is_adopted_with_its_slot(stage):
     assert stage.renewal(task) is Renewal.RENEWED and stage.settle(task).moved is not None
 
 
+def test_orphan_a_run_that_is_offered_again_uses_no_slot_but_its_own(stage):
+    """Its worker has handed it back; until another takes it up, its server goes on with it."""
+    stage.register(2)
+    stage.submit(id="one")
+    assert stage.dispatcher.hand_back(stage.start())
+    heed(stage, running("one"))
+    assert stage.free() == 1
+
+
 # -- foreign ---------------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from tasks.aside import Aside
 from tasks.heartbeat import Hold
 from tasks.inference import infer
 from tasks.releases import PatientLeases
-from tasks.servers import Call, Health, HealthKind
+from tasks.servers import DEFAULT, Call, Health, HealthKind
 from tasks.worker import Worker
 from tests.lua.room import FRAGMENTS
 from tests.lua.stage import LEASE_MS, SECOND, SETTINGS, Stage, client, stage, valkey
@@ -42,6 +42,8 @@ FAULT = Outcome(Kind.RETRY, code="server_error", message="500")
 
 class FakeServer:
     """Gives its answers one after another; notes what it is asked.  `during`: what happens while it runs a job."""
+
+    description = DEFAULT
 
     def __init__(self) -> None:
         self.answers: list[Outcome] = []
@@ -96,9 +98,8 @@ def run(stage: Stage) -> Any:
     """Do what the oldest wake-up asks for, as a task of Celery would; answers its result, or what it raised."""
     offer = stage.told.offers.pop(0)
     names = ("fleet", "lease", "slot", "server", "number", "owner")
-    infer.push_request(
-        id=offer.job_id, headers={"slotkeeper": {it: getattr(offer, it) for it in names}}, delivery_info={}
-    )
+    header = {it: getattr(offer, it) for it in names}
+    infer.push_request(id=offer.job_id, headers={"slotkeeper": header}, delivery_info={}, called_directly=False)
     try:
         return infer.run(offer.model)
     except Exception as raised:
@@ -420,7 +421,7 @@ def test_a_run_that_shall_be_canceled_and_goes_wrong_is_canceled(stage, worker, 
         server.during = lambda: (stage.dispatcher.cancel(job_id), worker.heartbeat.beat())
     assert isinstance(run(stage), Ignore), "whoever waits at the backend is told that it was revoked"
     assert stage.state(job_id) is State.CANCELED
-    assert [told[:2] for told in stage.told.ends if not told[2]] == [(job_id, State.CANCELED)]
+    assert [told[:2] for told in stage.told.ends] == [(job_id, State.CANCELED)]
 
 
 # -- nothing is sent that nobody wants -------------------------------------------------------------------------

@@ -85,6 +85,7 @@ class Stage:
             "routing.reconcile.servers",
             "routing.reconcile.timekeeping",
             "routing.audit",
+            "routing.draining",
         ):
             monkeypatch.setattr(f"{module}.now_ms", lambda: self.now)
 

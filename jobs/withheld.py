@@ -1,0 +1,129 @@
+"""Slots that are withheld: their run has ended here, and its server has not been heard to let go of it.
+
+The end of a run is two facts: how the job stands, and when its slot may be used again.  Both are written in one
+transaction, so that an emptied Redis forgets neither.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+from sqlalchemy import Integer, bindparam, delete, insert, literal_column, select, update
+
+from jobs.db import Database, Transaction
+from jobs.models import jobs, withheld
+from jobs.states import State
+
+Row: TypeAlias = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Withholding:
+    """That a run's slot is to be withheld when the run ends.
+
+    `until_ms`: the longest.  `resumes`: not if its job goes back to be resumed in that very slot.
+    """
+
+    reason: str
+    until_ms: int
+    resumes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Withheld:
+    """One slot.  `began_ms`: when its run began, `since_ms`: when that ended here.
+
+    `quiet_ms`: since when its server's count leaves no room for the run; None: it does leave some, or was not asked.
+    """
+
+    job_id: str
+    attempt: int
+    server: str
+    slot: str
+    model: str
+    tenant: str
+    remote_id: str | None
+    reason: str
+    began_ms: int
+    since_ms: int
+    until_ms: int
+    quiet_ms: int | None = None
+
+
+_COLUMNS = [field.name for field in fields(Withheld)]
+_THIS = (withheld.c.job_id == bindparam("p_id"), withheld.c.attempt == bindparam("p_attempt"))
+_RUNS = select(
+    jobs.c.id,
+    jobs.c.attempt,
+    jobs.c.server,
+    jobs.c.slot,
+    jobs.c.model,
+    jobs.c.tenant,
+    jobs.c.remote_id,
+    bindparam("p_reason"),
+    jobs.c.started_ms,
+    bindparam("p_now", type_=withheld.c.since_ms.type),
+    bindparam("p_until", type_=withheld.c.until_ms.type),
+).where(jobs.c.state == literal_column(f"'{State.RUNNING.value}'"), jobs.c.slot.is_not(None))
+_THIS_RUN = (jobs.c.id == bindparam("p_id"), jobs.c.attempt == bindparam("p_attempt", type_=Integer))
+_NOTE = insert(withheld).from_select(_COLUMNS[:-1], _RUNS.where(*_THIS_RUN).with_for_update())
+_NOTE_MANY = insert(withheld).from_select(
+    _COLUMNS[:-1], _RUNS.where(jobs.c.seq.in_(bindparam("p_seqs", expanding=True)))
+)
+_ALL = select(withheld).order_by(withheld.c.since_ms, withheld.c.job_id)
+_ONE = select(withheld).where(*_THIS)
+_FORGET = delete(withheld).where(*_THIS)
+_QUIET = update(withheld).where(*_THIS).values(quiet_ms=bindparam("p_quiet"))
+
+
+def note(tx: Transaction, job_id: str, attempt: int, now: int, it: Withholding) -> None:
+    """Withhold the slot of a run that is about to end in this transaction."""
+    given = {"p_id": job_id, "p_attempt": attempt, "p_reason": it.reason, "p_now": now, "p_until": it.until_ms}
+    tx.connection.execute(_NOTE, given)
+
+
+def note_many(tx: Transaction, seqs: Sequence[int], now: int, it: Withholding) -> None:
+    """The same for running jobs, which this transaction has locked, by their acceptance numbers."""
+    given = {"p_seqs": list(seqs), "p_reason": it.reason, "p_now": now, "p_until": it.until_ms}
+    tx.connection.execute(_NOTE_MANY, given)
+
+
+def drop(tx: Transaction, job_id: str, attempt: int) -> bool:
+    return tx.connection.execute(_FORGET, {"p_id": job_id, "p_attempt": attempt}).rowcount == 1
+
+
+def add(database: Database, it: Withheld) -> None:
+    """Withhold a slot whose run has ended before."""
+    row = {name: getattr(it, name) for name in _COLUMNS}
+
+    def unit(tx: Transaction) -> None:
+        drop(tx, it.job_id, it.attempt)
+        tx.connection.execute(insert(withheld), row)
+
+    database.write(unit)
+
+
+def read(database: Database) -> list[Withheld]:
+    """All slots that are withheld, the longest first."""
+    with database.read() as connection:
+        return [_withheld(row) for row in connection.execute(_ALL)]
+
+
+def of_run(database: Database, job_id: str, attempt: int) -> Withheld | None:
+    with database.read() as connection:
+        row = connection.execute(_ONE, {"p_id": job_id, "p_attempt": attempt}).first()
+    return None if row is None else _withheld(row)
+
+
+def forget(database: Database, job_id: str, attempt: int) -> bool:
+    """The run is gone from its server.  False: somebody has said so before, or its slot was not withheld."""
+    return database.write(lambda tx: drop(tx, job_id, attempt))
+
+
+def note_quiet(database: Database, it: Withheld, quiet_ms: int | None) -> None:
+    given = {"p_id": it.job_id, "p_attempt": it.attempt, "p_quiet": quiet_ms}
+    database.write(lambda tx: tx.connection.execute(_QUIET, given))
+
+
+def _withheld(row: Row) -> Withheld:
+    return Withheld(**{name: getattr(row, name) for name in _COLUMNS})

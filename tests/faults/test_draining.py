@@ -1,0 +1,371 @@
+"""The end of a run is two facts: its job has ended, and its slot may be used again.
+
+Whatever ends a run here, its slot is withheld until the server's own report no longer shows it, and an emptied Redis,
+a dead worker and a dead reaper forget nothing of that (SLOT-1).
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from jobs import withheld
+from jobs.states import State, Why
+from routing import audit, draining, reconcile, runs
+from routing.dispatcher import DRAINING, Task
+from routing.explain import explain
+from routing.leases import Renewal
+from routing.outcome import Kind, Outcome
+from routing.policies.identity import YOUNG_MS, ServerReport
+from routing.policies.verdict import judge
+from tests.lua.stage import DOWN, LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage, client, stage, valkey
+
+__all__ = ["client", "stage", "valkey"]
+
+MOST_MS = SETTINGS.withhold_max_ms
+
+
+def running(*job_ids: str) -> ServerReport:
+    return ServerReport(True, len(job_ids), frozenset(job_ids))
+
+
+def heed(stage: Stage, report: ServerReport) -> int:
+    return reconcile.heed_reports(stage.dispatcher, {"gpu": report})
+
+
+def rows(stage: Stage) -> list[tuple[str, str, str]]:
+    return [(it.job_id, it.slot, it.reason) for it in withheld.read(stage.database)]
+
+
+def give_up(stage: Stage, task: Task, kind: Kind = Kind.RETRY, lingers: str = "timed_out") -> State:
+    """End a run here that its server may go on with, as its worker would."""
+    config = stage.dispatcher.fleet.model(task.run.job.model).config
+    verdict = judge(Outcome(kind), task.run.failures, task.run.crashes, True, config)
+    moved = stage.dispatcher.settle(task, verdict, lingers=lingers).moved
+    assert moved is not None
+    return moved.to
+
+
+# -- what ends a run while its server goes on ------------------------------------------------------------------
+
+
+def _timed_out(stage: Stage) -> tuple[str, State]:
+    job_id, task = stage.submit(id="one"), stage.start()
+    stage.later(YOUNG_MS)
+    return job_id, give_up(stage, task)
+
+
+def _not_confirmed(stage: Stage) -> tuple[str, State]:
+    job_id, task = stage.submit(id="one"), stage.start()
+    stage.dispatcher.cancel(job_id)
+    stage.later(YOUNG_MS)
+    return job_id, give_up(stage, task, Kind.CANCELED, "canceled")
+
+
+def _server_away(stage: Stage) -> tuple[str, State]:
+    job_id, task = stage.submit(id="one"), stage.start()
+    stage.later(YOUNG_MS)
+    return job_id, give_up(stage, task, Kind.LOST, "server_lost")
+
+
+def _overdue(stage: Stage) -> tuple[str, State]:
+    """Its worker has told the server, which goes on, and learns that it is over."""
+    job_id, task = stage.submit(id="one", ttl_s=5), stage.start()
+    stage.later(YOUNG_MS)
+    assert reconcile.expire_overdue(stage.dispatcher) == 1
+    config = stage.dispatcher.fleet.model("zimg").config
+    verdict = judge(Outcome(Kind.CANCELED), 0, 0, True, config)
+    assert stage.dispatcher.settle(task, verdict, lingers="canceled").moved is None
+    return job_id, State.EXPIRED
+
+
+def _overdue_and_dead(stage: Stage) -> tuple[str, State]:
+    job_id = stage.submit(id="one", ttl_s=5)
+    stage.start()
+    stage.later(YOUNG_MS)
+    assert reconcile.expire_overdue(stage.dispatcher) == 1
+    reconcile.reap(stage.dispatcher)
+    return job_id, State.EXPIRED
+
+
+def _canceled_and_dead(stage: Stage) -> tuple[str, State]:
+    job_id = stage.submit(id="one")
+    stage.start()
+    stage.dispatcher.cancel(job_id)
+    stage.later(YOUNG_MS)
+    reconcile.reap(stage.dispatcher)
+    return job_id, State.CANCELED
+
+
+def _canceled_before_it_was_resumed(stage: Stage) -> tuple[str, State]:
+    job_id, task = stage.submit(id="one"), stage.start()
+    stage.remote(task)
+    stage.later(YOUNG_MS)
+    assert stage.dispatcher.hand_back(task)
+    stage.dispatcher.cancel(job_id)
+    stage.later(LEASE_MS + SECOND)
+    reconcile.reap(stage.dispatcher)
+    stage.told.offers.clear()
+    return job_id, State.CANCELED
+
+
+def _hung(stage: Stage) -> tuple[str, State]:
+    """Its worker renews, and has forgotten the run."""
+    job_id = stage.submit(id="one")
+    task = stage.start()
+    stage.later(60 * SECOND + 29 * SECOND)
+    assert stage.renewal(task) is Renewal.RENEWED
+    assert draining.end_overlong(stage.dispatcher) == 0
+    stage.later(SECOND)
+    assert draining.end_overlong(stage.dispatcher) == 1
+    assert draining.end_overlong(stage.dispatcher) == 0
+    assert stage.renewal(task) is Renewal.LOST
+    return job_id, State.DELAYED
+
+
+Ended = Callable[[Stage], tuple[str, State]]
+ENDS = [
+    _timed_out,
+    _not_confirmed,
+    _server_away,
+    _overdue,
+    _overdue_and_dead,
+    _canceled_and_dead,
+    _canceled_before_it_was_resumed,
+    _hung,
+]
+however = pytest.mark.parametrize("ended", [pytest.param(it, id=it.__name__[1:]) for it in ENDS])
+
+
+@pytest.fixture
+def one_slot(stage: Stage) -> Stage:
+    stage.register(1, max_poll_time=60.0)
+    return stage
+
+
+@however
+def test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_run(one_slot, ended):
+    stage = one_slot
+    job_id, state = ended(stage)
+    assert stage.state(job_id) is state
+    assert [it[:2] for it in rows(stage)] == [("one", "gpu-slot0")]
+    following = stage.submit()
+    for _ in range(5):
+        stage.later(LEASE_MS)
+        reconcile.reap(stage.dispatcher)
+        heed(stage, running("one"))
+        draining.keep(stage.dispatcher)
+        reconcile.reconcile(stage.dispatcher)
+        reconcile.sweep(stage.dispatcher)
+        assert following not in stage.offered(), "its server is at another run"
+        assert [it.owner for it, _ in stage.dispatcher.leases.all("zimg")] == [DRAINING]
+    assert audit.look(stage.dispatcher, {}) == set()
+    assert heed(stage, UP_AND_IDLE) == 1
+    assert rows(stage) == [] and {following, "one"} & set(stage.offered()), "at once, not at the next sweep"
+
+
+@however
+def test_an_emptied_redis_does_not_forget_what_drains(one_slot, ended):
+    stage = one_slot
+    ended(stage)
+    stage.submit()
+    stage.offered()
+    stage.lose_redis()
+    reconcile.sweep(stage.dispatcher)
+    assert stage.offered() == [] and stage.room.taken() == {"gpu-slot0": f"one~{stage.job('one').attempt}"}
+    heed(stage, running("one"))
+    assert stage.offered() == []
+    assert heed(stage, UP_AND_IDLE) == 1
+    assert len(stage.offered()) == 1
+
+
+@however
+def test_a_slot_is_not_withheld_for_longer_than_is_set(one_slot, ended):
+    stage = one_slot
+    ended(stage)
+    stage.submit()
+    stage.offered()
+    stage.later(MOST_MS - 1)
+    heed(stage, running("one"))
+    reconcile.reap(stage.dispatcher)
+    assert len(rows(stage)) == 1
+    stage.later(LEASE_MS + SECOND)
+    reconcile.reap(stage.dispatcher)
+    reconcile.sweep(stage.dispatcher)
+    assert rows(stage) == [] and len(stage.offered()) == 1
+
+
+@pytest.mark.parametrize("report", [DOWN, ServerReport(True)], ids=["down", "says nothing"])
+def test_a_server_that_does_not_say_what_it_runs_lets_go_of_nothing(one_slot, report):
+    stage = one_slot
+    _timed_out(stage)
+    before = stage.room.dump()
+    assert heed(stage, report) == 0
+    assert stage.room.dump() == before and len(rows(stage)) == 1
+
+
+def test_the_servers_own_end_of_a_run_frees_its_slot_whoever_ended_the_job(one_slot):
+    """The deadline passed, and then the result came after all."""
+    stage = one_slot
+    stage.submit(id="one", ttl_s=5)
+    task, following = stage.start(), stage.submit()
+    stage.later(5 * SECOND)
+    reconcile.expire_overdue(stage.dispatcher)
+    assert stage.renewal(task) is Renewal.CANCEL and len(rows(stage)) == 1
+    assert stage.settle(task).moved is None
+    assert rows(stage) == [] and stage.offered() == [following]
+
+
+def test_a_late_answer_to_a_stale_worker_lets_the_slot_go(one_slot):
+    stage = one_slot
+    stage.submit(id="one", ttl_s=5)
+    task, following = stage.start(), stage.submit()
+    stage.later(5 * SECOND)
+    reconcile.expire_overdue(stage.dispatcher)
+    reconcile.reap(stage.dispatcher)
+    assert stage.room.taken() == {"gpu-slot0": "one~1"}
+    assert stage.settle(task).moved is None
+    assert stage.offered() == [following]
+
+
+def test_a_timed_out_job_waits_for_its_retry_and_runs_beside_its_former_run(stage):
+    stage.register(2)
+    stage.submit(id="one")
+    give_up(stage, stage.start())
+    stage.later(60 * SECOND)
+    assert reconcile.promote_due(stage.dispatcher) == 1
+    again = stage.start()
+    assert (again.run.job.id, again.run.attempt, again.held.slot) == ("one", 2, "gpu-slot1")
+    stage.later(YOUNG_MS)
+    assert heed(stage, running("one.1", "one.2")) == 0 and stage.free() == 0, "nobody is a stranger"
+    assert heed(stage, running("one.2")) == 1 and stage.free() == 1
+    assert stage.renewal(again) is Renewal.RENEWED
+
+
+def test_a_run_of_ours_that_drains_takes_no_further_slot(stage):
+    stage.register(3)
+    stage.submit(id="one")
+    task = stage.start()
+    stage.later(YOUNG_MS)
+    give_up(stage, task)
+    heed(stage, running("one"))
+    assert stage.free() == 2
+
+
+def test_a_withheld_slot_counts_for_its_tenant(stage):
+    stage.register(2, policy="fair", tenant_slots=1)
+    stage.submit(id="one")
+    give_up(stage, stage.start(), Kind.CANCELED)
+    stage.submit()
+    assert stage.offered() == []
+    stage.later(YOUNG_MS)
+    heed(stage, UP_AND_IDLE)
+    assert len(stage.offered()) == 1
+
+
+# -- servers that only count -----------------------------------------------------------------------------------
+
+
+def _count(stage: Stage, active: int) -> int:
+    return heed(stage, ServerReport(True, active))
+
+
+def test_a_server_that_counts_nothing_has_let_go(one_slot):
+    stage = one_slot
+    _timed_out(stage)
+    assert _count(stage, 1) == 0
+    assert _count(stage, 0) == 1
+
+
+def test_a_count_frees_when_it_leaves_no_room_for_the_run_for_long_enough(stage):
+    """Another run may have ended at the server, and its worker not know of it yet."""
+    stage.register(2, model_type="async", poll_interval=3.0)
+    stage.submit(id="one")
+    first = stage.start()
+    stage.submit(id="two")
+    second = stage.start()
+    stage.later(YOUNG_MS)
+    give_up(stage, first)
+    assert _count(stage, 2) == _count(stage, 1) == 0
+    stage.later(4 * SECOND)
+    assert _count(stage, 2) == 0, "it was the other that had ended"
+    for _ in range(2):
+        assert _count(stage, 1) == 0
+        stage.later(4 * SECOND)
+    assert _count(stage, 1) == 1
+    assert stage.renewal(second) is not None and rows(stage) == []
+
+
+# -- deaths between two effects --------------------------------------------------------------------------------
+
+
+def test_a_worker_that_dies_when_the_end_is_written_leaves_a_slot_that_drains(one_slot, monkeypatch):
+    stage = one_slot
+    stage.submit(id="one")
+    task = stage.start()
+    with monkeypatch.context() as dying:
+        dying.setattr(stage.dispatcher, "_withhold", _dies)
+        with pytest.raises(ZeroDivisionError):
+            give_up(stage, task)
+    stage.later(LEASE_MS)
+    reconcile.reap(stage.dispatcher)
+    assert stage.room.taken() == {"gpu-slot0": "one~1"}
+
+
+def test_who_dies_when_the_record_has_let_go_leaves_a_slot_that_the_next_look_frees(one_slot, monkeypatch):
+    stage = one_slot
+    _timed_out(stage)
+    following = stage.submit()
+    with monkeypatch.context() as dying:
+        dying.setattr(stage.dispatcher, "free", _dies)
+        heed(stage, UP_AND_IDLE)
+    assert rows(stage) == [] and stage.room.taken() == {"gpu-slot0": "one~1"}
+    assert draining.keep(stage.dispatcher) == 1
+    assert stage.offered() == [following]
+
+
+def test_a_lease_that_drains_and_was_lost_alone_is_written_again(one_slot):
+    """An older copy of Redis' data has taken over, and its room is open."""
+    stage = one_slot
+    _timed_out(stage)
+    stage.redis.delete(stage.room.key("leases:one~1"), stage.room.key("slots"), stage.room.key("leases"))
+    assert draining.keep(stage.dispatcher) == 1
+    assert draining.keep(stage.dispatcher) == 0
+    assert stage.room.taken() == {"gpu-slot0": "one~1"}
+
+
+def test_a_worker_that_is_still_telling_its_server_is_not_disturbed(one_slot):
+    stage = one_slot
+    stage.submit(id="one", ttl_s=5)
+    task = stage.start()
+    stage.later(5 * SECOND)
+    reconcile.expire_overdue(stage.dispatcher)
+    assert draining.keep(stage.dispatcher) == runs.restore_missing(stage.dispatcher) == 0
+    assert stage.renewal(task) is Renewal.CANCEL
+
+
+def test_a_slot_of_a_job_that_goes_back_to_be_resumed_is_not_withheld(one_slot):
+    stage = one_slot
+    stage.submit(id="one")
+    stage.start()
+    stage.later(LEASE_MS)
+    reconcile.reap(stage.dispatcher)
+    assert rows(stage) == [] and stage.job("one").why is Why.LEASE_EXPIRED
+    stage.settle(stage.start())
+    assert rows(stage) == [] and stage.free() == 1
+
+
+def _dies(*_: object, **__: object) -> None:
+    raise ZeroDivisionError
+
+
+# -- what people are told --------------------------------------------------------------------------------------
+
+
+def test_a_waiting_job_is_told_of_the_slot_that_is_withheld_and_not_of_another_tenants_job(one_slot):
+    stage = one_slot
+    _timed_out(stage)
+    jobs = {tenant: stage.submit(tenant=tenant) for tenant in ("default", "acme")}
+    told = {tenant: explain(stage.dispatcher, stage.job(job_id)).sentence for tenant, job_id in jobs.items()}
+    ended = "timed out here at 2027-01-15T08:00:05Z, its server has not let go"
+    assert f"slot gpu-slot0 is withheld: job 'one' {ended}" in told["default"]
+    assert f"slot gpu-slot0 is withheld: another tenant's job {ended}" in told["acme"]

@@ -1,11 +1,14 @@
 """Ports: whether they can be had, before anything is started."""
 
 import errno
+import random
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from app.up.errors import UpError
+
+_QUIET = range(10_240, 32_768)  # below those from which systems choose for outgoing connections
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,14 @@ def free_port(host: str = "127.0.0.1") -> int:
     """A port that nobody has at this moment."""
     with socket.create_server((host, 0)) as taken:
         return int(taken.getsockname()[1])
+
+
+def quiet_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody has, and that no outgoing connection is given: for a listener that comes a while later."""
+    for number in random.SystemRandom().sample(_QUIET, len(_QUIET)):
+        if _obstacle(host, number) is None:
+            return number
+    return free_port(host)
 
 
 def is_open(host: str, port: int, timeout_s: float = 1.0) -> bool:

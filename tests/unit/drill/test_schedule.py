@@ -12,6 +12,7 @@ from app.drill.proxy import Proxy
 from app.drill.schedule import Change, Kind, schedule, targets
 from app.drill.setting import Setting, hindrance
 from app.drill.stack import Stack
+from app.up import ports
 from app.up.errors import Stopped
 
 AMONG = targets(
@@ -164,3 +165,10 @@ def test_the_command_that_repeats_a_drill_names_the_seed_and_what_is_no_default(
     monkeypatch.setattr(launcher, "drill", stop)
     CliRunner().invoke(drill, ["--faults", "worker,web", "--seconds", "30", "--seed", "4", "--keep"])
     assert told == ["slotkeeper drill --seed 4 --seconds 30.0 --faults worker,web"]
+
+
+def test_no_outgoing_connection_takes_a_port_of_the_drill_before_its_listener_comes() -> None:
+    """Starting a PostgreSQL takes seconds, and the system gives any port from 32768 on to whoever connects."""
+    found = {ports.quiet_port() for _ in range(20)}
+    assert len(found) > 15
+    assert all(1024 < port < 32_768 for port in found)

@@ -13,6 +13,9 @@ from reference_server.server import ServeConfig, ServeError, serve
 @click.option("--slots", default=1, show_default=True, help="Runs at the same time.")
 @click.option("--async", "asynchronous", is_flag=True, help="Answer with an id to be polled, not with the result.")
 @click.option("--host", default="127.0.0.1", show_default=True)
+@click.option(
+    "--allow-host", "allow_hosts", metavar="NAME", multiple=True, help="A name it may be called by; repeat it."
+)
 @click.option("--port", default=9001, show_default=True, help="0 takes any free one.")
 @click.option("--endpoint", default="/generate", show_default=True)
 @click.option("--model", help="Name shown in /health; the function's by default.")
@@ -34,6 +37,7 @@ def main(
     slots: int,
     asynchronous: bool,
     host: str,
+    allow_hosts: tuple[str, ...],
     port: int,
     endpoint: str,
     model: str | None,
@@ -51,6 +55,7 @@ def main(
             slots=slots,
             asynchronous=asynchronous,
             host=host,
+            allow_hosts=allow_hosts,
             port=port,
             endpoint=endpoint,
             model=model,

@@ -16,6 +16,7 @@ from typing import Any
 from reference_server import answers
 from reference_server.door import Door
 from reference_server.engine import Engine, Memory
+from reference_server.guard import Guard
 from reference_server.journal import Journal
 from reference_server.model import Function, TargetError, adapt, load, takes_context
 from reference_server.push import Pusher
@@ -49,6 +50,8 @@ class ServeConfig:
     memory: Memory = field(default_factory=Memory)
     """What is kept of runs that have ended."""
     max_body_bytes: int = 16 << 20
+    allow_hosts: tuple[str, ...] = ()
+    """Further host names under which it may be called; see reference_server/guard.py."""
     push: bool = False
     """Obey X-Callback-Url.  Whoever can call the server can then make it POST anywhere it can reach."""
     journal: Path | None = None
@@ -77,6 +80,7 @@ class ReferenceServer:
         self.config = config
         self.model_name = config.model or str(getattr(function, "__name__", type(function).__name__))
         self.engine = Engine(config.slots, config.max_direct_queue, config.memory)
+        self._guard = Guard(config.host, config.allow_hosts)
         self._http = self._listen()
         self._journal = _open_journal(config.journal)
         self._pusher = Pusher() if config.push else None
@@ -124,7 +128,7 @@ class ReferenceServer:
             return HttpServer(
                 config.host,
                 config.port,
-                lambda request: self._door.handle(request),
+                lambda request: self._guard.refusal(request) or self._door.handle(request),
                 answers.refused,
                 config.max_body_bytes,
             )

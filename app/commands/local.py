@@ -60,7 +60,17 @@ def flower() -> None:
 
     from tasks.celery_app import celery
 
+    _close_flower()
     celery.start(["flower"])
+
+
+def _close_flower() -> None:
+    """Flower shows /metrics and /healthcheck to everybody; behind its password they tell nobody else."""
+    from flower.views.monitor import Healthcheck, Metrics
+    from tornado.web import authenticated
+
+    for view in (Metrics, Healthcheck):
+        view.get = authenticated(view.get)
 
 
 @click.command()

@@ -314,7 +314,7 @@ def say(served: Served, *pieces: bytes) -> bytes:
         return answers.read()
 
 
-POST = b"POST /generate HTTP/1.1\r\nHost: a\r\n"
+POST = b"POST /generate HTTP/1.1\r\nHost: localhost\r\n"
 CLOSE = b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n"
 
 

@@ -31,8 +31,8 @@ log = structlog.get_logger(__name__)
 
 # An answer that is on its way to the worker when the server is asked has arrived after this.
 _SECOND_LOOK_S = 1.0
-# How long deadlines, and due jobs, are worked on before the others have their turn again.
-_KEEP_TIME_S = 0.4
+# How long deadlines and due jobs are worked on before the next second's turn.
+_KEEP_TIME_S = 0.8
 # How long a round waits for servers; what comes later is heeded by the next.
 _ROUND_S = 1.5
 _GATHER_S = 0.1
@@ -79,9 +79,11 @@ def sweep() -> None:
 
 @_task("keep_time", 1)
 def keep_time() -> None:
-    """Every second: delayed jobs whose time has come, then deadlines; of very many some wait for the next second."""
+    """Every second: delayed jobs whose time has come, and deadlines; of very many a batch of each in turn."""
+    until = time.monotonic() + _KEEP_TIME_S
     reconcile.promote_due(dispatcher(), _KEEP_TIME_S)
-    reconcile.expire_overdue(dispatcher(), _KEEP_TIME_S)
+    while reconcile.expire_overdue(dispatcher(), 0) and time.monotonic() < until:
+        reconcile.promote_due(dispatcher(), 0)
 
 
 @_task("reap", 0.5)

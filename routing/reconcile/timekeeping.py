@@ -12,7 +12,7 @@ from routing.dispatcher import Dispatcher
 from routing.each import alone
 
 # Jobs that one transaction moves: whoever else writes waits for it.
-_CHUNK = 250
+_CHUNK = 500
 
 
 def promote_due(dispatcher: Dispatcher, within_s: float = float("inf")) -> int:

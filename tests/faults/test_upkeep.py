@@ -276,6 +276,20 @@ def test_many_deadlines_leave_the_others_their_turn(stage, monkeypatch) -> None:
     assert not stage.room.waiting()
 
 
+def test_however_many_deadlines_pass_a_due_job_waits_for_one_batch_of_them(stage, monkeypatch) -> None:
+    monkeypatch.setattr("routing.reconcile.timekeeping._CHUNK", 10)
+    monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
+    stage.register()
+    stage.submit_all([stage.a(ttl_s=1) for _ in range(35)])
+    stage.later(1_000)
+    turns: list[str] = []
+    for name in ("promote_due", "expire_overdue"):
+        act = getattr(reconcile, name)
+        monkeypatch.setattr(reconcile, name, lambda *a, name=name, act=act: turns.append(name) or act(*a))
+    maintenance.keep_time()
+    assert turns[:4] == ["promote_due", "expire_overdue", "promote_due", "expire_overdue"]
+
+
 def test_a_batch_of_deadlines_is_one_statement_and_one_call_of_redis(stage, monkeypatch) -> None:
     stage.register()
     stage.submit_all([stage.a(ttl_s=1) for _ in range(50)])

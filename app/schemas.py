@@ -10,8 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
 from app.api.openapi import Model
+from app.api.paging import CURSOR
 from jobs.config import ModelConfig
 from jobs.states import State
+from jobs.tenants import LONGEST_NAME, SHOWN
+from routing.policies.placement import NAME, VALUE
+from routing.submission import MODEL
 from tasks.servers import for_model
 
 Stands = Literal["online", "paused", "draining", "frozen"]
@@ -43,8 +47,17 @@ _OUTLOOK: Any = Field(
 _POSITION: Any = Field(description="1: next.  null: it does not wait in line, or that is not known now.")
 _NOTICE: Any = Field(description="What keeps it from starting for now, such as constraints that no known server meets.")
 _REASON: Any = Field(None, max_length=500, description="Why; shown wherever the state is.", examples=["new driver"])
+_MODEL: Any = {"pattern": f"^{MODEL}$"}
+_VALUE: Any = {"pattern": f"^{VALUE}$"}
+_CURSOR: Any = {"pattern": f"^{CURSOR}$"}
 _Object = Annotated[Any, WithJsonSchema({"type": "object"})]
-_One: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "number"}]}
+_One: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string", "pattern": f"^{VALUE}$"},
+        {"type": "number", "exclusiveMinimum": -1e15, "exclusiveMaximum": 1e15},
+    ]
+}
+_NAMES = {"pattern": f"^{NAME}$"}
 _Constraints = Annotated[
     Any,
     WithJsonSchema(
@@ -53,6 +66,7 @@ _Constraints = Annotated[
                 {
                     "type": "object",
                     "maxProperties": 20,
+                    "propertyNames": _NAMES,
                     "additionalProperties": {
                         "anyOf": [
                             *_One["anyOf"],
@@ -77,6 +91,7 @@ _Attributes = Annotated[
         {
             "type": "object",
             "maxProperties": 50,
+            "propertyNames": _NAMES,
             "additionalProperties": {
                 "anyOf": [*_One["anyOf"], {"type": "array", "items": _One, "minItems": 1, "maxItems": 50}]
             },
@@ -95,12 +110,19 @@ class Asked(Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_unknown(cls, given: Any) -> Any:
-        """Of very many fields that are not known a few are enough to refuse it; each costs a sentence."""
-        return _with_few_unknown(given, cls.model_fields)
+    def _fit_to_look_at(cls, given: Any) -> Any:
+        return _with_whole_numbers(_with_few_unknown(given, cls.model_fields))
+
+
+def _with_whole_numbers(given: Any) -> Any:
+    """JSON makes no difference between 7 and 7.0."""
+    if not isinstance(given, dict):
+        return given
+    return {name: int(it) if isinstance(it, float) and it.is_integer() else it for name, it in given.items()}
 
 
 def _with_few_unknown(given: Any, known: Collection[str]) -> Any:
+    """Of very many fields that are not known a few are enough to refuse it; each costs a sentence."""
     if not isinstance(given, dict) or len(given) <= len(known) + _MOST_UNKNOWN:
         return given
     unknown = islice((name for name in given if name not in known), _MOST_UNKNOWN)
@@ -113,7 +135,7 @@ def _with_few_unknown(given: Any, known: Collection[str]) -> Any:
 class SubmitBody(Asked):
     """A job."""
 
-    model: str = Field(max_length=128, examples=["zimg"])
+    model: str = Field(max_length=128, examples=["zimg"], json_schema_extra=_MODEL)
     payload: _Object = Field(description="What the inference server gets, as it is.", examples=[{"prompt": "a sunset"}])
     callback_url: str | None = Field(None, description="Where the end of the job is told, by a signed POST.")
     priority: _Priority = Field(None, description="1 (most urgent) to 9; true is 1; 5 if not given.")
@@ -130,7 +152,11 @@ class SubmitBody(Asked):
 class BatchItem(SubmitBody):
     """One job of a batch."""
 
-    idempotency_key: str | None = Field(None, description="Like the header Idempotency-Key, for this job.")
+    idempotency_key: str | None = Field(
+        None,
+        description="Like the header Idempotency-Key, for this job.",
+        json_schema_extra={"minLength": 1, "maxLength": 255, "pattern": f"^{SHOWN}$"},
+    )
 
 
 class Receipt(Model):
@@ -273,15 +299,17 @@ class WaitQuery(Model):
 
 class ListQuery(Model):
     status: State | None = None
-    model: str | None = None
+    model: str | None = Field(None, json_schema_extra=_MODEL)
     limit: int = Field(50, ge=1, le=200)
-    cursor: str | None = Field(None, max_length=100, description="next_cursor of the page before.")
+    cursor: str | None = Field(
+        None, max_length=20, description="next_cursor of the page before.", json_schema_extra=_CURSOR
+    )
 
 
 class DlqQuery(Model):
-    model: str | None = None
+    model: str | None = Field(None, json_schema_extra=_MODEL)
     limit: int = Field(50, ge=1, le=200)
-    cursor: str | None = Field(None, max_length=100)
+    cursor: str | None = Field(None, max_length=20, json_schema_extra=_CURSOR)
 
 
 # -- servers and models ------------------------------------------------------------------------------------
@@ -290,8 +318,8 @@ class DlqQuery(Model):
 class RegisterBody(Asked):
     """A server that serves a model."""
 
-    model: str = Field(max_length=128, examples=["zimg"])
-    server: str = Field(max_length=128, examples=["zimg-api4"])
+    model: str = Field(max_length=128, examples=["zimg"], json_schema_extra=_MODEL)
+    server: str = Field(max_length=128, examples=["zimg-api4"], json_schema_extra=_MODEL)
     endpoint: str = Field(max_length=2048, examples=["http://10.0.0.4:9001/generate"])
     slots: int = Field(ge=1, le=1024, description="Jobs that the server runs at once, of all its models together.")
     attributes: _Attributes | None = Field(
@@ -302,8 +330,12 @@ class RegisterBody(Asked):
     weight: float | None = Field(
         None, ge=0.001, le=1000, description="How gladly it is chosen; 1 at first.  Left out: it stays."
     )
-    model_version: str | None = Field(None, description="Of the model there; jobs can ask for it.", examples=["2.1"])
-    runtime: str | None = Field(None, description="What runs the model there; jobs can ask for it.")
+    model_version: str | None = Field(
+        None, description="Of the model there; jobs can ask for it.", examples=["2.1"], json_schema_extra=_VALUE
+    )
+    runtime: str | None = Field(
+        None, description="What runs the model there; jobs can ask for it.", json_schema_extra=_VALUE
+    )
 
 
 class StateView(Model):
@@ -392,11 +424,11 @@ class ServerList(Model):
 
 
 class ServerPath(Model):
-    server: str
+    server: str = Field(json_schema_extra=_MODEL)
 
 
 class ModelPath(Model):
-    model: str
+    model: str = Field(json_schema_extra=_MODEL)
 
 
 class ModelView(StateView):
@@ -434,7 +466,7 @@ class ModelDetail(ModelView):
 
 
 class TenantPath(Model):
-    tenant: str
+    tenant: str = Field(json_schema_extra={"maxLength": LONGEST_NAME, "pattern": f"^{SHOWN}$"})
 
 
 class TenantView(StateView):
@@ -476,8 +508,10 @@ class ConfigBody(ModelConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_unknown(cls, given: Any) -> Any:
-        return _with_few_unknown(given, cls.model_fields)
+    def _fit_to_look_at(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            given = {name: _with_whole_numbers(value) for name, value in given.items()}
+        return _with_whole_numbers(_with_few_unknown(given, cls.model_fields))
 
     @field_validator("poll_endpoint_template", "id_field")
     @classmethod

@@ -53,6 +53,7 @@ class RecordSettings(BaseSettings):
 
 Policy = Literal["fifo", "priority", "aging", "fair"]
 _Tenant = Annotated[str, Field(min_length=1, max_length=200)]
+_POLLED: Any = {"pattern": "^/.*\\{id\\}"}
 _Share = Annotated[float, Field(strict=True, ge=0.001, le=1000, allow_inf_nan=False)]
 _Slots = Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
 _MOST_WAITING = 1_000_000_000
@@ -69,7 +70,7 @@ class ModelConfig(BaseModel):
 
     model_type: Literal["sync", "async"] = "sync"
     """sync: the server answers at once; async: with an id to be polled."""
-    poll_endpoint_template: Annotated[str, Field(max_length=500)] | None = None
+    poll_endpoint_template: Annotated[str, Field(max_length=500, json_schema_extra=_POLLED)] | None = None
     """Path of the status request, with `{id}`; null: `/status/{id}`."""
     id_field: Annotated[str, Field(max_length=100)] | None = None
     """Where an async answer carries its id; null: `job_id`."""

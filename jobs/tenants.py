@@ -4,6 +4,7 @@ A key is 256 random bits, so a plain SHA-256 of it cannot be guessed back; slow 
 """
 
 import hashlib
+import re
 import secrets
 from dataclasses import dataclass
 
@@ -15,7 +16,10 @@ from jobs.models import tenants
 from jobs.rotations import raise_number
 
 _KEY_PREFIX = "sk_"
-_LONGEST_NAME = 200
+LONGEST_NAME = 200
+_SIGN = "!-~\u00a1-\u00ac\u00ae-\u1fff\u2070-\u2fff\u3001-\ud7ff\uf900-\ufdcf\ufdf0-\ufefe\uff00-\uffef"
+SHOWN = f"[{_SIGN}]([ {_SIGN}]*[{_SIGN}])?"
+"""Text that can be shown on one line as it is: nothing invisible, nothing that turns the direction of writing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +38,9 @@ LOCAL = Tenant("default", admin=True)
 
 def check_tenant_name(name: str) -> str:
     """Raises InvalidJob unless `name` can be shown, and asked for in an address."""
-    if not 1 <= len(name) <= _LONGEST_NAME or not name.isprintable() or name != name.strip():
+    if len(name) > LONGEST_NAME or not re.fullmatch(SHOWN, name):
         raise InvalidJob(
-            "tenant", f"tenant must be 1 to {_LONGEST_NAME} printable characters, with no blank around them"
+            "tenant", f"tenant must be 1 to {LONGEST_NAME} printable characters, with no blank around them"
         )
     return name
 

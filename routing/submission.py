@@ -12,10 +12,12 @@ import orjson
 from jobs.catalog import Model
 from jobs.errors import InvalidJob
 from jobs.record import TIER_DEFAULT, TIER_LEAST_URGENT, TIER_MOST_URGENT, NewJob, new_job_id
+from jobs.tenants import SHOWN
 from routing import exact
 from routing.policies.placement import read_needs
 
-_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}")
+MODEL = "[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}"
+_MODEL = re.compile(MODEL)
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LONGEST_KEY = 255
 _LONGEST_WAIT_S = 366 * 86_400
@@ -163,7 +165,7 @@ def _job_id(wanted: str | None) -> str:
 
 
 def _idempotency_key(key: str | None) -> str | None:
-    if key is not None and (not 1 <= len(key) <= _LONGEST_KEY or not key.isprintable()):
+    if key is not None and (not 1 <= len(key) <= _LONGEST_KEY or not re.fullmatch(SHOWN, key)):
         raise InvalidJob("Idempotency-Key", f"Idempotency-Key must be 1 to {_LONGEST_KEY} printable characters")
     return key
 

@@ -43,7 +43,7 @@ def retry_all_dead() -> dict[str, Any]:
     return {"retried": sum(_revived(job.id) for job in oldest_first), "more": len(found) > _AT_ONCE}
 
 
-@api.delete("/<job_id>", responses={204: None, **problems(404, 409, 415)})
+@api.delete("/<job:job_id>", responses={204: None, **problems(404, 409, 415)})
 def delete_dead(path: JobPath) -> tuple[str, int]:
     """Remove a dead job for good.  The ledger keeps count of it."""
     job = _job(path.job_id)

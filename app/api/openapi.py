@@ -9,9 +9,11 @@ from flask import Flask, Response
 from flask.json.provider import JSONProvider
 from flask_openapi import APIBlueprint, Info, OpenAPI
 from pydantic import BaseModel, ConfigDict
+from werkzeug.routing import UnicodeConverter
 
 from app.api.reading import Request
 from app.errors import CONTENT_TYPE, of_validation
+from jobs.tenants import SHOWN
 from routing import exact
 
 _REASONS = {
@@ -31,6 +33,7 @@ _REASONS = {
 }
 _EVERYWHERE = (403, 421, 500)
 _HEADERS = "x-headers"  # only on the way to `document`
+_HEADER = {"type": "string", "minLength": 1, "maxLength": 255, "pattern": f"^{SHOWN}$"}
 _KEYED = (401, 403, 421, 500, 503)
 SECURITY: dict[str, Any] = {"key": {"type": "http", "scheme": "bearer", "description": "A tenant's key, sk_…"}}
 
@@ -81,6 +84,12 @@ class _OrjsonProvider(JSONProvider):
         return Response(orjson.dumps(body, default=str), content_type="application/json")
 
 
+class _JobId(UnicodeConverter):
+    """A job's id where a fixed word stands beside it."""
+
+    regex = "(?!retry-all$)[^/]+"
+
+
 def new_app(version: str) -> OpenAPI:
     """A Flask application that describes itself.  The document is served by app.api.docs."""
     app = OpenAPI(
@@ -95,6 +104,7 @@ def new_app(version: str) -> OpenAPI:
     app.openapi_version = "3.1.0"
     app.request_class = Request
     app.json = _OrjsonProvider(app)
+    app.url_map.converters["job"] = _JobId
     app.url_map.merge_slashes = False  # Names may hold them.
     return app
 
@@ -132,16 +142,21 @@ def headers(**described: str) -> dict[str, Any]:
     """openapi_extensions for optional headers that a view reads by itself: Some_Header="what it is for"."""
     return {
         _HEADERS: [
-            {"name": name.replace("_", "-"), "in": "header", "description": text, "schema": {"type": "string"}}
+            {"name": name.replace("_", "-"), "in": "header", "description": text, "schema": _HEADER}
             for name, text in described.items()
         ]
     }
 
 
 def document(app: Flask) -> dict[str, Any]:
-    """The OpenAPI document."""
+    """The OpenAPI document.  It asks for keys only where this process does."""
     assert isinstance(app, OpenAPI)
     made: dict[str, Any] = app.api_doc
+    if not app.extensions["slotkeeper_settings"].require_keys:
+        made.get("components", {}).pop("securitySchemes", None)
+        for operation in (one for path in made["paths"].values() for one in path.values()):
+            operation.pop("security", None)
+            operation["responses"].pop("401", None)
     for path in made["paths"].values():
         for operation in path.values():
             _tidy(operation)

@@ -1,33 +1,28 @@
 """Pages of a list.  A cursor is opaque to clients; in it stands the `seq` of the last job of a page."""
 
-from base64 import urlsafe_b64decode, urlsafe_b64encode
-from binascii import Error
+import re
 from collections.abc import Sequence
 
 from jobs.errors import InvalidJob
 from jobs.record import Job
 from routing.submission import check_model_name
 
+CURSOR = "s[1-9][0-9]{0,18}"
 _LARGEST = (1 << 63) - 1
 
 
 def after(page: Sequence[Job], limit: int) -> str | None:
     """The cursor of the next page; None: this one was not full."""
-    return urlsafe_b64encode(b"seq:%d" % page[-1].seq).decode() if len(page) == limit else None
+    return f"s{page[-1].seq}" if len(page) == limit else None
 
 
 def before(cursor: str | None) -> int | None:
     """The `seq` before which the page begins.  Raises InvalidJob for what is no cursor of ours."""
     if cursor is None:
         return None
-    try:
-        kind, _, number = urlsafe_b64decode(cursor.encode()).partition(b":")
-        seq = int(number)
-    except (Error, ValueError):
-        kind, seq = b"", 0
-    if kind != b"seq" or not 0 < seq <= _LARGEST:
+    if not re.fullmatch(CURSOR, cursor, re.ASCII):
         raise InvalidJob("cursor", "cursor must be the next_cursor of the page before; leave it out for the first page")
-    return seq
+    return min(int(cursor[1:]), _LARGEST)
 
 
 def limits(model: str | None) -> str | None:

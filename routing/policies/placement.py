@@ -12,8 +12,9 @@ from typing import Any
 from jobs.errors import InvalidJob
 from jobs.record import Server
 
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-_VALUE = re.compile(r"[A-Za-z0-9-][A-Za-z0-9._:/+ -]{0,127}")
+NAME = "[A-Za-z][A-Za-z0-9_.-]{0,63}"
+VALUE = "[A-Za-z0-9-][A-Za-z0-9._:/+ -]{0,127}"
+_NAME, _VALUE = re.compile(NAME), re.compile(VALUE)
 _MOST_CONDITIONS, _MOST_CHOICES, _MOST_ATTRIBUTES = 20, 50, 50
 _BOUNDS = {"min": ">=", "max": "<="}
 _DECIMAL = re.compile(r"-?[0-9][0-9.]*[eE]?[-+]?[0-9]*")

@@ -68,7 +68,15 @@ def test_every_operation_says_what_it_does_under_a_name_of_its_own(described: di
         assert "<br" not in operation.get("description", ""), where
 
 
-def test_what_asks_for_a_key_says_so(described: dict[str, Any]) -> None:
+def test_where_no_keys_are_asked_for_the_document_asks_for_none(described: dict[str, Any]) -> None:
+    assert "securitySchemes" not in described["components"]
+    for where, operation in _operations(described):
+        assert not operation.get("security"), where
+        assert "401" not in operation["responses"], where
+
+
+@pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true"}])
+def test_what_asks_for_a_key_says_so(described: dict[str, Any], settings: dict[str, str]) -> None:
     keyless = {where for where, operation in _operations(described) if not operation.get("security")}
     assert keyless == {"get /health/live", "get /health/ready", "post /tasks/callback/{job_id}"}
     for where, operation in _operations(described):

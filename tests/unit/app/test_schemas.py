@@ -19,3 +19,11 @@ def test_the_known_fields_among_very_many_are_still_looked_at():
     with pytest.raises(ValidationError) as refused:
         StateBody.model_validate(given)
     assert ("state",) in [error["loc"] for error in refused.value.errors()]
+
+
+def test_a_whole_number_may_be_written_with_a_point():
+    body = SubmitBody.model_validate({"model": "zimg", "payload": {"n": 7.0}, "priority": 1.0, "ttl": 2.5})
+    assert (body.priority, body.ttl) == (1, 2.5)
+    assert isinstance(body.priority, int)
+    assert isinstance(body.payload["n"], float)
+    assert ConfigBody.model_validate({"capacity": 10.0, "tenant_slot_limits": {"a": 2.0}}).capacity == 10

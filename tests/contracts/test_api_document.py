@@ -1,0 +1,52 @@
+"""The document says the truth: what it allows is taken, what it forbids is refused, and answers are as described."""
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+from schemathesis.core.failures import Failure, FailureGroup
+
+from app.factory import create_app
+from tests.support.api import Api
+from tests.support.openapi_hooks import MODEL
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+_EXAMPLES = 3
+_SETTINGS = settings(
+    max_examples=_EXAMPLES,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.timeout(400)  # for a machine that has much else to do
+@pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.parametrize("settings", [{}, {"REQUIRE_KEYS": "true"}], ids=["without keys", "with keys"])
+def test_what_the_document_says_is_so(api: Api, settings: dict[str, str], mode: GenerationMode) -> None:
+    headers = api.tenant("boss", admin=True)
+    answer = api.client.put(f"/admin/model-configs/{MODEL}", json={}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    document = schemathesis.openapi.from_wsgi("/openapi.json", create_app())
+    failed: list[str] = []
+    for found in document.get_all_operations():
+        operation = found.ok()
+        if mode is GenerationMode.NEGATIVE and not (operation.body or operation.query or operation.path_parameters):
+            continue
+
+        @_SETTINGS
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def ask(case: schemathesis.Case) -> None:
+            case.call_and_validate(headers=headers)
+
+        try:
+            ask()
+        except (FailureGroup, Failure) as error:  # All of them, not only the first.
+            failed.append(f"{operation.label}: {error}")
+        except Unsatisfiable:
+            pass  # There is nothing that it forbids.
+    assert not failed, "\n\n".join(failed)

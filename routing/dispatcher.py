@@ -50,7 +50,7 @@ class Announcer(Protocol):
         """Wake a worker for an open offer; if it is lost, the offer expires and is made again."""
 
     def ended(self, moved: Moved, *, by_worker: bool) -> None:
-        """A job has ended; `by_worker`: in a task whose own result will say so."""
+        """A job has ended; `by_worker`: with the run of the worker that calls."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,8 @@ $(VENV)/.installed: $(WANTED) | $(VENV)/bin/python
 $(VENV)/bin/python:
 	@$(check-python)
 	@echo "Making $(VENV) with $$($(PYTHON) --version) ..."
-	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	@test -e $(VENV) && new= || new=1
+	@$(PYTHON) -m venv $(VENV) || { test -z "$$new" || rm -rf $(VENV); exit 1; }
 
 # What is missing is said in one sentence, with the command that helps.
 define check-python

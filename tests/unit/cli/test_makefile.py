@@ -48,6 +48,16 @@ def test_a_python_without_venv_is_said_in_one_sentence(tmp_path: Path) -> None:
     assert "apt install python3-venv" in setup(tmp_path, bare)
 
 
+@pytest.mark.parametrize("existed", [True, False])
+def test_an_environment_that_was_there_before_is_not_removed_by_a_failure(tmp_path: Path, existed: bool) -> None:
+    failing = python(tmp_path, f'case "$2" in venv) mkdir -p "{tmp_path}/venv"; exit 1;; esac')
+    if existed:
+        (tmp_path / "venv").mkdir()
+        (tmp_path / "venv" / "mine").touch()
+    assert make("setup", f"VENV={tmp_path / 'venv'}", f"PYTHON={failing}").returncode != 0
+    assert (tmp_path / "venv" / "mine").exists() == (tmp_path / "venv").exists() == existed
+
+
 def test_help_lists_every_target() -> None:
     said = make("help").stdout
     for target in ("setup", "run", "demo", "test", "check", "bench", "help"):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from sqlalchemy import Connection, bindparam, delete, insert, select
+from sqlalchemy import Connection, bindparam, delete, insert, or_, select
 
 from jobs.errors import IdempotencyConflict
 from jobs.models import idempotency_keys, jobs
@@ -20,7 +20,11 @@ _REQUEST = ("model", "payload", "tenant", "callback_url", "needs")
 _ASKED = select(jobs.c.id, jobs.c.seq, jobs.c.state, *(jobs.c[name] for name in _REQUEST)).where(
     jobs.c.id == bindparam("p_id")
 )
-_FORGET = delete(idempotency_keys).where(_THIS_KEY)
+# Never one that was bound since we looked: on PostgreSQL another process may have done so.
+_FORGET = delete(idempotency_keys).where(
+    _THIS_KEY,
+    or_(idempotency_keys.c.expires_ms <= bindparam("p_now"), idempotency_keys.c.job_id == bindparam("p_gone")),
+)
 
 
 def job_of(connection: Connection, job: NewJob, now: int) -> str | None:
@@ -49,9 +53,9 @@ def same_request(connection: Connection, job: NewJob) -> Row:
     return row
 
 
-def bind(connection: Connection, job: NewJob, expires_ms: int) -> None:
-    """Let the key name this job from now on."""
-    connection.execute(_FORGET, _whose(job))
+def bind(connection: Connection, job: NewJob, now: int, expires_ms: int, gone: str | None) -> None:
+    """Let the key name this job from now on, instead of one whose window is over, or that is `gone`."""
+    connection.execute(_FORGET, _whose(job) | {"p_now": now, "p_gone": gone})
     row = {
         "tenant": job.tenant,
         "key": job.idempotency_key,

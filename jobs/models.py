@@ -44,7 +44,8 @@ QUEUED = "state = 'queued'"
 """Condition of the index of queued jobs; see MAY_EXPIRE."""
 _QUEUED = text(QUEUED)
 _DUE = text("due_ms IS NOT NULL")
-MAY_EXPIRE = f"deadline_ms IS NOT NULL AND {_one_of('state', sorted(ACTIVE))}"
+IS_ACTIVE = _one_of("state", sorted(ACTIVE))
+MAY_EXPIRE = f"deadline_ms IS NOT NULL AND {IS_ACTIVE}"
 """Condition of the index of deadlines: a query that shall use it says the same."""
 _MAY_EXPIRE = text(MAY_EXPIRE)
 _FINISHED = text("finished_ms IS NOT NULL")

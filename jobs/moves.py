@@ -59,7 +59,12 @@ def stands(state: State) -> ColumnElement[bool]:
     Said so that no index of states can be used: PostgreSQL would read all jobs of a state whose number, by
     statistics from before they came, is small.
     """
-    return jobs.c.state.op("||")(literal_column("''")) == literal_column(f"'{state.value}'")
+    return compared(jobs.c.state) == literal_column(f"'{state.value}'")
+
+
+def compared(column: ColumnElement[str]) -> ColumnElement[str]:
+    """The text of a column, as no index has it: it is compared in the rows that another condition finds."""
+    return column.op("||")(literal_column("''"))
 
 
 def _one(state: State, why: Why) -> Move:

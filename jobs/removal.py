@@ -10,11 +10,12 @@ from sqlalchemy import ColumnElement, bindparam, delete, exists, insert, select,
 from jobs.db import Database, Transaction
 from jobs.errors import Conflict
 from jobs.models import counters, events, jobs, tellings, webhooks
+from jobs.moves import stands
 from jobs.states import State
 
 _OWES = exists().where(webhooks.c.job_id == jobs.c.id, webhooks.c.state == "pending")
 _OWED = select(webhooks.c.id).where(webhooks.c.job_id == bindparam("p_id"), webhooks.c.state == "pending").limit(1)
-_DEAD = select(jobs.c.seq).where(jobs.c.id == bindparam("p_id"), jobs.c.state == State.DEAD.value).with_for_update()
+_DEAD = select(jobs.c.seq).where(jobs.c.id == bindparam("p_id"), stands(State.DEAD)).with_for_update()
 
 
 def purge(database: Database, ended_before_ms: int, limit: int) -> int:

@@ -28,9 +28,9 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from jobs import events, fate, history, idempotency, moves, removal, tellings, webhooks, withheld
 from jobs.db import Database, Transaction
-from jobs.errors import RecordUncertain
-from jobs.models import MAY_EXPIRE, QUEUED, jobs
-from jobs.moves import UNFINISHED, WAITING_COLUMNS, Move, stands
+from jobs.errors import IdempotencyConflict, RecordUncertain
+from jobs.models import IS_ACTIVE, MAY_EXPIRE, QUEUED, jobs
+from jobs.moves import UNFINISHED, WAITING_COLUMNS, Move, compared, stands
 from jobs.record import Accepted, Brief, Event, Job, NewJob, Past, Run, Waiting, storable
 from jobs.states import State, Why, edge
 from jobs.withheld import Withholding
@@ -39,6 +39,8 @@ Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are nam
 
 _MAX_ERROR = 2000
 _MOST_UNHEARD = 10_000  # Each is asked again soon, unless its worker ends.
+# Where most jobs are, before they ran and after.
+_MANY_STAND = frozenset({State.QUEUED, State.COMPLETED})
 _MOST_MODELS = 100  # in one statement; SQLite joins at most 500 queries
 
 _BRIEF_COLUMNS = (*WAITING_COLUMNS, jobs.c.state, jobs.c.attempt, jobs.c.lease, jobs.c.cancel_requested_ms)
@@ -118,9 +120,13 @@ _WHOLE = select(jobs).where(jobs.c.id == bindparam("p_id"))
 _HEADERS = select(jobs.c.model, jobs.c.tier, jobs.c.failures, jobs.c.envelope).where(jobs.c.id == bindparam("p_id"))
 _QUEUED_BY_MODEL = select(jobs.c.model, func.count()).where(jobs.c.state == State.QUEUED.value).group_by(jobs.c.model)
 _DUE = select(jobs.c.seq).where(jobs.c.due_ms <= bindparam("p_now")).order_by(jobs.c.due_ms, jobs.c.seq)
-# In the words of their index, without which SQLite does not see that it may be used.
-_IS_OVERDUE = jobs.c.deadline_ms <= bindparam("p_now"), text(MAY_EXPIRE)
-_OVERDUE = select(jobs.c.seq, jobs.c.state).where(*_IS_OVERDUE).order_by(jobs.c.deadline_ms)
+# In the words of their index, without which it may not be used.  SQLite has to be told what is rare: without statistics
+# it takes all active jobs for few.
+_PASSED = "deadline_ms <= :p_now"
+_IS_OVERDUE = {
+    "sqlite": text(f"likelihood({_PASSED}, 0.0001) AND deadline_ms IS NOT NULL AND likely({IS_ACTIVE})"),
+    "postgresql": text(f"{_PASSED} AND {MAY_EXPIRE}"),
+}
 _QUEUED = (
     select(*WAITING_COLUMNS)
     .where(text(QUEUED), jobs.c.seq > bindparam("p_after"))
@@ -144,6 +150,7 @@ class Store:
         self._window_ms = idempotency_window_s * 1000
         self._unheard: dict[tuple[str, int], list[_Act]] = {}
         """Run -> its settles of which is not known whether they were stored."""
+        self._is_overdue = _IS_OVERDUE[database.engine.dialect.name]
         dialect = {"sqlite": sqlite, "postgresql": postgresql}[database.engine.dialect.name]
         self._insert = dialect.insert(jobs).on_conflict_do_nothing(index_elements=["id"]).returning(jobs.c.seq)
 
@@ -155,7 +162,19 @@ class Store:
         A job whose id, or (tenant, Idempotency-Key) within the window, is known already is not accepted again.
         Raises IdempotencyConflict when the id or the key came with another request, RecordUnavailable.
         """
-        return self.database.write(lambda tx: [self._accept(tx, job, now) for job in new])
+
+        def unit(tx: Transaction) -> list[Accepted] | IdempotencyConflict:
+            accepted: list[Accepted] = []
+            for job in new:
+                try:
+                    accepted.append(self._accept(tx, job, now))
+                except IdempotencyConflict as conflict:
+                    if accepted or conflict.facts["job_id"] == job.id:
+                        raise  # What has been written of the others, or of its key, is to be undone.
+                    return conflict
+            return accepted
+
+        return self.database.write(unit)
 
     def knows(self, new: Sequence[NewJob], now: int) -> bool:
         """Whether each of these has an Idempotency-Key that was used within the window."""
@@ -183,7 +202,7 @@ class Store:
         row = tx.connection.execute(_BRIEF, {"p_id": known}).first() if known is not None else None
         if row is not None:
             return _accepted(row)
-        idempotency.bind(tx.connection, job, now + self._window_ms)
+        idempotency.bind(tx.connection, job, now, now + self._window_ms, gone=known)
         return None
 
     # -- transitions -----------------------------------------------------------------------------------------
@@ -304,13 +323,15 @@ class Store:
         somebody else is at them just now.
         """
 
+        due = select(jobs.c.seq, jobs.c.state).where(self._is_overdue).order_by(jobs.c.deadline_ms)
+
         def unit(tx: Transaction) -> list[Moved]:
             overdue = defaultdict[State, list[int]](list)
-            for row in _locked(tx, _OVERDUE, now, limit):
+            for row in _locked(tx, due, now, limit):
                 overdue[State(row.state)].append(row.seq)
             return [moved for state, seqs in overdue.items() for moved in self._expire(tx, state, seqs, now, withhold)]
 
-        return self.database.write(unit) if self._any(_OVERDUE, now) else []
+        return self.database.write(unit) if self._any(due, now) else []
 
     def _expire(
         self, tx: Transaction, state: State, seqs: Sequence[int], now: int, withhold: Withholding | None
@@ -394,11 +415,16 @@ class Store:
         before_seq: int | None = None,
         limit: int = 50,
     ) -> list[Job]:
-        """Jobs without payload and result, newest first; `before_seq` is the cursor: the last one's `seq`."""
+        """Jobs without payload and result, newest first; `before_seq` is the cursor: the last one's `seq`.
+
+        It reads, in order, no more than the jobs of one of these: the state, if few stand in it, the tenant, the model.
+        """
         query = _LISTED.order_by(jobs.c.seq.desc()).limit(limit)
-        for column, value in ((jobs.c.state, state), (jobs.c.model, model), (jobs.c.tenant, tenant)):
-            if value is not None:
-                query = query.where(column == str(value))
+        wanted = [(jobs.c.tenant, tenant), (jobs.c.model, model)]
+        wanted.insert(2 if state in _MANY_STAND else 0, (jobs.c.state, state))
+        given = [(column, str(value)) for column, value in wanted if value is not None]
+        for n, (column, value) in enumerate(given):
+            query = query.where((column if n == 0 else compared(column)) == value)
         if before_seq is not None:
             query = query.where(jobs.c.seq < before_seq)
         return self._jobs(query)
@@ -436,7 +462,7 @@ class Store:
 
     def overdue(self, now: int, limit: int = 1000) -> list[Job]:
         """Jobs that have not ended although their deadline has passed."""
-        return self._jobs(_LISTED.where(*_IS_OVERDUE).limit(limit), {"p_now": now})
+        return self._jobs(_LISTED.where(self._is_overdue).limit(limit), {"p_now": now})
 
     def history(self, since_ms: int, until_ms: int, limit_per_batch: int = 5000) -> Iterator[Past]:
         """Jobs accepted from `since_ms` on and before `until_ms` that have started or ended, as they came.

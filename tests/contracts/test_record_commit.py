@@ -16,7 +16,7 @@ from sqlalchemy.exc import OperationalError
 import jobs.db
 from jobs.config import Limits
 from jobs.db import Database, Transaction
-from jobs.errors import RecordUnavailable
+from jobs.errors import IdempotencyConflict, RecordUnavailable
 from jobs.models import counters, events
 from jobs.models import jobs as jobs_table
 from jobs.states import Why
@@ -147,6 +147,20 @@ def test_a_unit_that_fails_spoils_nothing_for_its_neighbours(database, store):
     )
     assert (first, str(bad), last) == (before.id, "mine", after.id)
     assert _count(database, jobs_table) == _count(database, events) == 2
+
+
+def test_a_key_that_is_refused_costs_its_neighbours_no_commit_of_their_own(database, store):
+    store.submit([a_job(idempotency_key="k", fingerprint="one")], T0)
+    with _commits(database) as seen:
+        first, refused, last = _in_one_group(
+            database,
+            lambda: store.submit([a_job()], T0),
+            lambda: store.submit([a_job(idempotency_key="k", fingerprint="two")], T0),
+            lambda: store.submit([a_job()], T0),
+        )
+    assert isinstance(refused, IdempotencyConflict)
+    assert (len(first), len(last), _count(database, jobs_table)) == (1, 1, 3)
+    assert len(seen) == 2  # the holder's, and theirs
 
 
 def test_a_unit_whose_sql_fails_spoils_nothing_for_its_neighbours(database, store):

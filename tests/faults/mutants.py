@@ -160,8 +160,8 @@ MUTANTS = [
         "only recent deadlines are looked for",
         "R122",
         "jobs/store.py",
-        '_IS_OVERDUE = jobs.c.deadline_ms <= bindparam("p_now"),',
-        '_IS_OVERDUE = jobs.c.deadline_ms <= bindparam("p_now"), jobs.c.deadline_ms > bindparam("p_now") - 10_000,',
+        '_PASSED = "deadline_ms <= :p_now"',
+        '_PASSED = "deadline_ms <= :p_now AND deadline_ms > :p_now - 10000"',
         (f"{MAINTENANCE}test_r122_a_deadline_ends_a_job_in_every_state_however_late_somebody_looks",),
     ),
     Mutant(

@@ -210,7 +210,8 @@ def test_indexes_of_a_table_in_use_are_built_while_it_is_written_and_anew_where_
 
     monkeypatch.setattr("alembic.op.create_index", look)
     migrate.upgrade(url)
-    assert built == [f"{name} CONCURRENTLY" for name in ("ix_jobs_tenant_seq", "ix_jobs_model_seq", "ix_jobs_queued")]
+    of_jobs = [index for index in built if index.startswith("ix_jobs")]
+    assert of_jobs == [f"{name} CONCURRENTLY" for name in ("ix_jobs_tenant_seq", "ix_jobs_model_seq", "ix_jobs_queued")]
     with engine.connect() as connection:
         found = connection.execute(text("SELECT indexdef FROM pg_indexes WHERE indexname = 'ix_jobs_queued'")).scalar()
         assert "(model, seq)" in found

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jobs.catalog import Model, Snapshot
 from jobs.record import Server
@@ -105,6 +105,10 @@ class Slots:
     def wake(self, fleet: str, server: str) -> int:
         """A server is well: offer its slots again; answers how many were resting."""
         return int(self._scripts.run("rest", fleet, [server, 0, 0])[1])
+
+    def reset(self, fleet: str, kind: Literal["server", "model"], name: str) -> int:
+        """Close a breaker, as somebody says that all is well; answers how many slots of a server rest no more."""
+        return int(self._scripts.run("reset", fleet, [kind, name]))
 
     def failing(self, fleet: str, server: str) -> bool:
         """Whether the server failed when it was last called or asked."""

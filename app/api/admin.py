@@ -1,5 +1,7 @@
 """What the administrators' modules share."""
 
+from typing import Literal
+
 import structlog
 from flask_openapi import APIBlueprint
 from redis.exceptions import RedisError
@@ -29,6 +31,14 @@ def bring_to_redis(*fleets: str) -> None:
         except RedisError as error:  # Its time-out is paid once, not for each fleet.
             log.warning("refresh_postponed", fleet=fleet, error=str(error))
             return
+
+
+def close_breaker(fleet: str, kind: Literal["server", "model"], name: str) -> None:
+    """Somebody says that it works again: it is not left alone any longer.  While Redis is away, nothing is done."""
+    try:
+        dispatcher().slots.reset(fleet, kind, name)
+    except RedisError as error:
+        log.warning("reset_left_out", kind=kind, name=name, error=str(error))
 
 
 def standings_of(fleets: list[str]) -> dict[str, ServerStanding]:

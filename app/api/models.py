@@ -7,7 +7,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from app import views
-from app.api.admin import admin_blueprint, bring_to_redis, depths_of
+from app.api.admin import admin_blueprint, bring_to_redis, close_breaker, depths_of
 from app.api.context import dispatcher
 from app.api.openapi import problems
 from app.auth import tenant
@@ -16,6 +16,7 @@ from app.schemas import ConfigBody, ConfigView, ModelDetail, ModelList, ModelPat
 from jobs.catalog import Model
 from jobs.errors import NotFound
 from jobs.record import now_ms
+from jobs.states import Standing
 from routing.load import load_of
 from routing.queues import Depths
 from routing.submission import check_model_name
@@ -58,6 +59,8 @@ def change_model(path: ModelPath, body: StateBody) -> dict[str, Any]:
     """
     known = _known(path.model)
     catalog().set_model_state(known.name, body.state, reason=body.reason or "", by=tenant().name, now=now_ms())
+    if body.state == Standing.ONLINE:
+        close_breaker(known.fleet, "model", known.name)
     bring_to_redis(known.fleet)
     return _shown(_known(path.model))
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from redis.exceptions import RedisError
 
 from app import views
-from app.api.admin import admin_blueprint, bring_to_redis, depths_of, standings_of
+from app.api.admin import admin_blueprint, bring_to_redis, close_breaker, depths_of, standings_of
 from app.api.context import context, dispatcher
 from app.api.openapi import described, problems
 from app.auth import tenant
@@ -17,6 +17,7 @@ from app.config import is_loopback
 from app.schemas import RegisterBody, ServerList, ServerPath, ServerView, StateBody
 from jobs.errors import InvalidJob, NotFound
 from jobs.record import Server, now_ms
+from jobs.states import Standing
 from routing import draining
 from routing.policies.placement import read_attributes, read_of_model
 from routing.slots import ServerStanding
@@ -87,6 +88,8 @@ def change_server(path: ServerPath, body: StateBody) -> dict[str, Any]:
     """
     known = _known(path.server)
     catalog().set_server_state(known.name, body.state, reason=body.reason or "", by=tenant().name, now=now_ms())
+    if body.state == Standing.ONLINE:
+        close_breaker(known.fleet, "server", known.name)
     bring_to_redis(known.fleet)
     return views.server(_known(path.server))
 

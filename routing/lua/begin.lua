@@ -24,7 +24,8 @@ end
 local function forget_stats(all)
   for _, server in ipairs(redis.call("HKEYS", SERVERS)) do
     local stats = stats_key("server", server)
-    if all then redis.call("UNLINK", stats) else redis.call("HDEL", stats, "taken") end
+    redis.call("HDEL", stats, "taken")
+    if all then redis.call("UNLINK", stats, STATS .. ":failed:server:" .. server) end
   end
   for _, field in ipairs(redis.call("HKEYS", RULES)) do
     local model = string.match(field, "^model (.*)$")

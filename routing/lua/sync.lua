@@ -29,7 +29,7 @@ end
 -- What runs have shown of servers that are gone does not concern others that are given their names.
 local function forget_servers(gone)
   for server in pairs(gone) do
-    redis.call("UNLINK", stats_key("server", server))
+    redis.call("UNLINK", stats_key("server", server), STATS .. ":failed:server:" .. server)
     redis.call("HDEL", META, "failures:" .. server)
   end
 end

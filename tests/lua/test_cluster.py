@@ -89,6 +89,7 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert strict.admit("acme", 1, 100, 5) == 0
     assert strict.learn(room.keys.forecast(FLEET, FLEET), ["j1", 0, 1, 1, 1, 1]) == (0, 0)
     assert strict.workers("w1", 3, 1000) == 3
+    assert room.run("reset", "server", "gpu-slot3") == 0
     assert room.run("close", room.version) == ["closed"] and room.open() == "opened"
     assert strict.ran == set(names())
 

@@ -454,13 +454,58 @@ def test_a_servers_breaker_opens_after_failures_in_a_row_and_lets_one_probe_thro
 def test_a_probe_that_fails_opens_the_breaker_for_twice_as_long(room):
     room.with_slots(1)
     fail(room, 3)
-    room.enqueue(a("j1", 11), a("j2", 12))
-    for wait_ms in (5000, 10_000, 20_000, 40_000, 40_000):
+    room.enqueue(*[a(f"j{n}", 10 + n) for n in range(1, 6)])
+    for n, wait_ms in enumerate((5000, 10_000, 20_000, 40_000, 40_000), 1):
         room.later(wait_ms - 1)
         assert room.offer() == []
         room.later(1)
         (probe,) = room.offer()
+        assert probe.job == f"j{n}"
         assert room.release(probe, "", outcome="failed", back=True) == ("released", [])
+
+
+@pytest.mark.parametrize("needs", ["", "gpu=A100"])
+def test_a_probe_is_no_job_that_failed_there_last_while_another_waits(room, needs):
+    room.with_servers(Server("gpu", attributes={"gpu": "A100"}))
+    fail(room, 3)
+    room.enqueue(*[a(f"f{n}", n) for n in range(1, 4)], a("good", 99, 9, tenant="other", needs=needs))
+    room.later(5000)
+    assert [offer.job for offer in room.offer()] == ["good"]
+
+
+def test_jobs_that_failed_before_may_probe_if_no_other_waits_and_prolong_no_rest(room):
+    room.with_slots(1)
+    for n in range(3):
+        (held,) = room.enqueue(a(f"bad{n}", n), limit=1)
+        room.release(held, "", outcome="failed", limit=0)
+    room.enqueue(*[a(f"bad{n}", n) for n in range(3)])
+    for _ in range(4):
+        room.later(4999)
+        assert room.offer() == []
+        room.later(1)
+        (probe,) = room.offer()
+        room.release(probe, "", outcome="failed", back=True)
+
+
+def test_two_bad_jobs_that_are_retried_keep_no_good_ones_from_starting(room):
+    """Nobody else submits meanwhile."""
+    room.with_slots(2)
+    for _ in range(30):
+        room.enqueue(a("bad1", 1), a("bad2", 2), limit=0)
+        for held in room.offer():
+            room.release(held, "", outcome="failed", limit=0)
+        room.later(30_000)
+    offers = room.enqueue(a("g1", 11), a("g2", 12), a("g3", 13))
+    assert [offer.job for offer in offers] == ["g1", "g2"]
+
+
+def test_a_breaker_that_somebody_closes_lets_everything_through(room):
+    room.with_slots(1)
+    fail(room, 3)
+    room.rest("gpu", 1000)
+    assert room.enqueue(a("j1", 11)) == []
+    assert room.run("reset", "server", "gpu") == 1
+    assert breaker_of(room) == "closed" and [offer.job for offer in room.offer()] == ["j1"]
 
 
 def test_a_probe_that_says_nothing_lets_another_one_try(room):

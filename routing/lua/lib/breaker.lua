@@ -4,6 +4,7 @@
 local HALF_LIFE_MS = 60000 -- of a failure's weight in the penalty
 local SMOOTHING = 0.1 -- share of the latest run in the failure rate
 local RATE_RUNS = 20 -- runs before a rate means anything
+local REMEMBERED = 100 -- jobs that failed
 
 local function breaker_of(stats)
   local found = redis.call("HMGET", stats, "open_until", "probe")
@@ -34,26 +35,37 @@ local function penalty(stats, now)
   return tonumber(found[1]) * 0.5 ^ ((now - tonumber(found[2])) / HALF_LIFE_MS)
 end
 
-local function open_breaker(stats, now, settings)
-  local times = redis.call("HINCRBY", stats, "opened", 1)
-  local rest_ms = math.min(settings.open_ms * 2 ^ math.min(times - 1, 30), settings.open_max_ms)
-  redis.call("HSET", stats, "open_until", exact(now + rest_ms))
-  redis.call("HDEL", stats, "probe", "streak", "streak_job")
+-- The jobs that failed when they last ran there, the latest REMEMBERED of them, by when.
+local function failed_key(stats) return STATS .. ":failed" .. string.sub(stats, #STATS + 1) end
+
+local function has_failed(stats, job) return redis.call("ZSCORE", failed_key(stats), job) ~= false end
+
+-- Whether a job would be the probe although it failed there when it last ran: it, and not the server, may be to blame.
+local function would_probe_again(stats, job, now)
+  return breaker_state(breaker_of(stats), now) == "half_open" and has_failed(stats, job)
 end
 
--- One more failure.  A job that fails again and again counts once: it, and not the server, may be to blame.
-local function note_failure(stats, job, now, settings)
-  redis.call("HSET", stats, "penalty", string.format("%.6f", penalty(stats, now) + 1), "penalty_at", exact(now))
-  local found = redis.call("HMGET", stats, "open_until", "probe", "streak_job", "rate", "runs")
-  if found[1] then
-    if found[2] == job then open_breaker(stats, now, settings) end
-    return
+-- Leave it alone for a while, longer each time that a job proves anew that it does not work.
+local function open_breaker(stats, now, settings, is_proof)
+  local times = redis.call("HINCRBY", stats, "opened", is_proof and 1 or 0)
+  local rest_ms = math.min(settings.open_ms * 2 ^ math.min(times - 1, 30), settings.open_max_ms)
+  redis.call("HSET", stats, "open_until", exact(now + rest_ms))
+  redis.call("HDEL", stats, "probe", "streak")
+end
+
+-- One more failure.  `is_proof`: the job's first in a row.  One that fails again and again counts once.
+local function note_failure(stats, job, now, settings, is_proof)
+  local found = redis.call("HMGET", stats, "open_until", "probe", "rate", "runs")
+  if is_proof then
+    redis.call("HSET", stats, "penalty", string.format("%.6f", penalty(stats, now) + 1), "penalty_at", exact(now))
   end
-  local streak = tonumber(redis.call("HGET", stats, "streak") or "0")
-  if found[3] ~= job then streak = redis.call("HINCRBY", stats, "streak", 1) end
-  redis.call("HSET", stats, "streak_job", job)
-  local often = tonumber(found[5] or "0") >= RATE_RUNS and tonumber(found[4] or "0") >= settings.rate
-  if streak >= settings.failures or (often and streak > 1) then open_breaker(stats, now, settings) end
+  if found[1] then
+    if found[2] == job then open_breaker(stats, now, settings, is_proof) end
+  elseif is_proof then
+    local streak = redis.call("HINCRBY", stats, "streak", 1)
+    local often = tonumber(found[4] or "0") >= RATE_RUNS and tonumber(found[3] or "0") >= settings.rate
+    if streak >= settings.failures or (often and streak > 1) then open_breaker(stats, now, settings, true) end
+  end
 end
 
 -- What became of a run: "ok", "failed", or "" for what says nothing of the server.
@@ -62,15 +74,20 @@ local function note_outcome(stats, job, outcome, now, settings)
     if redis.call("HGET", stats, "probe") == job then redis.call("HDEL", stats, "probe") end
     return
   end
-  local failed = outcome == "failed" and 1 or 0
-  local rate = tonumber(redis.call("HGET", stats, "rate") or "0")
-  redis.call("HSET", stats, "rate", string.format("%.6f", rate + SMOOTHING * (failed - rate)))
-  redis.call("HINCRBY", stats, "runs", 1)
-  if failed == 1 then
-    note_failure(stats, job, now, settings)
+  local failed, failed_before = outcome == "failed", has_failed(stats, job)
+  if not (failed and failed_before) then
+    local rate = tonumber(redis.call("HGET", stats, "rate") or "0")
+    redis.call("HSET", stats, "rate", string.format("%.6f", rate + SMOOTHING * ((failed and 1 or 0) - rate)))
+    redis.call("HINCRBY", stats, "runs", 1)
+  end
+  if failed then
+    note_failure(stats, job, now, settings, not failed_before)
+    redis.call("ZADD", failed_key(stats), exact(now), job)
+    redis.call("ZREMRANGEBYRANK", failed_key(stats), 0, -1 - REMEMBERED)
   else
     local probed = redis.call("HGET", stats, "probe") == job
-    redis.call("HDEL", stats, "streak", "streak_job")
+    if failed_before then redis.call("ZREM", failed_key(stats), job) end
+    redis.call("HDEL", stats, "streak")
     if probed then redis.call("HDEL", stats, "open_until", "opened", "probe", "rate", "runs") end
   end
 end

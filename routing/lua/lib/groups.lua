@@ -123,5 +123,5 @@ local function first_lane(group)
     needs = select(2, group_of(class))
   end
   local first = redis.call("ZRANGE", class_key(class), 0, 0, "WITHSCORES")
-  return first[2] ~= "inf" and { name = first[1], key = tonumber(first[2]), needs = needs } or nil
+  return first[2] ~= "inf" and { name = first[1], key = tonumber(first[2]), needs = needs, group = group } or nil
 end

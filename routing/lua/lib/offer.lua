@@ -7,6 +7,8 @@ local function withheld_slots()
   return withheld
 end
 
+local LOOKED_AT = 16 -- classes, lanes of each, and jobs of each lane, of which one may probe
+
 -- The servers with free slots, that which has been free longest first, each {name, entry, slots in that order}; and
 -- how many slots they have in all.
 local function free_servers()
@@ -81,14 +83,18 @@ local function stays_with_loaded(server, model, by_name, now)
   return now - tonumber(found[2] or now) < model.rules.affinity
 end
 
-local function best_server(servers, model, lane, by_name, now)
+-- The best server for a lane's job; and whether one was left out because the job failed there when it last ran, and
+-- would be the probe of its breaker.  `again`: none is.
+local function best_server(servers, model, lane, by_name, now, again)
   local function score(server) return score_of(server.name, server.entry, model.name, now).total end
-  local best, lowest, seen = nil, nil, 0
+  local best, lowest, seen, left_out = nil, nil, 0, false
   for _, server in ipairs(servers) do
     if seen >= CHOICES then break end
     local entry = server.entry
     local fits = server.slots[server.next] and serves(entry, model.name) and matches(lane.needs, entry, model.name)
-    local well = fits and lets_through(stats_key("server", server.name), now)
+    local stats = stats_key("server", server.name)
+    local well = fits and lets_through(stats, now)
+    if well and not again and would_probe_again(stats, lane.job, now) then well, left_out = false, true end
     if well and not stays_with_loaded(server, model, by_name, now) then
       if not best then
         best = server
@@ -100,7 +106,7 @@ local function best_server(servers, model, lane, by_name, now)
       seen = seen + 1
     end
   end
-  return best
+  return best, left_out
 end
 
 -- The server takes a job of `model`.  Other models that have work for it go on being passed over.
@@ -123,8 +129,7 @@ end
 -- whoever claims it before it expires.
 local function take(lane, server, by_name, prefix, owner, now, lease_ms)
   local it = read_lane(lane.name)
-  local head = redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")
-  local job, created = read_member(head[1])
+  local job, created = read_member(lane.member)
   local slot, number, charged = server.slots[server.next], redis.call("HINCRBY", META, "offers", 1), 0
   local lease, stats = prefix .. "-" .. number, stats_key("model", it.model)
   server.next = server.next + 1
@@ -135,23 +140,71 @@ local function take(lane, server, by_name, prefix, owner, now, lease_ms)
     forget_tags(it.model, number)
     charge(it.tenant, it.model, charged, start)
   end
-  take_from_lane(it, head[1])
-  write_lease(job, lease, owner, slot, it, lane.needs, head[2], exact(created), number, charged, now, now + lease_ms)
+  take_from_lane(it, lane.member)
+  write_lease(job, lease, owner, slot, it, lane.needs, lane.seq, exact(created), number, charged, now, now + lease_ms)
   note_loaded(server, it.model, by_name)
   note_probe(stats, job)
   note_probe(stats_key("server", server.name), job)
   return { job, lease, slot, server.name, it.model, number, owner }
 end
 
--- The next offer; nil: no waiting job fits a free slot.
-local function take_next(servers, prefix, owner, now, lease_ms)
-  local models, by_name = next_of_models(now)
-  for _, model in ipairs(models) do
-    for _, lane in ipairs(model.lanes) do
-      local server = best_server(servers, model, lane, by_name, now)
-      if server then return take(lane, server, by_name, prefix, owner, now, lease_ms) end
+local function with_job(lane, member, seq)
+  return { name = lane.name, needs = lane.needs, member = member, seq = seq, job = read_member(member) }
+end
+
+local function with_head(lane)
+  local head = redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")
+  return with_job(lane, head[1], head[2])
+end
+
+-- Jobs of a group that may probe in the place of its first one, in order, some of its first classes and lanes.
+local function others_of(group)
+  local classes, found = { group }, {}
+  if not asks_nothing(group) then
+    classes = redis.call("ZRANGEBYSCORE", group_key(group), "-inf", "(inf", "LIMIT", 0, LOOKED_AT)
+    for i, ranked in ipairs(classes) do classes[i] = string.sub(ranked, 3) end
+  end
+  for _, class in ipairs(classes) do
+    local _, needs = group_of(class)
+    for _, name in ipairs(redis.call("ZRANGEBYSCORE", class_key(class), "-inf", "(inf", "LIMIT", 0, LOOKED_AT)) do
+      local jobs = redis.call("ZRANGE", lane_key(name), 0, LOOKED_AT - 1, "WITHSCORES")
+      for i = 1, #jobs, 2 do found[#found + 1] = with_job({ name = name, needs = needs }, jobs[i], jobs[i + 1]) end
     end
   end
+  return found
+end
+
+-- A server for a lane's job, unless it would be the probe of a breaker that it was to blame for; and whether it is so.
+local function server_for(servers, model, lane, by_name, now, again)
+  if not again and would_probe_again(stats_key("model", model.name), lane.job, now) then return nil, true end
+  return best_server(servers, model, lane, by_name, now, again)
+end
+
+-- The next job and its server, in the order of turns; and whether some were passed over that would probe again.
+local function next_pair(servers, models, by_name, now, again)
+  local passed_over = false
+  for _, model in ipairs(models) do
+    for _, first in ipairs(model.lanes) do
+      local lane = with_head(first)
+      local server, left_out = server_for(servers, model, lane, by_name, now, again)
+      if server then return lane, server end
+      for _, other in ipairs(left_out and others_of(first.group) or {}) do
+        server = server_for(servers, model, other, by_name, now, false)
+        if server then return other, server end
+      end
+      passed_over = passed_over or left_out
+    end
+  end
+  return nil, nil, passed_over
+end
+
+-- The next offer; nil: no waiting job fits a free slot.  A breaker is probed with a job that failed there last only if
+-- no other waits that could.
+local function take_next(servers, prefix, owner, now, lease_ms)
+  local models, by_name = next_of_models(now)
+  local lane, server, passed_over = next_pair(servers, models, by_name, now, false)
+  if passed_over then lane, server = next_pair(servers, models, by_name, now, true) end
+  if server then return take(lane, server, by_name, prefix, owner, now, lease_ms) end
 end
 
 -- Up to `limit` offers.  The first goes straight to `owner`, if there is one, for `lease_ms`; the others are

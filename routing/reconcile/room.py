@@ -218,8 +218,8 @@ def _rebuild_on(dispatcher: Dispatcher, fleet: str, until: float) -> None:
         seen.filling[fleet] = 0
     _fill_on(dispatcher, fleet, until)
     if fleet not in seen.filling:
+        seen.rebuilding.discard(fleet)  # Before its end: if that fails, the next sweep begins anew.
         _end_rebuild(dispatcher, fleet)
-        seen.rebuilding.discard(fleet)
 
 
 def _begin_rebuild(dispatcher: Dispatcher, fleet: str) -> None:

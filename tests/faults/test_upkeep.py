@@ -3,11 +3,11 @@
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from celery.beat import Scheduler as CelerysScheduler
-from redis.exceptions import ResponseError, TimeoutError
+from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 from sqlalchemy import event
 
 from jobs.record import Server
@@ -222,6 +222,22 @@ def test_a_large_room_that_is_rebuilt_does_not_keep_the_others_from_their_sweeps
         reconcile.sweep(stage.dispatcher)
     assert stage.dispatcher.queues.depths("flux").open
     assert stage.dispatcher.queues.depths("flux").waiting == {"flux": len(ids) - 1}
+
+
+def test_a_rebuild_that_fails_at_its_end_is_made_again_by_the_next_sweep(stage, monkeypatch) -> None:
+    stage.register()
+    job_id = stage.submit()
+    stage.lose_redis()
+    stage.told.offers.clear()
+    with monkeypatch.context() as away, pytest.raises(ConnectionError):
+        away.setattr(stage.dispatcher.queues, "open", _redis_is_away)
+        reconcile.sweep(stage.dispatcher)
+    reconcile.sweep(stage.dispatcher)
+    assert stage.dispatcher.queues.depths("zimg").open and stage.offered() == [job_id]
+
+
+def _redis_is_away(*_: Any) -> NoReturn:
+    raise ConnectionError("away")
 
 
 # -- runs ------------------------------------------------------------------------------------------------------

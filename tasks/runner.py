@@ -97,6 +97,7 @@ class Watch:
         self._cancel_until: float | None = None
         self._let_go = False  # The server has said yes to a cancel, and is described as one whose yes frees the slot.
         self._gone_since: float | None = None
+        self._may_send_again = True  # once, if the server has been there all the time
 
     def outcome(self) -> Outcome:
         """Run the job and answer what came of it: never PENDING or UNKNOWN.
@@ -134,6 +135,11 @@ class Watch:
         self._answered.set()
         crash_at("run_sent")
         return outcome
+
+    def _send_again(self, server: Server) -> Outcome:
+        """Only the connection was lost: under its key the server answers from its recent results, or runs it now."""
+        self._may_send_again = False
+        return server.submit(replace(self._call, deadline_s=max(self._end - time.monotonic(), 0.001)))
 
     def _new_call(self) -> Call:
         run = self._run
@@ -219,12 +225,15 @@ class Watch:
         """
         health = server.health()
         if health.kind is HealthKind.DOWN:
+            self._may_send_again = False
             self._gone_since = self._gone_since or time.monotonic()
             if time.monotonic() - self._gone_since < _DOWN_PATIENCE_S:
                 return Outcome(Kind.UNKNOWN, message=health.message)
             return Outcome(Kind.LOST, code="server_lost", message="The server went away under the job.", lingers=True)
         self._gone_since = None
         if _knows(health, self._call) is False:
+            if self._may_send_again:
+                return self._send_again(server)
             return Outcome(Kind.LOST, code="server_lost", message="The server does not know the job any more.")
         return Outcome(Kind.UNKNOWN, message=health.message)
 

@@ -216,4 +216,20 @@ RUN = [
         "return job.state is State.RUNNING",
         (f"{ORPHANS}test_orphan_a_run_that_is_offered_again_uses_no_slot_but_its_own",),
     ),
+    Mutant(
+        "a call that lost its connection is a crash at once",
+        "R113",
+        "tasks/runner.py",
+        "            if self._may_send_again:\n                return self._send_again(server)\n",
+        "",
+        (f"{RUNS}test_a_call_that_only_lost_its_connection_is_sent_again_and_costs_nothing",),
+    ),
+    Mutant(
+        "a job that may have brought its server down is sent to it again",
+        "R113",
+        "tasks/runner.py",
+        "        if health.kind is HealthKind.DOWN:\n            self._may_send_again = False\n",
+        "        if health.kind is HealthKind.DOWN:\n",
+        (f"{RUNS}test_a_call_whose_server_went_away_meanwhile_is_not_sent_again",),
+    ),
 ]

@@ -50,6 +50,7 @@ class FakeServer:
         self.asked: list[str] = []
         self.during: Callable[[], None] = lambda: None
         self.runs: frozenset[str] | None = None
+        self.down = 0  # how often it does not answer for its health
 
     def submit(self, call: Call) -> Outcome:
         self.asked.append("submit")
@@ -68,6 +69,9 @@ class FakeServer:
 
     def health(self) -> Health:
         self.asked.append("health")
+        self.down -= 1
+        if self.down >= 0:
+            return Health(HealthKind.DOWN)
         return Health(HealthKind.UP, job_ids=self.runs)
 
 
@@ -147,6 +151,41 @@ def test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody(stage,
     assert (stage.state(job_id), stage.job(job_id).crashes) == (State.RUNNING, 0)
     assert list(stage.room.taken().values()) == [job_id]
     assert stage.redis.hgetall(stage.room.key("stats:server:gpu")).keys() <= {b"taken", b"loaded"}
+
+
+# -- a call whose answer was lost -------------------------------------------------------------------------------
+
+
+def test_a_call_that_only_lost_its_connection_is_sent_again_and_costs_nothing(stage, worker, server, monkeypatch):
+    """The server answers from its recent results, or runs it now: nobody has died under it."""
+    monkeypatch.setattr(runner, "_FIND_OUT_EVERY_S", 0.001)
+    stage.register()
+    job_id = stage.submit()
+    server.answers, server.runs = [UNKNOWN, DONE], frozenset()
+    run(stage)
+    assert server.asked == ["submit", "health", "submit"]
+    assert (stage.state(job_id), stage.job(job_id).crashes, stage.job(job_id).attempt) == (State.COMPLETED, 0, 1)
+
+
+def test_a_call_that_is_lost_again_is_a_crash(stage, worker, server, monkeypatch):
+    monkeypatch.setattr(runner, "_FIND_OUT_EVERY_S", 0.001)
+    stage.register()
+    job_id = stage.submit()
+    server.answers, server.runs = [UNKNOWN, UNKNOWN], frozenset()
+    run(stage)
+    assert server.asked == ["submit", "health", "submit", "health"]
+    assert (stage.job(job_id).why, stage.job(job_id).crashes) == (Why.SERVER_LOST, 1)
+
+
+def test_a_call_whose_server_went_away_meanwhile_is_not_sent_again(stage, worker, server, monkeypatch):
+    """The job may have brought it down."""
+    monkeypatch.setattr(runner, "_FIND_OUT_EVERY_S", 0.001)
+    stage.register()
+    job_id = stage.submit()
+    server.answers, server.runs, server.down = [UNKNOWN], frozenset(), 2
+    run(stage)
+    assert server.asked == ["submit", "health", "health", "health"]
+    assert (stage.job(job_id).why, stage.job(job_id).crashes) == (Why.SERVER_LOST, 1)
 
 
 # -- Redis does not know the lease -----------------------------------------------------------------------------

@@ -188,6 +188,7 @@ class Stack:
         """What keeps state, and the doors.  Raises UpError."""
         for folder in (self.logs, *(self.home / name for name in self._valkeys())):
             folder.mkdir(parents=True, exist_ok=True)
+        (self.home / "state").mkdir(mode=0o700)  # Its own: whoever runs PostgreSQL gets through the folder above.
         self._open_doors()
         for role in self._store_roles():
             self._make(role)
@@ -381,7 +382,7 @@ class Stack:
         return (
             kept
             | {
-                "SLOTKEEPER_HOME": str(self.home),
+                "SLOTKEEPER_HOME": str(self.home / "state"),
                 "SLOTKEEPER_DATABASE_URL": self._reached_record(),
                 "SLOTKEEPER_REDIS_URL": self.redis_url,
                 "SLOTKEEPER_BROKER_URL": f"redis://127.0.0.1:{self._port('broker')}/0" if self.doors else "",

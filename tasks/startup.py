@@ -1,4 +1,7 @@
-"""What each process of an installation does first: it logs as all do, closes the state folder, compares its secret."""
+"""What each process of an installation does first.
+
+It logs as all do, closes the state folder, compares its secret with the others', and looks at Redis' settings.
+"""
 
 import structlog
 from celery.signals import beat_init, setup_logging, worker_init
@@ -9,6 +12,7 @@ from jobs import logs
 from jobs.config import RecordSettings
 from jobs.errors import SlotkeeperError
 from jobs.home import open_home
+from routing.suitability import evicts, forgets
 from tasks.config import TaskSettings
 from tasks.keyring import fingerprints
 from tasks.wiring import scripts
@@ -53,11 +57,23 @@ def _log(loglevel: int | str | None = None, **_: object) -> None:
     logs.configure(loglevel or TaskSettings().log_level)
 
 
+def check_redis() -> None:
+    """Say what of Redis' settings endangers what is kept there."""
+    for check in (evicts, forgets):
+        try:
+            if (advice := check(scripts().redis)) is not None:
+                log.warning("redis_unsuited", advice=advice)
+        except RedisError as error:
+            log.warning("redis_not_checked", error=str(error))
+            return
+
+
 def begin() -> None:
     """Raises HomeNotPrivate, OSError: the state folder cannot be used."""
     logs.configure(TaskSettings().log_level)
     open_home(RecordSettings())
     compare_secret()
+    check_redis()
 
 
 @worker_init.connect

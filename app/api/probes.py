@@ -11,6 +11,7 @@ from app.api.context import dispatcher
 from jobs import migrate
 from jobs.clock import TOLERATED_MS, clock
 from jobs.errors import SlotkeeperError
+from routing.suitability import evicts
 from tasks.celery_app import celery
 from tasks.wiring import catalog, scripts
 
@@ -32,12 +33,12 @@ def database() -> str | None:
 
 
 def redis() -> str | None:
+    """It answers, and throws nothing away."""
     try:
-        scripts().redis.ping()
+        return evicts(scripts().redis)
     except RedisError as error:
         log.warning("redis_away", error=str(error))
         return "Redis does not answer; jobs are accepted, and start when it is back."
-    return None
 
 
 def broker() -> str | None:

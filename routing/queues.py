@@ -196,7 +196,9 @@ class Queues:
         args: list[Any] = [new_prefix(), 0, 0, self._settings.offer_ms]
         for job in jobs:
             args += [order.lane(job), job.needs, job.seq, job.id, job.created_ms]
-        return int(self._scripts.run("enqueue", fleet, args)[0])
+        added = int(self._scripts.run("enqueue", fleet, args)[0])
+        self._away_until.clear()
+        return added
 
     def withdraw(self, fleet: str, job: Waiting) -> str:
         """Take a job out: "withdrawn"; "freed": its open offer is gone, too; "asked": its holder is told; "absent"."""

@@ -90,6 +90,11 @@ def check_whole(request: flask.Request) -> None:
         raise ProblemError(411, "length_required", "The length is not known", detail)
 
 
+def _with_plain_settings(body: dict[str, Any]) -> dict[str, Any]:
+    """Only what is passed on keeps its long numbers as they were written; the rest is for us to judge."""
+    return {name: it if name == "payload" else exact.unwritten(it) for name, it in body.items()}
+
+
 class Request(flask.Request):
     """A request whose JSON is read by `parse`.  flask-openapi asks for it by get_json."""
 
@@ -98,7 +103,8 @@ class Request(flask.Request):
         if self.mimetype != "application/json" and self.content_type:
             detail = "This takes one JSON object, with Content-Type: application/json."
             raise ProblemError(415, "unsupported_media_type", "Not JSON", detail)
-        body = parse(body_of(self))
+        text = body_of(self)
+        body = parse(text)
         if not isinstance(body, dict):
             raise ProblemError(422, "invalid_request", "The request is not valid", "The body must be a JSON object.")
-        return body
+        return _with_plain_settings(body) if exact.may_hold_long_numbers(text) else body

@@ -170,8 +170,8 @@ class Game:
     def __init__(self, redis: Redis, fragments: dict[str, str] | None = None) -> None:
         self.scripts = Scripts(redis, Keys("game"), fragments)
         self.leases, queues = Leases(self.scripts, SETTINGS), Queues(self.scripts, SETTINGS)
-        self.scripts.run("sync", FLEET, [1, 1, "gpu", f"online 1 1.0\n{FLEET}\n", 1])
         queues.begin(FLEET, "")
+        self.scripts.run("sync", FLEET, ["", 1, 1, "gpu", f"online 1 1.0\n{FLEET}\n", 1])
         queues.open(FLEET)
         (offer,) = queues.enqueue(FLEET, [Waiting(JOB, 1, FLEET, 5, "default")])
 

@@ -192,7 +192,7 @@ def _admit(self: InferTask, args: Any, kwargs: Any) -> None:
 
 def _refuse(request: Any, refusal: SlotkeeperError) -> None:
     """Tell a bare client why there is no job; a job that is there already has an end of its own."""
-    log.warning("bare_message_refused", job_id=request.id, error=refusal.detail)
+    log.warning("bare_message_refused", job_id=request.id, code=refusal.code)  # Its sentence may quote the client.
     if not _patiently(lambda: _is_known(request.id)):
         _patiently(lambda: tell_refusal(request, refusal))
 

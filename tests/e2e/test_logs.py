@@ -61,11 +61,11 @@ def test_no_log_shows_a_payload_whatever_fails(
     failed = api.ended(api.submit("failing", payload))
     assert (failed["status"], failed["attempts"]) == ("failed", 4), "all four answers were met"
 
-    before = stack.processes["worker"].log.count("raised unexpected")
+    before = stack.processes["worker"].log.count("bare_message_refused")
     messages = [[[PLANTED, payload], {}], [["logged", payload, PLANTED, 4, 5], {}], [["logged", PLANTED], {}]]
     stack.run_with_input(_BARE, json.dumps(messages))
     eventually(
-        lambda: stack.processes["worker"].log.count("raised unexpected") >= before + 2, "the messages are refused"
+        lambda: stack.processes["worker"].log.count("bare_message_refused") >= before + 3, "the messages are refused"
     )
     for name in OURS:
         found = SHOWS_PAYLOADS.search(stack.processes[name].log)

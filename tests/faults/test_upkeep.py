@@ -153,7 +153,7 @@ def test_what_becomes_visible_late_is_swept_all_the_same(stage, monkeypatch) -> 
     _renumber(stage, "id = id + 1000000")
     reconcile.sweep(stage.dispatcher)
     late = stage.cut_off().submit([stage.a()])[0].accepted.id
-    _renumber(stage, f"id = id - 500000 WHERE job_id = '{late}'")
+    _renumber(stage, f"id = (SELECT max(id) - 500000 FROM events) WHERE job_id = '{late}'")
     reconcile.sweep(stage.dispatcher)
     assert stage.room.waiting() == [late]
 

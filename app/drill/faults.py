@@ -85,5 +85,5 @@ class Saboteur(threading.Thread):
             struck.mending_ns = time.monotonic_ns()
             struck.killed = self._mends.pop(fault)() is True
             struck.mended_ns = time.monotonic_ns()
-            if fault.kind in (Kind.FLUSH, Kind.STALE):
+            if fault.kind in (Kind.REDIS, Kind.FLUSH, Kind.STALE):  # Each is filled anew, and its offers counted anew.
                 struck.last_event = self._stack.latest_event()

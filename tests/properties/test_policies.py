@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -417,5 +418,6 @@ def _declared(server: Server) -> CatalogServer:
     return CatalogServer(server.name, "zimg", server.slots, "online", {}, 0, server.attributes)
 
 
+@pytest.mark.timeout(600)  # A failure is made as small as can be first.
 def test_all_that_is_derived_is_what_the_plain_data_give_whatever_is_done(client: Redis):
     run_state_machine_as_test(lambda: PoliciesMachine(client), settings=search(150, stateful_step_count=40))

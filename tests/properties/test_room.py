@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -420,5 +421,6 @@ class _Standing:
         }
 
 
+@pytest.mark.timeout(600)  # A failure is made as small as can be first.
 def test_the_room_is_what_the_model_says_whatever_is_done_to_it(client: Redis):
     run_state_machine_as_test(lambda: RoomMachine(client), settings=search(150, stateful_step_count=40))

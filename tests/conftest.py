@@ -24,6 +24,11 @@ from jobs.webhooks import Webhooks
 from tests.support.postgres import ENVIRONMENT, NoPostgres, Postgres, running_postgres
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Generated tests come first, in a process that has done nothing yet: what they find shall not depend on it."""
+    items.sort(key=lambda item: "tests/properties/" not in item.nodeid)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_settings() -> None:
     """The settings of whoever runs the tests are not those of the tests."""

@@ -91,6 +91,7 @@ def test_delay_apply_async_group_chord_and_link_give_the_results_of_jobs(stack: 
     assert (told["chains in a chord"], told["chains in a group"]) == ("end", ["0", "1"])
     assert (told["a group in a chain"], told["a task of celery's own"]["prompt"]) == ("last", "x")
     assert told["broken"] == "job_failed"
+    eventually(lambda: api.call("GET", "/queue/jobs/fallback-job").ok, "the errback has submitted its job", 60)
     assert api.ended("fallback-job")["status"] == "completed"
     assert (told["failed"], told["unknown"]) == ("JobFailed", "unknown_model")
     job = api.job(told["id"])

@@ -9,6 +9,7 @@ import pytest
 import requests
 from pytest_httpserver import HTTPServer
 from standardwebhooks import Webhook
+from werkzeug import Request
 
 from tests.e2e.conftest import Api
 from tests.support.stack import RefServer, Stack, eventually

@@ -24,6 +24,7 @@ if held[1] == "" and held[2] ~= "0" then
 end
 if held[1] then
   redis.call("HSET", lease_key(job), "cancel", "1")
+  redis.call("HDEL", lease_key(job), "again") -- it would come back to the room when its last run frees the slot
   return { "asked" }
 end
 return { "absent" }

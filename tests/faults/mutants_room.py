@@ -57,6 +57,15 @@ ROOM = [
         ),
     ),
     Mutant(
+        "a job that was withdrawn comes back with its slot",
+        "R30",
+        "routing/lua/withdraw.lua",
+        'redis.call("HDEL", lease_key(job), "again")',
+        "",
+        (f"{LEASES}test_a_job_that_was_withdrawn_does_not_come_back_when_its_last_run_frees_the_slot",),
+        still=f"{LEASES}test_withdrawing_a_job_that_nobody_has_taken_up_frees_its_slot",
+    ),
+    Mutant(
         "a job that comes back goes to the end",
         "ORDER-1",
         "routing/lua/release.lua",

@@ -166,6 +166,13 @@ def test_withdrawing_a_job_that_nobody_has_taken_up_frees_its_slot(room, offer):
     assert room.claim(offer) == "lost"
 
 
+def test_a_job_that_was_withdrawn_does_not_come_back_when_its_last_run_frees_the_slot(room, held):
+    room.enqueue(a("j", 1))  # its last run has ended in the record, and still holds the slot
+    assert room.withdraw(a("j", 1)) == "asked"
+    assert room.release(held, "w1", limit=0)[0] == "released"
+    assert room.waiting() == []
+
+
 def test_withdrawing_what_its_server_may_be_at_leaves_the_slot_to_whoever_takes_it_up(room, held):
     room.seize(held, "w1", "", new_lease="s1", only_expired=False)
     assert room.withdraw(a("j", 1)) == "asked"

@@ -48,6 +48,7 @@ class Lease:
     expires: int
     number: int  # of its offer; 0: it was offered again
     cancel: bool = False
+    again: bool = False  # put into the room while it was held: it goes to its place when the lease is dropped
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Model:
 
     def drop(self, lease: Lease, rest_ms: int, *, back: bool) -> None:
         del self.leases[lease.job.id]
-        if back:
+        if back or lease.again:
             self.waiting[lease.job.id] = lease.job
         else:
             self.gone.add(lease.job.id)
@@ -164,7 +165,7 @@ class RoomMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.jobs)
     @rule(target=known, data=st.data(), limit=limits)
     def enqueue_again(self, data, limit):
-        """What reconcile does; jobs that wait or hold a lease stay as they are."""
+        """What reconcile does; jobs that wait stay as they are, those that run go to their place when they let go."""
         there = [job for job in self.jobs if job.id not in self.model.gone]
         if not there:
             return multiple()
@@ -292,7 +293,7 @@ class RoomMachine(RuleBasedStateMachine):
         if untaken:
             self.model.drop(lease, 0, back=False)
         elif lease:
-            lease.cancel = True
+            lease.cancel, lease.again = True, False
 
     @rule(server=st.sampled_from(sorted(SLOTS)))
     def pause_or_resume(self, server):
@@ -312,7 +313,8 @@ class RoomMachine(RuleBasedStateMachine):
             self._enqueue_new_job()
         assert self.room.restore(*[(it.job, it.name, it.owner, it.slot) for it in running]) == len(running)
         for lease in running:
-            lease.expires, lease.cancel, lease.number = self.model.now + LEASE_MS, False, 0
+            lease.expires, lease.number = self.model.now + LEASE_MS, 0
+            lease.cancel = lease.again = False
             self.model.leases[lease.job.id] = lease
         self._sync()
         queued = sorted(self.model.waiting.values(), key=lambda job: job.seq)
@@ -364,6 +366,8 @@ class RoomMachine(RuleBasedStateMachine):
     def _enqueue(self, jobs: list[Job], limit: int):
         new = [job for job in jobs if job.id not in self.model.waiting and job.id not in self.model.leases]
         self.model.waiting |= {job.id: job for job in new}
+        for lease in [self.model.leases[job.id] for job in jobs if job.id in self.model.leases]:
+            lease.again = lease.again or bool(lease.owner)
         added, offers = self.room.enqueued(*jobs, limit=limit)
         assert added == len(new)
         return self._taken(offers, self.model.expected_offers(limit))

@@ -50,7 +50,8 @@ def url(httpserver):
 
 
 def received(httpserver):
-    ((request, _),) = httpserver.log
+    """The one webhook; somebody who knew this port before may ask for another path."""
+    (request,) = [request for request, _ in httpserver.log if request.path == "/hook"]
     return request
 
 
@@ -250,7 +251,7 @@ def test_a_redirect_is_told_and_not_followed(httpserver, url, status):
     sent = send(url)
     assert (sent.ok, sent.status, sent.permanent) == (False, status, False)
     assert "redirect" in sent.error and "inside" not in sent.error
-    assert [request.path for request, _ in httpserver.log] == ["/hook"]
+    assert "/inside" not in [request.path for request, _ in httpserver.log]
 
 
 def test_a_closed_port_may_be_tried_again():

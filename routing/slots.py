@@ -31,6 +31,8 @@ class ServerStanding:
     """A server as the offers see it.  Times in ms since the epoch, 0: none.
 
     `rested_ms`: when the first resting slot is offered again.  `breaker`: closed, open, half_open, probing.
+    `open_until_ms`: when its next probe is due.  `open_why`: what opened it: runs that failed one after another
+    ("failures"), too many of them ("rate"), the last probe ("probe"); "": it is closed.  `opened`: how often in a row.
     `loaded`: the model that it ran last; `passing_since_ms`: since when it has gone on with that although another's
     job comes first.
     """
@@ -42,6 +44,8 @@ class ServerStanding:
     rested_ms: int
     breaker: str
     open_until_ms: int
+    open_why: str
+    opened: int
     loaded: str
     swaps: int
     passing_since_ms: int

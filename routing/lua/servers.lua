@@ -1,9 +1,12 @@
 --[[ servers: how each server stands: its slots, its breaker, and the parts of its score for each model it serves.
   KEYS[1..14] the fleet's keys, see lib/fleet
-  Returns {now_ms, {server, free, resting, taken, rested_ms, breaker, open_until_ms, loaded, swaps, passing_since_ms,
-                    {model, load, failures, slowness, swap, total}…}…}
+  Returns {now_ms, {server, free, resting, taken, rested_ms, breaker, open_until_ms, open_why, opened, loaded, swaps,
+                    passing_since_ms, {model, load, failures, slowness, swap, total}…}…}
     rested_ms  when the first of its resting slots is offered again; 0: none rests
     breaker    closed, open, half_open or probing; the parts are texts, the lowest total is best
+    open_until_ms, open_why, opened   when its next probe is due; what opened it: its runs failed one after another
+               (failures), too many of them did (rate), or the last probe did (probe); how often in a row; 0 or
+               empty: it is closed
   Writes nothing
   Clock Redis TIME    Cost O(slots + servers models) ]]
 -- @include lib/now_ms
@@ -53,9 +56,10 @@ local servers = redis.call("HGETALL", SERVERS)
 for i = 1, #servers, 2 do
   local server, stats = servers[i], stats_key("server", servers[i])
   local breaker = breaker_of(stats)
-  local said = redis.call("HMGET", stats, "taken", "loaded", "swaps")
+  local said = redis.call("HMGET", stats, "taken", "why", "opened", "loaded", "swaps")
   found[#found + 1] = { server, free[server] or 0, resting[server] or 0, tonumber(said[1] or "0"),
     tonumber(rested[server] or "0"), breaker_state(breaker, now), breaker.until_ms, said[2] or "",
-    tonumber(said[3] or "0"), passing_since(stats, servers[i + 1]), scores(server, servers[i + 1]) }
+    tonumber(said[3] or "0"), said[4] or "", tonumber(said[5] or "0"), passing_since(stats, servers[i + 1]),
+    scores(server, servers[i + 1]) }
 end
 return { now, found }

@@ -271,10 +271,11 @@ class Room:
         room: int = ROOM,
         taker: str = "",
         outcome: str = "",
+        breaker: tuple[float, ...] = BREAKER,
     ) -> tuple[str, list[Offered]]:
         args = [offer.job, offer.lease, owner, int(back), rest_ms, self._prefix(), limit, room, OFFER_MS]
         args += [taker, LEASE_MS]
-        answer, rows = self.run("release", *args, outcome, *BREAKER, BUSY_MAX_MS)
+        answer, rows = self.run("release", *args, outcome, *breaker, BUSY_MAX_MS)
         return answer, [Offered(*row) for row in rows]
 
     def expired(self, limit: int = 256) -> list[list[str]]:

@@ -353,7 +353,7 @@ def test_a_server_whose_runs_fail_is_chosen_last_until_that_is_long_ago(room):
         assert following.server != offer.server
         room.release(following, "")
     room.later(30 * 60 * SECOND)
-    assert room.run("servers")[1][0][10][0][2] == "0.000"
+    assert room.run("servers")[1][0][-1][0][2] == "0.000"
 
 
 def test_a_faster_server_and_a_heavier_one_are_chosen_first(room):
@@ -390,7 +390,7 @@ def run_shared(room: Room, jobs: list[Job], took_ms: int = 1000) -> tuple[list[t
         for following in room.release(offer, "", outcome="ok")[1]:
             starts.append((at, following.job))
             running.append((at + took_ms, following))
-    swaps = sum(row[8] for row in room.run("servers")[1])
+    swaps = sum(row[10] for row in room.run("servers")[1])
     return starts, swaps
 
 
@@ -436,6 +436,29 @@ def fail(room: Room, count: int, first: int = 1, model: str = "zimg", same: bool
 
 def breaker_of(room: Room, server: str = "gpu") -> str:
     return next(row[5] for row in room.run("servers")[1] if row[0] == server)
+
+
+def why_of(room: Room) -> list:
+    """When the server's next probe is due, what opened its breaker, and how often in a row that has happened."""
+    return room.run("servers")[1][0][6:9]
+
+
+def test_a_breaker_says_until_when_and_why_it_is_open(room):
+    room.with_slots(1)
+    assert why_of(room) == [0, "", 0]
+    fail(room, 3)
+    assert why_of(room) == [room.now + 5000, "failures", 1]
+    room.later(5000)
+    (probe,) = room.enqueue(a("j1", 11))
+    room.release(probe, "", outcome="failed", limit=0)
+    assert why_of(room) == [room.now + 10_000, "probe", 2]
+    room.later(10_000)
+    (probe,) = room.enqueue(a("j2", 12))
+    room.release(probe, "", outcome="ok", limit=0)
+    assert why_of(room) == [0, "", 0]
+    fail(room, 3, first=21)
+    room.run("reset", "server", "gpu")
+    assert why_of(room) == [0, "", 0]
 
 
 def test_a_servers_breaker_opens_after_failures_in_a_row_and_lets_one_probe_through(room):
@@ -532,10 +555,11 @@ def test_a_breaker_opens_by_the_rate_of_failures_too(room):
     room.with_slots(1)
     for n in range(60):
         (offer,) = room.enqueue(a(f"j{n}", n + 1), limit=1)
-        room.release(offer, "", outcome="ok" if n % 3 == 0 and n < 20 else "failed", limit=0)
+        outcome, hardly_ever_in_a_row = "ok" if n % 10 == 0 else "failed", (10, 0.8, 5_000, 40_000)
+        room.release(offer, "", outcome=outcome, limit=0, breaker=hardly_ever_in_a_row)
         if breaker_of(room) == "open":
             break
-    assert breaker_of(room) == "open"
+    assert breaker_of(room) == "open" and why_of(room)[1] == "rate" and n == 19, "the twentieth run"
 
 
 def test_a_models_breaker_leaves_the_other_models_of_the_server_alone(room):

@@ -45,11 +45,12 @@ local function would_probe_again(stats, job, now)
   return breaker_state(breaker_of(stats), now) == "half_open" and has_failed(stats, job)
 end
 
--- Leave it alone for a while, longer each time that a job proves anew that it does not work.
-local function open_breaker(stats, now, settings, is_proof)
+-- Leave it alone for a while, longer each time that a job proves anew that it does not work.  `why`: its runs failed
+-- one after another ("failures"), too many of them did ("rate"), or the one that was to try it did ("probe").
+local function open_breaker(stats, now, settings, is_proof, why)
   local times = redis.call("HINCRBY", stats, "opened", is_proof and 1 or 0)
   local rest_ms = math.min(settings.open_ms * 2 ^ math.min(times - 1, 30), settings.open_max_ms)
-  redis.call("HSET", stats, "open_until", exact(now + rest_ms))
+  redis.call("HSET", stats, "open_until", exact(now + rest_ms), "why", why)
   redis.call("HDEL", stats, "probe", "streak")
 end
 
@@ -60,11 +61,12 @@ local function note_failure(stats, job, now, settings, is_proof)
     redis.call("HSET", stats, "penalty", string.format("%.6f", penalty(stats, now) + 1), "penalty_at", exact(now))
   end
   if found[1] then
-    if found[2] == job then open_breaker(stats, now, settings, is_proof) end
+    if found[2] == job then open_breaker(stats, now, settings, is_proof, "probe") end
   elseif is_proof then
     local streak = redis.call("HINCRBY", stats, "streak", 1)
     local often = tonumber(found[4] or "0") >= RATE_RUNS and tonumber(found[3] or "0") >= settings.rate
-    if streak >= settings.failures or (often and streak > 1) then open_breaker(stats, now, settings, true) end
+    local why = streak >= settings.failures and "failures" or (often and streak > 1 and "rate") or nil
+    if why then open_breaker(stats, now, settings, true, why) end
   end
 end
 
@@ -88,6 +90,6 @@ local function note_outcome(stats, job, outcome, now, settings)
     local probed = redis.call("HGET", stats, "probe") == job
     if failed_before then redis.call("ZREM", failed_key(stats), job) end
     redis.call("HDEL", stats, "streak")
-    if probed then redis.call("HDEL", stats, "open_until", "opened", "probe", "rate", "runs") end
+    if probed then redis.call("HDEL", stats, "open_until", "why", "opened", "probe", "rate", "runs") end
   end
 end

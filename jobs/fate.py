@@ -15,6 +15,7 @@ class Fate(Enum):
     STORED = "stored"
     NOT_STORED = "not stored"
     OPEN = "open"  # It has not ended yet, or this server cannot tell.
+    HIDDEN = "hidden"  # It left nothing by which it could be known: asking again helps nothing.
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def ask(connection: Connection, of: Mark) -> Fate:
 
 def _by_event(connection: Connection, of: Mark) -> Fate:
     if of.event is None:
-        return Fate.OPEN
+        return Fate.HIDDEN
     return Fate.STORED if wrote(connection, of.event) else Fate.NOT_STORED
 
 

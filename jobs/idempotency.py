@@ -23,7 +23,8 @@ _ASKED = select(jobs.c.id, jobs.c.seq, jobs.c.state, *(jobs.c[name] for name in 
 # Never one that was bound since we looked: on PostgreSQL another process may have done so.
 _FORGET = delete(idempotency_keys).where(
     _THIS_KEY,
-    or_(idempotency_keys.c.expires_ms <= bindparam("p_now"), idempotency_keys.c.job_id == bindparam("p_gone")),
+    # A sum, as no index has it: this is asked of the row that the key finds.
+    or_(idempotency_keys.c.expires_ms + 0 <= bindparam("p_now"), idempotency_keys.c.job_id == bindparam("p_gone")),
 )
 
 

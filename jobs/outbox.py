@@ -9,6 +9,7 @@ from sqlalchemy import Integer, bindparam, func, select
 from jobs.db import Database
 from jobs.events import TYPES
 from jobs.models import events, jobs
+from jobs.moves import stands
 from jobs.record import Waiting
 from jobs.states import State
 
@@ -21,7 +22,7 @@ _QUEUED = (
         events.c.id > bindparam("p_after"),
         events.c.id <= bindparam("p_last"),
         events.c.type == TYPES[State.QUEUED],
-        jobs.c.state == State.QUEUED.value,
+        stands(State.QUEUED),
     )
     .order_by(events.c.id)
     .limit(bindparam("p_limit", type_=Integer))

@@ -5,16 +5,23 @@ A job whose webhook is owed stays until that is delivered or given up: the messa
 
 from collections import Counter
 
-from sqlalchemy import ColumnElement, bindparam, delete, exists, insert, select, update
+from sqlalchemy import ColumnElement, bindparam, delete, insert, select, update
 
 from jobs.db import Database, Transaction
 from jobs.errors import Conflict
 from jobs.models import counters, events, jobs, tellings, webhooks
-from jobs.moves import stands
+from jobs.moves import compared, stands
 from jobs.states import State
 
-_OWES = exists().where(webhooks.c.job_id == jobs.c.id, webhooks.c.state == "pending")
-_OWED = select(webhooks.c.id).where(webhooks.c.job_id == bindparam("p_id"), webhooks.c.state == "pending").limit(1)
+# A question asked of each job, not a set to be left out: for that PostgreSQL would read all messages.
+_OWES = (
+    select(webhooks.c.id)
+    .where(webhooks.c.job_id == jobs.c.id, compared(webhooks.c.state) == "pending")
+    .limit(1)
+    .scalar_subquery()
+    .is_not(None)
+)
+_OWED = select(webhooks.c.id).where(webhooks.c.job_id == bindparam("p_id"), compared(webhooks.c.state) == "pending")
 _DEAD = select(jobs.c.seq).where(jobs.c.id == bindparam("p_id"), stands(State.DEAD)).with_for_update()
 
 
@@ -38,7 +45,7 @@ def delete_dead(database: Database, job_id: str) -> bool:
         seq = tx.connection.execute(_DEAD, {"p_id": job_id}).scalar()
         if seq is None:
             return False
-        owed = tx.connection.execute(_OWED, {"p_id": job_id}).scalar()
+        owed = tx.connection.execute(_OWED, {"p_id": job_id}).scalars().first()
         if owed is not None:
             return Conflict(
                 f"Job {job_id!r} still owes its webhook {owed!r}, which would be lost with it; "

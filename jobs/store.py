@@ -12,15 +12,19 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from sqlalchemy import (
+    ColumnElement,
     CompoundSelect,
     Executable,
     Integer,
     Select,
+    and_,
     bindparam,
     case,
     func,
+    literal,
     select,
     text,
+    tuple_,
     union_all,
     update,
 )
@@ -41,6 +45,7 @@ _MAX_ERROR = 2000
 _MOST_UNHEARD = 10_000  # Each is asked again soon, unless its worker ends.
 # Where most jobs are, before they ran and after.
 _MANY_STAND = frozenset({State.QUEUED, State.COMPLETED})
+_LAST_NUMBER = 2**63 - 1
 _MOST_MODELS = 100  # in one statement; SQLite joins at most 500 queries
 
 _BRIEF_COLUMNS = (*WAITING_COLUMNS, jobs.c.state, jobs.c.attempt, jobs.c.lease, jobs.c.cancel_requested_ms)
@@ -118,7 +123,7 @@ _BRIEF = select(jobs.c.id, jobs.c.seq, jobs.c.state).where(jobs.c.id == bindpara
 _LISTED = select(*_LISTED_COLUMNS)
 _WHOLE = select(jobs).where(jobs.c.id == bindparam("p_id"))
 _HEADERS = select(jobs.c.model, jobs.c.tier, jobs.c.failures, jobs.c.envelope).where(jobs.c.id == bindparam("p_id"))
-_QUEUED_BY_MODEL = select(jobs.c.model, func.count()).where(jobs.c.state == State.QUEUED.value).group_by(jobs.c.model)
+_QUEUED_BY_MODEL = select(jobs.c.model, func.count()).where(text(QUEUED)).group_by(jobs.c.model)
 _DUE = select(jobs.c.seq).where(jobs.c.due_ms <= bindparam("p_now")).order_by(jobs.c.due_ms, jobs.c.seq)
 # In the words of their index, without which it may not be used.  SQLite has to be told what is rare: without statistics
 # it takes all active jobs for few.
@@ -127,19 +132,30 @@ _IS_OVERDUE = {
     "sqlite": text(f"likelihood({_PASSED}, 0.0001) AND deadline_ms IS NOT NULL AND likely({IS_ACTIVE})"),
     "postgresql": text(f"{_PASSED} AND {MAY_EXPIRE}"),
 }
-_QUEUED = (
-    select(*WAITING_COLUMNS)
-    .where(text(QUEUED), jobs.c.seq > bindparam("p_after"))
-    .order_by(jobs.c.seq)
-    .limit(bindparam("p_limit", type_=Integer))
-)
+_FIRST = select(*WAITING_COLUMNS).limit(bindparam("p_limit", type_=Integer))
+_QUEUED_OF = _FIRST.where(text(QUEUED), jobs.c.seq > bindparam("p_after")).order_by(jobs.c.seq)
 _LAST_SEQ = select(func.max(jobs.c.seq))
 _COUNTS = select(jobs.c.state, func.count()).group_by(jobs.c.state)
 
 
 def _queued_of(models: Sequence[str]) -> CompoundSelect[Any]:
     """The first of each model, so that its index gives them in order and reads no more than it must."""
-    return union_all(*[select(_QUEUED.where(jobs.c.model == model).subquery()) for model in models])
+    return union_all(*[select(_QUEUED_OF.where(jobs.c.model == model).subquery()) for model in models])
+
+
+def _between(column: ColumnElement[str], value: str, after: Any, before: int | None = None) -> ColumnElement[bool]:
+    """Jobs of which a column has this value, and whose number lies between `after` and `before`, both left out.
+
+    To be read in order of (column, number).  So it is that column's index that has them in order; said as
+    `column = value`, all jobs in order of their numbers may look as good, by statistics from before those came.
+    """
+    pair, word = tuple_(column, jobs.c.seq), literal(value)
+    return and_(pair > tuple_(word, after), pair < tuple_(word, _LAST_NUMBER if before is None else before))
+
+
+_QUEUED = _FIRST.where(_between(jobs.c.state, State.QUEUED.value, bindparam("p_after"))).order_by(
+    jobs.c.state, jobs.c.seq
+)
 
 
 class Store:
@@ -419,15 +435,17 @@ class Store:
 
         It reads, in order, no more than the jobs of one of these: the state, if few stand in it, the tenant, the model.
         """
-        query = _LISTED.order_by(jobs.c.seq.desc()).limit(limit)
+        query = _LISTED.limit(limit)
         wanted = [(jobs.c.tenant, tenant), (jobs.c.model, model)]
         wanted.insert(2 if state in _MANY_STAND else 0, (jobs.c.state, state))
         given = [(column, str(value)) for column, value in wanted if value is not None]
-        for n, (column, value) in enumerate(given):
-            query = query.where((column if n == 0 else compared(column)) == value)
-        if before_seq is not None:
+        if given:
+            query = query.where(_between(*given[0], 0, before_seq)).order_by(given[0][0].desc())
+        elif before_seq is not None:
             query = query.where(jobs.c.seq < before_seq)
-        return self._jobs(query)
+        for column, value in given[1:]:
+            query = query.where(compared(column) == value)
+        return self._jobs(query.order_by(jobs.c.seq.desc()))
 
     def running(self) -> list[Job]:
         """All running jobs, in order of acceptance."""

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from sqlalchemy import bindparam, select, tuple_, update
+from sqlalchemy import bindparam, func, select, tuple_, update
 
 from jobs.db import Database, Transaction
 from jobs.models import jobs, webhooks
+from jobs.moves import compared
 from jobs.record import Webhook, storable
 from jobs.states import FINAL, State
 
@@ -19,11 +20,13 @@ Row: TypeAlias = Any
 
 _MAX_ERROR = 500
 
+# Said so that the index of pending messages is not used: one message is found by its id.
+_IS_PENDING = compared(webhooks.c.state) == "pending"
 _CLAIM = (
     update(webhooks)
     .where(
         webhooks.c.id == bindparam("p_id"),
-        webhooks.c.state == "pending",
+        _IS_PENDING,
         webhooks.c.next_ms <= bindparam("p_now"),
     )
     .values(tries=webhooks.c.tries + 1, next_ms=bindparam("p_until"))
@@ -33,7 +36,7 @@ _END = (
     update(webhooks)
     .where(
         webhooks.c.id == bindparam("p_id"),
-        webhooks.c.state == "pending",
+        _IS_PENDING,
         webhooks.c.tries == bindparam("p_tries"),
     )
     .values(
@@ -44,6 +47,8 @@ _END = (
         delivered_ms=bindparam("p_delivered"),
     )
 )
+# Asked of each message: SQLite would begin a join with all jobs.
+_TENANT = func.coalesce(select(jobs.c.tenant).where(jobs.c.id == webhooks.c.job_id).scalar_subquery(), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +135,7 @@ class Webhooks:
     def due(self, now: int, limit: int = 500, after: Due | None = None) -> list[Due]:
         """The messages whose next try is due, oldest first, from `after` on."""
         query = (
-            select(webhooks.c.next_ms, webhooks.c.id, webhooks.c.url, jobs.c.tenant)
-            .join(jobs, jobs.c.id == webhooks.c.job_id)
+            select(webhooks.c.next_ms, webhooks.c.id, webhooks.c.url, _TENANT)
             .where(webhooks.c.state == "pending", webhooks.c.next_ms <= now)
             .order_by(webhooks.c.next_ms, webhooks.c.id)
             .limit(limit)

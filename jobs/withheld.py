@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
-from sqlalchemy import Integer, bindparam, delete, insert, literal_column, select, update
+from sqlalchemy import Integer, bindparam, delete, insert, select, update
 
 from jobs.db import Database, Transaction
 from jobs.models import jobs, withheld
+from jobs.moves import stands
 from jobs.states import State
 
 Row: TypeAlias = Any
@@ -64,7 +65,7 @@ _RUNS = select(
     jobs.c.started_ms,
     bindparam("p_now", type_=withheld.c.since_ms.type),
     bindparam("p_until", type_=withheld.c.until_ms.type),
-).where(jobs.c.state == literal_column(f"'{State.RUNNING.value}'"), jobs.c.slot.is_not(None))
+).where(stands(State.RUNNING), jobs.c.slot.is_not(None))
 _THIS_RUN = (jobs.c.id == bindparam("p_id"), jobs.c.attempt == bindparam("p_attempt", type_=Integer))
 _NOTE = insert(withheld).from_select(_COLUMNS[:-1], _RUNS.where(*_THIS_RUN).with_for_update())
 _NOTE_MANY = insert(withheld).from_select(

@@ -14,34 +14,64 @@ import orjson
 import pytest
 from sqlalchemy import event
 
+from jobs import fate, ledger, outbox, withheld
+from jobs.catalog import Catalog
 from jobs.db import Database
+from jobs.record import Webhook
+from jobs.rotations import Rotations
 from jobs.states import State, Why
 from jobs.store import Store
+from jobs.tellings import Tellings
+from jobs.tenants import Tenants
+from jobs.webhooks import Due, Webhooks
+from jobs.withheld import Withholding
 from tests.support.builders import T0, a_job
 
 ENDED, WAITING = 4000, 400
 LATER = T0 + 60_000
-_FIELDS = "id, model, state, why, tier, tenant, created_ms, finished_ms, deadline_ms, due_ms, source, payload"
+_FIELDS = {
+    "jobs": "id, model, state, why, tier, tenant, created_ms, finished_ms, deadline_ms, due_ms, source, payload",
+    "events": "job_id, type, at_ms, attempt, data",
+    "webhooks": "id, job_id, url, status, state, next_ms, created_ms",
+    "tellings": "id, job_id, next_ms, created_ms",
+    "idempotency_keys": "tenant, key, job_id, fingerprint, expires_ms",
+}
+_STATISTICS = ["no statistics", "statistics from before the backlog", "statistics of the backlog"]
 
 
-@pytest.fixture(params=["no statistics", "statistics from before the backlog"])
+@pytest.fixture(params=_STATISTICS)
 def full(request: pytest.FixtureRequest, database: Database) -> Store:
-    """Many ended jobs of one tenant and model, then a backlog."""
-    _fill(database, "done", ENDED, f"'completed', 'finished', 5, 'big', {T0}, {T0}, NULL, NULL")
-    if request.param != "no statistics":
-        with database.engine.connect() as connection:
-            connection.exec_driver_sql("ANALYZE")
-            connection.commit()
-    _fill(database, "wait", WAITING, f"'queued', 'submitted', 5, 'big', {T0}, NULL, {LATER * 2}, NULL")
+    """Many ended jobs of one tenant and model, then a backlog; with each what hangs on it."""
+    _fill_all(database, "done", ENDED, f"'completed', 'finished', 5, 'big', {T0}, {T0}, NULL, NULL", "delivered", 0)
+    if request.param == _STATISTICS[1]:
+        _count(database)
+    _fill_all(
+        database, "wait", WAITING, f"'queued', 'submitted', 5, 'big', {T0}, NULL, {LATER * 2}, NULL", "pending", T0
+    )
+    if request.param == _STATISTICS[2]:
+        _count(database)
     return Store(database)
 
 
-def _fill(database: Database, name: str, rows: int, values: str) -> None:
+def _fill_all(database: Database, name: str, rows: int, job: str, webhook: str, expires_ms: int) -> None:
+    of_job = f"'{name}-' || i"
+    _fill(database, "jobs", rows, f"{of_job}, 'busy', {job}, 'rest', '{{}}'")
+    _fill(database, "events", rows, f"{of_job}, 'job.enqueued', {T0}, 0, '{{}}'")
+    _fill(database, "webhooks", rows, f"'m-{name}-' || i, {of_job}, 'http://c', 'completed', '{webhook}', {T0}, {T0}")
+    _fill(database, "tellings", rows, f"'t-{name}-' || i, {of_job}, {T0} + i, {T0}")
+    _fill(database, "idempotency_keys", rows, f"'big', {of_job}, {of_job}, '', {LATER} + {expires_ms}")
+
+
+def _fill(database: Database, table: str, rows: int, values: str) -> None:
     numbers = f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {rows})"
     with database.engine.begin() as connection:
-        connection.exec_driver_sql(
-            f"INSERT INTO jobs ({_FIELDS}) {numbers} SELECT '{name}-' || i, 'busy', {values}, 'rest', '{{}}' FROM n"
-        )
+        connection.exec_driver_sql(f"INSERT INTO {table} ({_FIELDS[table]}) {numbers} SELECT {values} FROM n")
+
+
+def _count(database: Database) -> None:
+    with database.engine.connect() as connection:
+        connection.exec_driver_sql("ANALYZE")
+        connection.commit()
 
 
 @contextmanager
@@ -100,40 +130,78 @@ def _nodes(node: dict[str, Any]) -> Iterator[str]:
         yield from _nodes(child)
 
 
-def _reads_no_table_through(plans: list[str], *, but_states: bool = False) -> None:
+# A table or an index from its first row to its last: PostgreSQL's have no condition.
+_WALKS = re.compile(r"Seq Scan|(?:Index|Index Only|Bitmap Index) Scan \S+(?: \S+)?$|Bitmap Index Scan \S+$")
+_WALKS_ON_SQLITE = re.compile(r"^SCAN (?!CONSTANT|subquery|anon_|\()")
+# What finds one row, or the few rows of one job.
+_KEYS = re.compile(r"pk_\w+|uq_\w+|sqlite_autoindex_\w+|PRIMARY KEY|ix_\w+_job_id|rowid")
+
+
+def _indexes(plan: str) -> list[str]:
+    return re.findall(r"\b(?:ix|pk|uq)_\w+|sqlite_autoindex_\w+|PRIMARY KEY", plan)
+
+
+def _reads_nothing_through(plans: list[str], *, but: str = "no index at all") -> None:
+    """`but`: what may be read through, as it holds just what is asked for, or is walked until there is enough."""
     for plan in plans:
-        assert not re.search(r"Seq Scan", plan), plan
-        assert not re.search(r"^SCAN (?!.*(USING|CONSTANT|subquery|anon_|\())", plan), plan
-        if not but_states:
-            assert "ix_jobs_state_seq" not in plan, plan
+        assert but in plan or not (_WALKS.search(plan) or _WALKS_ON_SQLITE.search(plan)), plan
 
 
-BY_KEY: dict[str, Callable[[Store], Any]] = {
-    "submit": lambda store: store.submit([a_job(idempotency_key="k")], T0),
-    "knows": lambda store: store.knows([a_job(idempotency_key="k")], T0),
-    "start": lambda store: store.start("wait-1", "gpu1", "gpu1-slot0", "l w", T0),
-    "settle": lambda store: store.settle("wait-1", 1, Why.FINISHED, T0, result="{}"),
-    "settle of a run without result": lambda store: store.settle("wait-1", 1, Why.SERVER_BUSY, T0),
-    "end_waiting": lambda store: store.end_waiting("wait-1", Why.CANCEL_REQUESTED, T0),
-    "request_cancel": lambda store: store.request_cancel("wait-1", T0),
-    "note_remote": lambda store: store.note_remote("wait-1", 1, "r", T0),
-    "revive": lambda store: store.revive("wait-1", T0),
-    "get": lambda store: store.get("wait-1"),
-    "state_of": lambda store: store.state_of("wait-1"),
-    "headers": lambda store: store.headers("wait-1"),
-    "events_of": lambda store: store.events_of("wait-1"),
-    "last_seq": lambda store: store.last_seq(),
-    "delete_dead": lambda store: store.delete_dead("wait-1"),
+def _finds_by(plans: list[str], *wanted: str) -> None:
+    """By these indexes and keys, and no other."""
+    for plan in plans:
+        for index in _indexes(plan):
+            assert index in wanted or _KEYS.fullmatch(index), plan
+    for index in wanted:
+        assert any(index in plan for plan in plans), plans
+
+
+_EVENT = {"job_id": "wait-1", "type": "job.started", "at_ms": T0, "attempt": 1, "data": "{}"}
+_HOOK = Webhook("m-wait-1", "wait-1", "http://c", State.COMPLETED, 1)
+_LINGERS = Withholding("lost", T0)
+
+BY_KEY: dict[str, Callable[[Database, Store], Any]] = {
+    "submit": lambda _, store: store.submit([a_job(idempotency_key="k")], T0),
+    "knows": lambda _, store: store.knows([a_job(idempotency_key="k")], T0),
+    "start": lambda _, store: store.start("wait-1", "gpu1", "gpu1-slot0", "l w", T0),
+    "settle": lambda _, store: store.settle("wait-1", 1, Why.FINISHED, T0, result="{}"),
+    "settle of a run without result": lambda _, store: store.settle("wait-1", 1, Why.SERVER_BUSY, T0),
+    "settle that withholds": lambda _, store: store.settle("wait-2", 1, Why.SERVER_LOST, T0, withhold=_LINGERS),
+    "end_waiting": lambda _, store: store.end_waiting("wait-1", Why.CANCEL_REQUESTED, T0),
+    "request_cancel": lambda _, store: store.request_cancel("wait-1", T0),
+    "note_remote": lambda _, store: store.note_remote("wait-1", 1, "r", T0),
+    "revive": lambda _, store: store.revive("wait-1", T0),
+    "get": lambda _, store: store.get("wait-1"),
+    "briefs": lambda _, store: store.briefs(["wait-1", "wait-2"]),
+    "state_of": lambda _, store: store.state_of("wait-1"),
+    "headers": lambda _, store: store.headers("wait-1"),
+    "events_of": lambda _, store: store.events_of("wait-1"),
+    "delete_dead": lambda _, store: store.delete_dead("wait-1"),
+    "whether it wrote an event": lambda database, _: _wrote(database),
+    "claim of a webhook": lambda database, _: Webhooks(database).claim("m-wait-1", T0, T0),
+    "end of a delivery": lambda database, _: Webhooks(database).delivered(_HOOK, T0, 200),
+    "owed": lambda database, _: Tellings(database).owed("t-wait-1"),
+    "told": lambda database, _: Tellings(database).told(["t-wait-1", "t-wait-2"]),
+    "withheld": lambda database, _: withheld.of_run(database, "wait-1", 1),
+    "let go of": lambda database, _: withheld.forget(database, "wait-1", 1),
+    "version of the catalog": lambda database, _: Catalog(database).version(),
+    "tenant of a key": lambda database, _: Tenants(database).by_key("k"),
+    "secret of a tenant": lambda database, _: Rotations(database).of("big"),
 }
+
+
+def _wrote(database: Database) -> bool:
+    with database.read() as connection:
+        return fate.wrote(connection, _EVENT)
 
 
 def test_one_job_is_found_by_its_key_and_never_by_its_state(database, full):
     for act in BY_KEY.values():
-        _reads_no_table_through(_plans(database, lambda act=act: act(full)))
+        plans = _plans(database, lambda act=act: act(database, full))
+        _reads_nothing_through(plans)
+        _finds_by(plans)
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-@pytest.mark.parametrize("full", ["no statistics"], indirect=True)
 def test_a_listing_reads_no_more_than_the_jobs_of_one_of_what_it_asks_for(database, full):
     states = (None, State.QUEUED, State.DEAD)
     for state, tenant, model, before in product(states, (None, "big"), (None, "busy"), (None, 100)):
@@ -141,16 +209,50 @@ def test_a_listing_reads_no_more_than_the_jobs_of_one_of_what_it_asks_for(databa
         plans = _plans(database, lambda asked=asked: full.find(**asked, limit=20))
         few = state is State.DEAD or (state is not None and model is None and tenant is None)
         wanted = "state_seq" if few else "tenant_seq" if tenant else "model_seq" if model else ""
-        assert any(wanted in plan for plan in plans), (asked, plans)
         if wanted:
-            _reads_no_table_through(plans, but_states=few)
+            _reads_nothing_through(plans)
+            _finds_by(plans, f"ix_jobs_{wanted}")
+
+
+def test_running_jobs_are_found_by_their_state(database, full):
+    for act in (full.running, lambda: full.running_on("gpu1")):
+        plans = _plans(database, act)
+        _reads_nothing_through(plans)
+        _finds_by(plans, "ix_jobs_state_seq")
 
 
 def test_a_model_without_queued_jobs_costs_one_look_into_an_index_of_queued_jobs(database, full):
     for models in (["idle"], ["idle", "busy"]):
         plans = _plans(database, lambda models=models: full.queued(models, 0, 50))
-        _reads_no_table_through(plans)
-        assert any("ix_jobs_queued" in plan for plan in plans), plans
+        _reads_nothing_through(plans)
+        _finds_by(plans, "ix_jobs_queued")
+
+
+def test_queued_jobs_of_all_models_are_read_from_where_the_last_look_ended(database, full):
+    plans = _plans(database, lambda: full.queued(None, 100, 50))
+    _reads_nothing_through(plans)
+    _finds_by(plans, "ix_jobs_state_seq")
+
+
+def test_the_outbox_is_read_from_where_the_last_look_ended_however_many_wait(database, full):
+    plans = _plans(database, lambda: outbox.queued_between(database, outbox.last_event(database) - 1, 10**9))
+    _reads_nothing_through(plans, but="Index Only Scan events pk_events")  # backwards, for the last one
+    _finds_by(plans)
+
+
+def test_counts_read_an_index_and_not_what_jobs_carry(database, full):
+    for act in (full.counts, lambda: ledger.read(database)):
+        plans = [plan for plan in _plans(database, act) if re.search(r"\bjobs\b", plan)]
+        assert plans
+        for plan in plans:
+            assert re.match(r"(Index Only Scan jobs|SCAN jobs USING COVERING INDEX) ix_jobs_state_seq", plan), plan
+
+
+def test_a_count_of_queued_jobs_reads_no_others(database, full):
+    plans = _plans(database, full.queued_by_model)
+    _reads_nothing_through(plans, but="ix_jobs_queued")
+    for plan in plans:
+        assert all(re.match("ix_jobs_(queued|state_seq)", index) for index in _indexes(plan)), plan
 
 
 def test_what_time_has_come_for_is_found_by_its_time(database, full):
@@ -158,8 +260,32 @@ def test_what_time_has_come_for_is_found_by_its_time(database, full):
     for act, index in (
         (full.promote_due, "ix_jobs_due"),
         (full.expire_overdue, "ix_jobs_deadline"),
+        (full.overdue, "ix_jobs_deadline"),
         (full.purge, "ix_jobs_finished"),
+        (full.forget_keys, "ix_idempotency_keys_expires_ms"),
+        (Webhooks(database).due, "ix_webhooks_next"),
+        (lambda now: Webhooks(database).due(now, after=Due(T0, "m", "", "")), "ix_webhooks_next"),
+        (lambda now: Tellings(database).claim_due(now, 50), "ix_tellings_next_ms"),
     ):
         plans = _plans(database, lambda act=act: act(T0 - 1))
-        _reads_no_table_through(plans)
-        assert any(index in plan for plan in plans), plans
+        _reads_nothing_through(plans)
+        _finds_by(plans, index)
+
+
+def test_what_time_has_come_for_is_changed_by_its_number(database, full):
+    _fill(
+        database,
+        "jobs",
+        10,
+        f"'due-' || i, 'busy', 'delayed', 'scheduled', 5, 'big', {T0}, NULL, NULL, {T0}, 'rest', '{{}}'",
+    )
+    for act, index in (
+        (lambda: full.promote_due(LATER), "ix_jobs_due"),
+        (lambda: full.expire_overdue(LATER * 3, 10, _LINGERS), "ix_jobs_deadline"),
+        (lambda: full.purge(LATER, 10), "ix_jobs_finished"),
+        (lambda: Tellings(database).claim_due(LATER, 10), "ix_tellings_next_ms"),
+        (lambda: Webhooks(database).due(LATER, 10), "ix_webhooks_next"),
+    ):
+        plans = _plans(database, act)
+        _reads_nothing_through(plans)
+        _finds_by(plans, index)

@@ -12,29 +12,22 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from sqlalchemy import (
-    ColumnElement,
-    CompoundSelect,
     Executable,
-    Integer,
     Select,
-    and_,
     bindparam,
     case,
     func,
-    literal,
     select,
     text,
-    tuple_,
-    union_all,
     update,
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from jobs import events, fate, history, idempotency, moves, removal, tellings, webhooks, withheld
+from jobs import events, fate, history, idempotency, listings, moves, removal, tellings, webhooks, withheld
 from jobs.db import Database, Transaction
 from jobs.errors import IdempotencyConflict, RecordUncertain
-from jobs.models import IS_ACTIVE, MAY_EXPIRE, QUEUED, jobs
-from jobs.moves import UNFINISHED, WAITING_COLUMNS, Move, compared, stands
+from jobs.models import IS_ACTIVE, MAY_EXPIRE, jobs
+from jobs.moves import UNFINISHED, WAITING_COLUMNS, Move, stands
 from jobs.record import Accepted, Brief, Event, Job, NewJob, Past, Run, Waiting, storable
 from jobs.states import State, Why, edge
 from jobs.withheld import Withholding
@@ -43,13 +36,8 @@ Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are nam
 
 _MAX_ERROR = 2000
 _MOST_UNHEARD = 10_000  # Each is asked again soon, unless its worker ends.
-# Where most jobs are, before they ran and after.
-_MANY_STAND = frozenset({State.QUEUED, State.COMPLETED})
-_LAST_NUMBER = 2**63 - 1
-_MOST_MODELS = 100  # in one statement; SQLite joins at most 500 queries
 
 _BRIEF_COLUMNS = (*WAITING_COLUMNS, jobs.c.state, jobs.c.attempt, jobs.c.lease, jobs.c.cancel_requested_ms)
-_LISTED_COLUMNS = tuple(column for column in jobs.c if column.name not in {"payload", "result", "envelope"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +108,8 @@ _REQUEST_CANCEL = (
 )
 _CANCEL_WANTED = select(jobs.c.cancel_requested_ms).where(jobs.c.id == bindparam("p_id"))
 _BRIEF = select(jobs.c.id, jobs.c.seq, jobs.c.state).where(jobs.c.id == bindparam("p_id"))
-_LISTED = select(*_LISTED_COLUMNS)
 _WHOLE = select(jobs).where(jobs.c.id == bindparam("p_id"))
 _HEADERS = select(jobs.c.model, jobs.c.tier, jobs.c.failures, jobs.c.envelope).where(jobs.c.id == bindparam("p_id"))
-_QUEUED_BY_MODEL = select(jobs.c.model, func.count()).where(text(QUEUED)).group_by(jobs.c.model)
 _DUE = select(jobs.c.seq).where(jobs.c.due_ms <= bindparam("p_now")).order_by(jobs.c.due_ms, jobs.c.seq)
 # In the words of their index, without which it may not be used.  SQLite has to be told what is rare: without statistics
 # it takes all active jobs for few.
@@ -132,30 +118,6 @@ _IS_OVERDUE = {
     "sqlite": text(f"likelihood({_PASSED}, 0.0001) AND deadline_ms IS NOT NULL AND likely({IS_ACTIVE})"),
     "postgresql": text(f"{_PASSED} AND {MAY_EXPIRE}"),
 }
-_FIRST = select(*WAITING_COLUMNS).limit(bindparam("p_limit", type_=Integer))
-_QUEUED_OF = _FIRST.where(text(QUEUED), jobs.c.seq > bindparam("p_after")).order_by(jobs.c.seq)
-_LAST_SEQ = select(func.max(jobs.c.seq))
-_COUNTS = select(jobs.c.state, func.count()).group_by(jobs.c.state)
-
-
-def _queued_of(models: Sequence[str]) -> CompoundSelect[Any]:
-    """The first of each model, so that its index gives them in order and reads no more than it must."""
-    return union_all(*[select(_QUEUED_OF.where(jobs.c.model == model).subquery()) for model in models])
-
-
-def _between(column: ColumnElement[str], value: str, after: Any, before: int | None = None) -> ColumnElement[bool]:
-    """Jobs of which a column has this value, and whose number lies between `after` and `before`, both left out.
-
-    To be read in order of (column, number).  So it is that column's index that has them in order; said as
-    `column = value`, all jobs in order of their numbers may look as good, by statistics from before those came.
-    """
-    pair, word = tuple_(column, jobs.c.seq), literal(value)
-    return and_(pair > tuple_(word, after), pair < tuple_(word, _LAST_NUMBER if before is None else before))
-
-
-_QUEUED = _FIRST.where(_between(jobs.c.state, State.QUEUED.value, bindparam("p_after"))).order_by(
-    jobs.c.state, jobs.c.seq
-)
 
 
 class Store:
@@ -433,54 +395,35 @@ class Store:
     ) -> list[Job]:
         """Jobs without payload and result, newest first; `before_seq` is the cursor: the last one's `seq`.
 
-        It reads, in order, no more than the jobs of one of these: the state, if few stand in it, the tenant, the model.
+        See listings.newest for what it reads.
         """
-        query = _LISTED.limit(limit)
-        wanted = [(jobs.c.tenant, tenant), (jobs.c.model, model)]
-        wanted.insert(2 if state in _MANY_STAND else 0, (jobs.c.state, state))
-        given = [(column, str(value)) for column, value in wanted if value is not None]
-        if given:
-            query = query.where(_between(*given[0], 0, before_seq)).order_by(given[0][0].desc())
-        elif before_seq is not None:
-            query = query.where(jobs.c.seq < before_seq)
-        for column, value in given[1:]:
-            query = query.where(compared(column) == value)
-        return self._jobs(query.order_by(jobs.c.seq.desc()))
+        return self._jobs(listings.newest(state, model, tenant, before_seq).limit(limit))
 
     def running(self) -> list[Job]:
         """All running jobs, in order of acceptance."""
-        return self._jobs(_LISTED.where(jobs.c.state == State.RUNNING.value).order_by(jobs.c.seq))
+        return self._jobs(listings.RUNNING)
 
     def running_on(self, server: str) -> list[Job]:
         """The running jobs of one server, in order of acceptance."""
-        return self._jobs(
-            _LISTED.where(jobs.c.state == State.RUNNING.value, jobs.c.server == server).order_by(jobs.c.seq)
-        )
+        return self._jobs(listings.RUNNING.where(jobs.c.server == server))
 
     def queued(self, models: Sequence[str] | None = None, after_seq: int = 0, limit: int = 1000) -> list[Waiting]:
         """Queued jobs of these models, or of all, in order of acceptance, from `after_seq` on.
 
         For each model one look into an index of queued jobs alone: a model without any costs nothing.
         """
-        queries: Sequence[Executable] = [_QUEUED]
+        queries: Sequence[Executable] = [listings.QUEUED_OF_ALL]
         if models is not None:
-            queries = [_queued_of(models[n : n + _MOST_MODELS]) for n in range(0, len(models), _MOST_MODELS)]
+            most = listings.MOST_MODELS
+            queries = [listings.queued_of(models[n : n + most]) for n in range(0, len(models), most)]
         params = {"p_after": after_seq, "p_limit": limit}
         with self.database.read() as connection:
             found = [_waiting(row) for query in queries for row in connection.execute(query, params)]
         return sorted(found, key=lambda job: job.seq)[:limit]
 
-    def last_seq(self) -> int:
-        """The number of the job that was accepted last; 0: there is none.
-
-        On PostgreSQL a smaller one may become visible later: who goes on behind it looks twice.
-        """
-        with self.database.read() as connection:
-            return connection.execute(_LAST_SEQ).scalar() or 0
-
     def overdue(self, now: int, limit: int = 1000) -> list[Job]:
         """Jobs that have not ended although their deadline has passed."""
-        return self._jobs(_LISTED.where(self._is_overdue).limit(limit), {"p_now": now})
+        return self._jobs(listings.LISTED.where(self._is_overdue).limit(limit), {"p_now": now})
 
     def history(self, since_ms: int, until_ms: int, limit_per_batch: int = 5000) -> Iterator[Past]:
         """Jobs accepted from `since_ms` on and before `until_ms` that have started or ended, as they came.
@@ -498,12 +441,12 @@ class Store:
     def queued_by_model(self) -> Counter[str]:
         """How many jobs of each model are queued."""
         with self.database.read() as connection:
-            return Counter(dict(tuple(row) for row in connection.execute(_QUEUED_BY_MODEL)))
+            return Counter(dict(tuple(row) for row in connection.execute(listings.QUEUED_BY_MODEL)))
 
     def counts(self) -> dict[State, int]:
         """How many jobs stand in each state."""
         with self.database.read() as connection:
-            found = {State(state): count for state, count in connection.execute(_COUNTS)}
+            found = {State(state): count for state, count in connection.execute(listings.COUNTS)}
         return {state: found.get(state, 0) for state in State}
 
     def _jobs(self, query: Select[Any], params: Mapping[str, Any] | None = None) -> list[Job]:

@@ -167,10 +167,3 @@ def test_the_queued_jobs_of_more_models_than_one_statement_takes_come_in_order(s
     assert [job.id for job in store.queued(models)] == ids
     assert [job.id for job in store.queued(models, limit=5)] == ids[:5]
     assert store.queued([]) == []
-
-
-def test_the_last_number_is_that_of_the_job_accepted_last_whatever_became_of_it(store):
-    assert store.last_seq() == 0
-    a_queued_job(store)
-    last = an_ended_job(store)
-    assert store.last_seq() == last.seq

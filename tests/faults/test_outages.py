@@ -22,6 +22,7 @@ from jobs.errors import RecordUnavailable
 from jobs.record import now_ms
 from jobs.states import State, Why
 from routing import queues, reconcile
+from routing.keys import Keys
 from routing.leases import Renewal
 from routing.outcome import Kind
 from routing.policies.identity import ServerReport
@@ -248,7 +249,7 @@ def test_rests_and_breakers_do_not_last_as_long_as_redis_clock_was_set_back(stag
     for _ in range(2):
         stage.submit()
     reconcile.note_health(stage.dispatcher, {"gpu": ServerReport(up=False)})
-    stage.redis.hset("test:{zimg}:stats:server:gpu", "open_until", stage.now + 1_000)
+    stage.redis.hset(f"{Keys('test').of('zimg', 'stats')}:server:gpu", "open_until", stage.now + 1_000)
     assert stage.free() == 0
     stage.set_clock(stage.now - 3_600_000)
     assert stage.dispatcher.leases.pull_back("zimg") >= 2

@@ -13,6 +13,7 @@ from sqlalchemy import event
 from jobs.record import Server
 from jobs.states import State, Why
 from routing import queues, reconcile
+from routing.keys import Keys
 from routing.outcome import Kind
 from routing.policies.identity import ServerReport
 from routing.scripts import Scripts
@@ -36,8 +37,8 @@ def broken(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
     stage.register()
 
     def spoil(key: str) -> None:
-        stage.redis.delete(f"test:{{flux}}:{key}")
-        stage.redis.set(f"test:{{flux}}:{key}", "of another kind")
+        stage.redis.delete(Keys("test").of("flux", key))
+        stage.redis.set(Keys("test").of("flux", key), "of another kind")
 
     return spoil
 

@@ -1,7 +1,7 @@
 """The Redis broker for a worker that reads what strangers write: what is no message is dropped, and ends nobody.
 
 kombu decodes what it takes from a list or a channel in the loop of the worker; an error there would end the worker,
-and with a list that is read again, each worker after it.
+and with a list that is read again, each worker after it.  So would a connection that is cut while it is being closed.
 """
 
 from queue import Empty
@@ -14,8 +14,21 @@ from redis.exceptions import DataError
 log = structlog.get_logger(__name__)
 
 
+class QoS(redis.QoS):
+    """Gives messages back as long as there is a connection to do it through."""
+
+    def restore_unacked(self, client: Any = None) -> Any:
+        if self.channel.connection.client is None:
+            # The connection was closed before its channel.  The broker brings these messages back by itself, later.
+            self._delivered.clear()
+            return None
+        return super().restore_unacked(client)  # type: ignore[misc]
+
+
 class Channel(redis.Channel):
     """Lets connections fail, but not because of what was read from them."""
+
+    QoS = QoS
 
     def _brpop_read(self, **options: Any) -> Any:
         try:

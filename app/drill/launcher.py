@@ -162,10 +162,11 @@ class _Drill:
                     continue
                 ended, accepted = sum(counts[state] for state in FINAL), len(self._clients.receipts)
                 show(accepted, ended)
-                moved_at, before = (now, ended) if ended != before else (moved_at, before)
+                if ended != before or self._saboteur.is_alive():
+                    moved_at, before = now, ended
                 if over and ended >= sum(counts.values()):
                     return False
-                if now - moved_at > _STALLED_S and not self._saboteur.is_alive():
+                if now - moved_at > _STALLED_S:
                     self._clients.stop()
                     return True
 

@@ -42,6 +42,15 @@ CELERY = [
         still=f"{MESSAGES}test_a_wake_up_carries_its_offer",
     ),
     Mutant(
+        "a connection that is cut while it is closed ends the worker",
+        "JOB-3",
+        "tasks/broker.py",
+        "if self.channel.connection.client is None:",
+        "if False:",
+        ("tests/unit/test_broker.py::test_a_channel_that_is_closed_after_its_connection_ends_nobody",),
+        still="tests/unit/test_broker.py::test_a_channel_that_is_closed_in_order_gives_its_messages_back",
+    ),
+    Mutant(
         "a message that came to nothing is told under the id of a job",
         "JOB-1",
         "tasks/consumer.py",

@@ -20,9 +20,9 @@ class QoS(redis.QoS):
     def restore_unacked(self, client: Any = None) -> Any:
         if self.channel.connection.client is None:
             # The connection was closed before its channel.  The broker brings these messages back by itself, later.
-            self._delivered.clear()
+            self._delivered.clear()  # type: ignore[union-attr]
             return None
-        return super().restore_unacked(client)  # type: ignore[misc]
+        return super().restore_unacked(client)
 
 
 class Channel(redis.Channel):

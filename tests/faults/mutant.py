@@ -39,3 +39,5 @@ class Mutant:
     new: str
     tests: tuple[str, ...]
     still: str = f"{USES}test_the_whole_way_of_a_job"
+    postgres: bool = False
+    """Its tests need PostgreSQL; others are tried on SQLite alone, which is faster."""

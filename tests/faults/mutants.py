@@ -486,7 +486,7 @@ def try_out(mutant: Mutant) -> Verdict:
     with _copy() as folder:
         path = folder / mutant.file
         path.write_text(replaced(mutant, path.read_text("utf-8")), "utf-8")
-        passed, failed, output = _run(folder, [mutant.still, *mutant.tests])
+        passed, failed, output = _run(folder, [mutant.still, *mutant.tests], postgres=mutant.postgres)
     survived = tuple(test for test in mutant.tests if test not in failed)
     return Verdict(mutant, survived, mutant.still not in passed or mutant.still in failed, output)
 
@@ -495,7 +495,7 @@ def healthy(mutants: Sequence[Mutant]) -> str:
     """Run the tests of all these mutants on an unaltered copy; answers what fails there, empty: nothing."""
     wanted = sorted({test for mutant in mutants for test in (mutant.still, *mutant.tests)})
     with _copy() as folder:
-        passed, failed, output = _run(folder, wanted)
+        passed, failed, output = _run(folder, wanted, postgres=any(mutant.postgres for mutant in mutants))
     return output if failed or set(wanted) - passed else ""
 
 
@@ -518,12 +518,20 @@ def _copy() -> Iterator[Path]:
         yield Path(name)
 
 
-def _run(folder: Path, tests: Sequence[str]) -> tuple[set[str], set[str], str]:
+def _run(folder: Path, tests: Sequence[str], *, postgres: bool) -> tuple[set[str], set[str], str]:
     """The tests that passed and those that failed, by their names without parameters, and what was said."""
     report = folder / "report.xml"
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLOTKEEPER_", "PYTEST_"))}
     env |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not postgres"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *([] if postgres else ["-m", "not postgres"]),
+    ]
     command += [f"--basetemp={folder / 'temp'}", f"--junitxml={report}", *tests]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=_LONGEST_S)
     passed, failed = set[str](), set[str]()

@@ -16,6 +16,7 @@ KEPT = [
             f"{COMMIT}test_a_submit_that_was_stored_is_answered_as_stored_though_the_answer_was_lost",
             f"{COMMIT}test_a_commit_that_fails_on_sqlite_is_looked_up_before_anybody_is_answered",
         ),
+        postgres=True,
     ),
     Mutant(
         "an unknown is called a no",
@@ -24,6 +25,7 @@ KEPT = [
         "elif found is Fate.NOT_STORED:",
         "else:",
         (f"{COMMIT}test_what_cannot_be_found_out_is_said_to_be_unknown_and_the_same_request_finds_the_job",),
+        postgres=True,
     ),
     Mutant(
         "a transaction whose COMMIT did not arrive keeps its locks",
@@ -32,6 +34,7 @@ KEPT = [
         'connection.execute(_END_BACKEND, {"number": of.number})',
         "pass",
         (f"{COMMIT}test_what_was_not_stored_is_refused_as_such_and_leaves_no_lock_behind",),
+        postgres=True,
     ),
     Mutant(
         "another server's number is believed",
@@ -40,6 +43,7 @@ KEPT = [
         "return Fate.NOT_STORED if _by_event(connection, of) is Fate.NOT_STORED else Fate.STORED",
         "return Fate.STORED",
         (f"{COMMIT}test_a_number_that_another_server_gave_again_proves_nothing",),
+        postgres=True,
     ),
     Mutant(
         "a settle that had succeeded is taken for somebody else's",
@@ -48,6 +52,7 @@ KEPT = [
         "if (unheard := self._stored_unheard(tx, run)) is not None:",
         "if (unheard := None) is not None:",
         (f"{COMMIT}test_a_settle_of_unknown_outcome_that_is_asked_again_is_not_taken_for_somebody_elses",),
+        postgres=True,
     ),
     Mutant(
         "a commit that failed leaves its transaction open",

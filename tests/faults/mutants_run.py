@@ -113,7 +113,6 @@ RUN = [
         (
             f"{SLOTS}test_a_slot_that_came_back_while_it_was_leased_is_not_free_twice",
             f"{LEASES}test_a_lease_that_comes_back_to_a_slot_that_was_given_away_stands_beside_and_gets_it_next",
-            f"{RUNS}test_a_run_whose_slot_was_given_away_meanwhile_goes_on_beside_and_has_the_slot_next",
         ),
     ),
     Mutant(

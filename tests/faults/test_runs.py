@@ -355,6 +355,7 @@ def test_a_run_that_began_while_its_room_was_rebuilt_keeps_its_slot(stage, worke
     monkeypatch.setattr(stage.store, "running", begins_just_after)
     reconcile.sweep(stage.dispatcher)
     assert stage.room.taken() == {offer.slot: first} and stage.room.waiting() == [second]
+    assert stage.room.lease_of(first)["owner"] == "w1", "it is held by its worker, and not offered once more"
 
 
 # -- a resumed run ---------------------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WANTED := setup.cfg pyproject.toml constraints.txt
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+WANTED := setup.cfg pyproject.toml requirements.txt requirements-dev.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 PYTEST_ARGS ?=
+LOCK_ARGS ?=
 
-.PHONY: help setup setup-dev run demo test attack check format bench clean
+.PHONY: help setup setup-dev run demo test attack check format bench lock clean
 
 help: ## Show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -47,6 +48,16 @@ format: setup-dev ## Format the code and fix what the linter can
 bench: setup-dev ## Measure (BENCH_ARGS="handoff"); takes minutes and wants a quiet machine
 	@exec $(BIN)/python -m benchmarks $(BENCH_ARGS)
 
+lock: ## Write requirements*.txt anew from setup.cfg, with all hashes (LOCK_ARGS="--upgrade")
+	@tools=$$(mktemp -d); trap 'rm -rf "$$tools"' EXIT
+	$(PYTHON) -m venv "$$tools"
+	"$$tools/bin/pip" --disable-pip-version-check install -qq uv
+	lock() { sed -n 's/^requires = \["\(.*\)"\]/\1/p' pyproject.toml | "$$tools/bin/uv" --quiet pip compile setup.cfg - \
+		--universal --python-version 3.11 --generate-hashes --annotation-style line \
+		--custom-compile-command "make lock" $(LOCK_ARGS) "$$@" >/dev/null; }
+	lock --output-file requirements.txt
+	lock --constraint requirements.txt --extra dev --output-file requirements-dev.txt
+
 clean: ## Remove .venv and what tools have left; the state in var/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -55,12 +66,12 @@ setup-dev: $(VENV)/.installed-dev
 
 $(VENV)/.installed-dev: $(WANTED) | $(VENV)/bin/python
 	@echo "Installing Slotkeeper and what its tests need into $(VENV) ..."
-	@$(PIP) --editable '.[dev]'
+	@$(call install,requirements-dev.txt)
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.installed: $(WANTED) | $(VENV)/bin/python
 	@echo "Installing Slotkeeper into $(VENV) ..."
-	@$(PIP) --editable .
+	@$(call install,requirements.txt)
 	@touch $@
 
 $(VENV)/bin/python:
@@ -68,6 +79,13 @@ $(VENV)/bin/python:
 	@echo "Making $(VENV) with $$($(PYTHON) --version) ..."
 	@test -e $(VENV) && new= || new=1
 	@$(PYTHON) -m venv $(VENV) || { test -z "$$new" || rm -rf $(VENV); exit 1; }
+
+# What is installed has a hash that was written down when it was tested, what builds this project too; the project itself
+# has none, and so is installed by itself.
+define install
+$(PIP) --require-hashes --requirement $(1)
+$(PIP) --no-deps --no-build-isolation --editable .
+endef
 
 # What is missing is said in one sentence, with the command that helps.
 define check-python

@@ -1,12 +1,14 @@
 """Reading a batch of jobs: a JSON array, or NDJSON."""
 
+from collections.abc import Iterator
+from io import BytesIO
 from typing import Any
 
 from flask import Request
 from flask_openapi import RequestBody
 from pydantic import ValidationError
 
-from app.api.reading import body_of, check_whole, parse
+from app.api.reading import body_of, check_whole, elements, is_array, parse
 from app.errors import ProblemError, invalid
 from app.schemas import BatchItem
 
@@ -24,34 +26,42 @@ DESCRIPTION = RequestBody.model_validate(
 )
 
 
-def read(request: Request, most_bytes: int) -> list[BatchItem]:
-    """The jobs asked for.  Raises ProblemError, which names the index."""
+def read(request: Request, most_bytes: int, longest: int) -> list[BatchItem]:
+    """The jobs asked for.  Raises ProblemError, which names the index.
+
+    They are read one by one: the first that is wrong ends it, however many follow.  Each may have `longest` bytes.
+    """
     request.max_content_length = most_bytes
     if request.mimetype == NDJSON:
         check_whole(request)
     body = body_of(request)
-    found = _lines(body) if request.mimetype == NDJSON else parse(body)
-    if not isinstance(found, list):
+    if request.mimetype == NDJSON:
+        found = _lines(body, longest)
+    elif is_array(body):
+        found = elements(body, longest)
+    else:
         raise _refused("The body must be a JSON array of jobs, or NDJSON with Content-Type: application/x-ndjson.")
-    if not 1 <= len(found) <= MOST:
-        raise _refused(f"The batch holds {len(found)} jobs; send 1 to {MOST}.")
-    return [_item(index, it) for index, it in enumerate(found)]
+    items = [_item(index, it) for index, it in enumerate(found)]
+    if not items:
+        raise _refused(f"The batch holds no jobs; send 1 to {MOST}.")
+    return items
 
 
 def _item(index: int, found: Any) -> BatchItem:
-    """One at a time: the first that is wrong ends it, however many follow."""
+    if index == MOST:
+        raise _refused(f"The batch holds more than {MOST} jobs; send them in several.")
     try:
         return BatchItem.model_validate(found)
     except ValidationError as error:
         raise invalid(error, index=index) from None
 
 
-def _lines(body: bytes) -> list[Any]:
-    lines = [line for line in body.split(b"\n") if line.strip()]
-    if len(lines) > MOST:  # before any of it is parsed
-        raise _refused(f"The batch holds {len(lines)} jobs; send 1 to {MOST}.")
-    return [parse(line, index=index) for index, line in enumerate(lines)]
+def _lines(body: bytes, longest: int) -> Iterator[Any]:
+    for index, line in enumerate(line for line in BytesIO(body) if line.strip()):
+        if len(line) > longest:
+            raise _refused(f"A line may have {longest} bytes.", index=index)
+        yield parse(line, index=index)
 
 
-def _refused(detail: str) -> ProblemError:
-    return ProblemError(422, "invalid_request", "The request is not valid", detail, field="body")
+def _refused(detail: str, **facts: Any) -> ProblemError:
+    return ProblemError(422, "invalid_request", "The request is not valid", detail, field="body", **facts)

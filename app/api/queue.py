@@ -56,8 +56,8 @@ def submit_batch() -> tuple[dict[str, Any], int]:
     A JSON array, or one JSON object a line (application/x-ndjson).  A refusal names the `index` of the job,
     counted from 0.
     """
-    key = request.headers.get("Idempotency-Key")
-    items = batch.read(request, context().settings.max_batch_bytes)
+    key, settings = request.headers.get("Idempotency-Key"), context().settings
+    items = batch.read(request, settings.max_batch_bytes, settings.max_body_bytes)
     asked = [_of_batch(index, item, key) for index, item in enumerate(items)]
     receipts = dispatcher().submit(asked, tenant())
     jobs = [views.receipt(it.accepted) | {"notice": it.notice} for it in receipts]

@@ -5,7 +5,9 @@ the last of two equal keys without a word; both would change what the client mea
 """
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import flask
@@ -43,11 +45,74 @@ _quick = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
 _exact = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_int=exact.whole)
 
 
+_BLANKS = re.compile(r"[ \t\n\r]*")
+
+
 def parse(text: bytes, **facts: Any) -> Any:
     """The JSON value.  Raises ProblemError 400, with `facts`, that says where it breaks off."""
+    with _told(facts):
+        return _decoder(text).decode(text.decode())
+
+
+def elements(text: bytes, longest: int) -> Iterator[Any]:
+    """The values in a JSON array, one after the other.  Raises ProblemError 400, with the index of the one.
+
+    While the parser is at work no other thread gets a turn.  So it is given one value at a time, which may have
+    `longest` characters, and whoever asks for them can leave off.
+    """
+    facts: dict[str, int] = {}
+    with _told(facts):
+        decoder, array = _decoder(text), text.decode()
+        at = _after("[", array, 0)
+        while not array.startswith("]", at):
+            at = _after(",", array, at) if facts else at
+            facts["index"] = facts.get("index", -1) + 1
+            value, at = _value(decoder, array, at, longest)
+            yield value
+            at = _blanks(array, at)
+        if (end := _after("]", array, at)) < len(array):
+            raise json.JSONDecodeError("Extra data", array, end)
+
+
+def is_array(text: bytes) -> bool:
+    """Whether it begins as a JSON array."""
+    return text[:1024].lstrip(b" \t\n\r").startswith(b"[")
+
+
+def _decoder(text: bytes) -> json.JSONDecoder:
+    return _exact if exact.may_hold_long_numbers(text) else _quick
+
+
+def _value(decoder: json.JSONDecoder, text: str, at: int, longest: int) -> tuple[Any, int]:
+    """The value there, and where it ends.  Raises ValueError."""
+    if len(text) - at <= longest:
+        return decoder.raw_decode(text, at)
     try:
-        decoder = _exact if exact.may_hold_long_numbers(text) else _quick
-        return decoder.decode(text.decode())
+        value, length = decoder.raw_decode(text[at : at + longest])
+    except json.JSONDecodeError:
+        raise _Refused(f"it is malformed, or longer than {longest} characters") from None
+    return value, at + length
+
+
+def _after(sign: str, text: str, at: int) -> int:
+    """Where it goes on after this sign.  Raises JSONDecodeError."""
+    at = _blanks(text, at)
+    if not text.startswith(sign, at):
+        raise json.JSONDecodeError(f"Expecting {sign!r}", text, at)
+    return _blanks(text, at + 1)
+
+
+def _blanks(text: str, at: int) -> int:
+    found = _BLANKS.match(text, at)
+    assert found is not None, "it matches nothing, too"
+    return found.end()
+
+
+@contextmanager
+def _told(facts: dict[str, Any]) -> Iterator[None]:
+    """Turn what parsing raises into a ProblemError."""
+    try:
+        yield
     except UnicodeDecodeError as error:
         raise _malformed(f"byte {error.start} is no UTF-8", facts) from None
     except json.JSONDecodeError as error:

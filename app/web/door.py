@@ -50,7 +50,7 @@ class Door:
         self._general = self._lane("web", working, working // 2 if settings.require_keys else working)
         self._waiting = self._lane("waiting", waiting, waiting)
         self._operators = self._lane("operators", 4, 4)
-        self._heavy = self._lane("heavy", 2, 1)
+        self._heavy = self._lane("heavy", 1, 1)  # The parser keeps all other threads waiting; never two in a row.
         self._pushes = self._lane("pushes", 8, 6)
         self._strangers = self._lane("strangers", 2, 1)
         self._live = self._lane("live", 1, 1)

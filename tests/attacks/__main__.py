@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+from os import getloadavg
 from pathlib import Path
 
 from tests.attacks.all import ALL
@@ -12,13 +13,14 @@ from tests.attacks.stage import staged
 
 def main(words: list[str]) -> int:
     chosen = [it for it in ALL if not words or any(word in it.name for word in words)]
-    played = []
+    played, loads = [], [getloadavg()[0]]
     with tempfile.TemporaryDirectory() as folder:
         for number, attack in enumerate(chosen):
             print(f"{attack.name} ...", flush=True)
             with staged(Path(folder, str(number))) as stage:
                 played.append(play(attack, stage))
-    print("\n".join(["", *lines(played)]))
+                loads.append(getloadavg()[0])
+    print("\n".join(["", *lines(played), f"Load while they were played: {min(loads):.1f} to {max(loads):.1f}."]))
     return int(any(it.wrong for it in played))
 
 

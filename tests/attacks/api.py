@@ -184,7 +184,8 @@ def _costly(clients: int) -> Callable[[Stage], object]:
 def _costly_batches(stage: Stage) -> object:
     unknown = b"[" + b",".join([COSTLY["unknown fields"]] * 10) + b"]"
     numbers = b"[" + b"0," * 7_000_000 + b"0]"
-    return _sending(stage, 12, *_posts(stage, "/queue/submit-batch", unknown, numbers))
+    jobs = b"[" + b",".join([COSTLY["numbers"]] * 15) + b"]"
+    return _sending(stage, 12, *_posts(stage, "/queue/submit-batch", unknown, numbers, jobs))
 
 
 def _many_lists(stage: Stage) -> object:

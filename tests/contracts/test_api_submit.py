@@ -452,6 +452,22 @@ def test_what_is_no_batch_is_refused(api: Api, body: bytes) -> None:
     assert api.stored() == NOTHING
 
 
+def test_of_a_batch_that_is_too_long_no_more_is_read_than_it_takes_to_know(api: Api) -> None:
+    """Millions of values at one go would keep the threads of others waiting."""
+    body = b"[" + b"0," * 7_000_000 + b"nothing"
+    answer = api.client.post("/queue/submit-batch", data=body, content_type="application/json")
+    assert (answer.status_code, answer.json["index"]) == (422, 0)
+
+
+@pytest.mark.parametrize("kind, form", [("application/json", b"[%s,%s]"), ("application/x-ndjson", b"%s\n%s\n")])
+def test_a_job_of_a_batch_is_no_longer_than_one_alone_may_be(api: Api, kind: str, form: bytes) -> None:
+    api.model()
+    long = b'{"model":"zimg","payload":{"a":[' + b"0," * MIB + b"0]}}"
+    answer = api.client.post("/queue/submit-batch", data=form % (_raw(), long), content_type=kind)
+    assert (answer.status_code, answer.json["index"]) in ((400, 1), (422, 1))
+    assert str(2 * MIB) in answer.json["detail"]
+
+
 def test_a_thousand_jobs_are_a_batch(api: Api) -> None:
     api.model()
     assert _batch(api, *[_JOB] * 1000).json["accepted"] == 1000

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from app.api.reading import _first_twice, parse
+from app.api.reading import _first_twice, elements, parse
 from app.errors import ProblemError
 from routing import exact
 
@@ -50,6 +50,47 @@ def test_what_is_not_json_is_said_where(text, said):
     assert (refused.value.status, refused.value.code) == (400, "malformed_json")
     assert said in refused.value.detail
     assert refused.value.facts == {"index": 3}
+
+
+@pytest.mark.parametrize(
+    "text, values",
+    [
+        (b" [ ] ", []),
+        (b"[1]", [1]),
+        (b'\n[ {"a":[1,{}]} ,\t"]", [2], null ]\n', [{"a": [1, {}]}, "]", [2], None]),
+        (b"[18446744073709551616]", [exact.WrittenNumber("18446744073709551616")]),
+    ],
+)
+def test_an_array_is_read_value_by_value(text, values):
+    assert list(elements(text, 100)) == values
+    assert list(elements(text + b" " * 200, 100)) == values
+
+
+@pytest.mark.parametrize(
+    "text, said, facts",
+    [
+        (b"[", "line 1, column 2", {"index": 0}),
+        (b"[1,]", "line 1, column 4", {"index": 1}),
+        (b"[1\n2]", "line 2, column 1", {"index": 0}),
+        (b"[1]]", "Extra data", {"index": 0}),
+        (b"[]x", "Extra data", {}),
+        (b'[1,{"a":1,"a":2}]', "the key 'a' stands twice", {"index": 1}),
+        (b"[1,NaN]", "NaN is no JSON", {"index": 1}),
+        (b'["\xff"]', "no UTF-8", {}),
+        (b"[" * 100_000, "nested too deeply", {"index": 0}),
+        (b'[1,"' + b"a" * 99 + b'"]', "longer than 100 characters", {"index": 1}),
+    ],
+)
+def test_of_an_array_the_value_that_is_none_is_named(text, said, facts):
+    with pytest.raises(ProblemError) as refused:
+        list(elements(text, 100_000 if b"[[" in text else 100))
+    assert (refused.value.status, refused.value.code, refused.value.facts) == (400, "malformed_json", facts)
+    assert said in refused.value.detail
+
+
+def test_of_an_array_no_more_is_parsed_than_is_asked_for():
+    found = elements(b"[1," + b"0," * 1_000_000, 100)
+    assert [next(found) for _ in range(3)] == [1, 0, 0]
 
 
 def test_a_key_that_stands_twice_is_found_in_one_look_at_each():

@@ -1,5 +1,6 @@
 """`python -m reference_server package.module:function --slots 2`; the same command is `slotkeeper serve`."""
 
+import logging
 from pathlib import Path
 
 import click
@@ -32,6 +33,7 @@ from reference_server.server import ServeConfig, ServeError, serve
 @click.option("--push", is_flag=True, help="Obey X-Callback-Url: POST the end of a run there.")
 @click.option("--journal", type=click.Path(path_type=Path, dir_okay=False), help="Append a JSON line per run.")
 @click.option("--grace", default=10.0, show_default=True, help="Seconds that runs get when the server is stopped.")
+@click.option("--debug", is_flag=True, help="Log errors of the function in full; their texts may hold payloads.")
 def main(
     target: str,
     slots: int,
@@ -48,8 +50,10 @@ def main(
     push: bool,
     journal: Path | None,
     grace: float,
+    debug: bool,
 ) -> None:
     """Serve MODULE:FUNCTION, which takes the payload and returns the result, as an inference server."""
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(message)s")
     try:
         config = ServeConfig(
             slots=slots,

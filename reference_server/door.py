@@ -3,8 +3,6 @@
 from typing import Any, assert_never
 from urllib.parse import unquote
 
-import orjson
-
 from reference_server import answers
 from reference_server.engine import (
     Busy,
@@ -19,6 +17,7 @@ from reference_server.engine import (
     State,
     Stopping,
 )
+from reference_server.exact import loads
 from reference_server.push import usable
 from reference_server.runner import Runner
 from reference_server.wire import Request, Response
@@ -141,8 +140,8 @@ def read_call(request: Request, *, push: bool) -> Call:
 
 def _payload(body: bytes) -> dict[str, Any]:
     try:
-        payload = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        payload = loads(body)
+    except ValueError as error:
         raise BadCall(f"the body is not JSON: {error}") from None
     if not isinstance(payload, dict):
         raise BadCall("the body must be a JSON object")

@@ -56,7 +56,7 @@ class Pusher:
             try:
                 status = post(callback, body)
             except (OSError, http.client.HTTPException) as error:
-                log.warning("push to %s: %s", urlsplit(callback.url).netloc, error)
+                log.warning("push to %r: %r", urlsplit(callback.url).netloc, error)
                 continue
             if status < 500 and status != 429:  # taken, or refused for good: the token or the job is not known
                 return

@@ -1,19 +1,15 @@
 """Runs the function in the slots that the engine gives."""
 
-import logging
 import threading
 import time
 from queue import SimpleQueue
-from typing import Any
-
-import orjson
 
 from reference_server.engine import Ending, Engine, Run, State
+from reference_server.exact import dumps
 from reference_server.journal import Journal
+from reference_server.logs import failed
 from reference_server.model import Canceled, Context, Model
 from reference_server.push import Pusher
-
-log = logging.getLogger("reference_server")
 
 MAX_ERROR_CHARS = 2000
 
@@ -66,19 +62,14 @@ class Runner:
 
     def _call(self, run: Run) -> Ending:
         try:
-            return Ending(State.COMPLETED, result=to_json(self._model(Context(run))))
+            return Ending(State.COMPLETED, result=dumps(self._model(Context(run))))
         except ValueError as error:
             return Ending(State.FAILED, error=_text(error), retryable=False)
         except BaseException as error:  # SystemExit too: whatever happens, the slot must come back
             if isinstance(error, Canceled) and run.cancel.is_set():
                 return Ending(State.CANCELED, error="canceled")
-            log.exception("run %s failed", run.id)
+            failed(f"run {run.id}", error)
             return Ending(State.FAILED, error=_text(error), retryable=True)
-
-
-def to_json(value: Any) -> bytes:
-    """Raises TypeError for what has no place in JSON."""
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _text(error: BaseException) -> str:

@@ -13,6 +13,7 @@ cost 40 ms each time.
 
 import contextlib
 import logging
+import re
 import selectors
 import socket
 import threading
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
 
+from reference_server.logs import failed
+
 log = logging.getLogger("reference_server")
 
 MAX_HEAD_BYTES = 32 << 10
@@ -30,6 +33,9 @@ READ_S = 30.0  # between two pieces of one request
 LINGER_S = 2.0
 BACKLOG = 1024
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+# A line feed or another control character in a value would be the end of the line for somebody else.
+_HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t\x20-\x7e\x80-\xff]*)")
+_ONCE = frozenset({"content-length", "transfer-encoding", "host", "origin", "content-type"})
 REASONS = {int(status): status.phrase for status in HTTPStatus}
 
 
@@ -176,8 +182,8 @@ class Connection:
     def _answer(self, request: Request) -> Response:
         try:
             return self._server.handle(request)
-        except Exception:
-            log.exception("%s %s", request.method, request.path)
+        except Exception as error:
+            failed(f"{request.method!r} {request.path!r}", error)
             return self._server.refuse(500, "the server has a bug; its log says more")
 
     def _read(self) -> Request | None:
@@ -252,13 +258,13 @@ def parse_head(head: str) -> tuple[str, str, str, dict[str, str]]:
         raise Malformed(400, "this is no HTTP/1.1 request")
     headers: dict[str, str] = {}
     for line in lines[1:]:
-        name, colon, value = line.partition(":")
-        if not colon or not name or name[0] in " \t" or name[-1] in " \t":
+        found = _HEADER.fullmatch(line)
+        if found is None:
             raise Malformed(400, "a header is malformed")
-        name = name.lower()
-        if name in headers and name in ("content-length", "transfer-encoding"):
+        name = found[1].lower()
+        if name in headers and name in _ONCE:
             raise Malformed(400, f"{name} stands there twice")  # two readings of one request: never guess
-        headers[name] = value.strip()
+        headers[name] = found[2].strip(" \t")
     return parts[0], parts[1], parts[2], headers
 
 

@@ -41,6 +41,7 @@ from tests.faults.mutants_record import KEPT
 from tests.faults.mutants_room import ROOM
 from tests.faults.mutants_run import RUN
 from tests.faults.mutants_secrets import SECRETS
+from tests.faults.mutants_servers import REFERENCE_SERVER
 from tests.faults.mutants_upkeep import UPKEEP
 
 REPO = Path(__file__).resolve().parents[2]
@@ -53,6 +54,7 @@ MUTANTS = [
     *KEPT,
     *OFFERS,
     *DOOR,
+    *REFERENCE_SERVER,
     *RUN,
     *CELERY,
     *UPKEEP,

@@ -4,7 +4,7 @@ import pytest
 
 from reference_server.guard import Guard
 from reference_server.server import ReferenceServer, ServeConfig
-from reference_server.wire import Request
+from reference_server.wire import Malformed, Request, parse_head
 
 JSON = "application/json"
 # Host, Origin, Sec-Fetch-Site, Content-Type -> status; None: let in
@@ -51,6 +51,26 @@ def test_who_is_let_in(case: str) -> None:
 )
 def test_names_of_the_network_can_be_told(bound: str, names: tuple[str, ...], host: str, let_in: bool) -> None:
     assert (Guard(bound, names).refusal(_request(host, None, None, JSON)) is None) is let_in
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Host: 127.0.0.1",
+        "Origin: http://127.0.0.1",
+        "X: a\nOrigin: http://evil.test",
+        "X: a\rb",
+        "X: a\0b",
+        "X : a",
+        " folded",
+        "Content-Length: 2",
+    ],
+)
+def test_a_head_that_can_be_read_in_two_ways_is_refused(line: str) -> None:
+    lines = ["POST /generate HTTP/1.1", "Host: 127.0.0.1", "Origin: null", "Content-Length: 2", line]
+    with pytest.raises(Malformed):
+        parse_head("\r\n".join(lines))
+    assert parse_head("\r\n".join([*lines[:-1], "X: \t\xfc "]))[3]["x"] == "\xfc"
 
 
 def test_the_guard_stands_before_everything() -> None:

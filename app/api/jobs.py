@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from flask import request
+
 from app import views
 from app.api.context import context, dispatcher
 from app.api.openapi import blueprint, described, problems
@@ -27,7 +29,7 @@ def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
     """
     job = own_job(path.job_id)
     if query.wait and job.finished_ms is None:
-        context().patience.wait(lambda: dispatcher().store.state_of(job.id), query.wait)
+        context().patience.wait(lambda: dispatcher().store.state_of(job.id), query.wait, request.environ)
         job = own_job(path.job_id)
     return views.job_detail(job, _place(job))
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 _LONGEST_FRAMING = 64 << 10  # bytes of a chunked body that are no content, before it goes on
 _HEARD_OUT = 32 << 20  # bytes of a body that is refused; a client that cannot send on never reads why
 _HEARD_OUT_S = 5.0
+_AT_ONCE = 32 << 10  # bytes taken from the system; what comes before its turn is kept as it is
+_PIECE = 1 << 10  # bytes read of heads at one go: many requests fit into few bytes, and each holds far more
+_LEFT_S = 5.0  # for which a client that sends no more may wait for a thread
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -33,7 +36,9 @@ class Connection(asyncio.Protocol):
         self._silent = 0  # bytes since the last that were content
         self._unsent = 0  # bytes of an answer
         self._any_answered = False
-        self._ended = False  # The client sends no more.
+        self._ahead = bytearray()  # What has come and is not read yet.
+        self._going_on = False
+        self._ended: float | None = None  # since when the client sends no more
         self._closing = False
         self._hearing_out: float | None = None  # since when
         self._heard_out = 0  # bytes
@@ -45,10 +50,16 @@ class Connection(asyncio.Protocol):
         """It waits for an answer."""
         return bool(self._requests) and self._requests[0].served and not self._unsent
 
+    @property
+    def has_left(self) -> bool:
+        """Nobody waits for the answer, as far as can be told: who only sends no more looks like who is gone."""
+        return self._closing or (self._ended is not None and self._door.now() - self._ended > _LEFT_S)
+
     # -- the transport ---------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._transport.max_size = _AT_ONCE  # type: ignore[attr-defined]
         self._peer = (transport.get_extra_info("peername") or ("", 0))[:2]
         self.address = self._peer[0]
         self._door.crowd.enter(self)
@@ -64,25 +75,17 @@ class Connection(asyncio.Protocol):
             self._forget(data)
             return
         self._door.crowd.heard(self)
-        self._silent += len(data)
-        try:
-            with suppress(HttpParserUpgrade):  # To nothing; what follows is not read, as it may be no HTTP.
-                self._parser.feed_data(data)
-        except HttpParserError:
-            self._refuse(400, "malformed_request", "This is no HTTP/1.1.")
-        self._check_silence()
+        self._ahead += data
         self._go_on()
+        if self._ahead:
+            self._transport.pause_reading()
 
     def eof_received(self) -> bool:
         """The client sends no more; whether it may still read."""
-        self._ended = True
-        if self._hearing_out is not None or not self._requests:
+        self._ended = self._door.now()
+        if self._hearing_out is not None:
             return False
-        if self._requests[-1].complete:
-            self._requests[-1].close = True
-        else:
-            self._refuse(400, "incomplete_body", "The request broke off; nothing was done.  Send it again.")
-            self._go_on()
+        self._go_on()
         return True
 
     def resume_writing(self) -> None:
@@ -90,6 +93,36 @@ class Connection(asyncio.Protocol):
         if self._unsent:
             self._unsent = 0
             self._end_request()
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def _read_on(self) -> bool:
+        """Read some of what has come.  False: nothing has."""
+        if not self._ahead:
+            return self._end_reading() if self._ended is not None else self._ask_for_more()
+        size = max(_PIECE, self._requests[-1].missing if self._requests else 0)
+        piece = bytes(self._ahead[:size])
+        del self._ahead[:size]
+        self._silent += len(piece)
+        try:
+            with suppress(HttpParserUpgrade):  # To nothing; what follows is not read, as it may be no HTTP.
+                self._parser.feed_data(piece)
+        except HttpParserError:
+            self._refuse(400, "malformed_request", "This is no HTTP/1.1.")
+        self._check_silence()
+        return True
+
+    def _ask_for_more(self) -> bool:
+        self._transport.resume_reading()
+        return False
+
+    def _end_reading(self) -> bool:
+        """The client sends no more, and all is read."""
+        if not self._requests:
+            self._close()
+            return False
+        self._refuse(400, "incomplete_body", "The request broke off; nothing was done.  Send it again.")
+        return True
 
     def _check_silence(self) -> None:
         """Heads, chunk extensions and trailers have no end of their own."""
@@ -164,31 +197,37 @@ class Connection(asyncio.Protocol):
         self._go_on()
 
     def _go_on(self) -> None:
-        """Do what can be done for the first request: hand it over, or read on."""
-        if self._closing or self._hearing_out is not None or not self._requests:
+        """Do all that can be done now.  Whatever ends here within it goes on by it, not by another."""
+        if self._going_on:
             return
-        request = self._requests[0]
+        self._going_on = True
+        try:
+            while not self._closing and self._hearing_out is None and self._step():
+                pass
+        finally:
+            self._going_on = False
+
+    def _step(self) -> bool:
+        """Do one thing for the first request, or read.  False: there is nothing to do before something comes."""
+        request = self._requests[0] if self._requests else None
+        if request is None or (request.refusal is None and request.environ is None):
+            return self._read_on()
         if request.served:
-            self._transport.pause_reading()
-        elif request.refusal is not None:
+            return False
+        if request.refusal is not None:
             request.served = True
             self.answer(request, request.refusal)
-        elif request.environ is not None and request.owner is None:
-            self._transport.pause_reading()  # until it is known who sends this
-        elif request.environ is not None:
-            self._go_on_with(request)
-
-    def _go_on_with(self, request: Request) -> None:
-        assert request.owner is not None
+            return True
+        if request.owner is None:
+            return False
         if request.owner.kind in (Kind.OPERATOR, Kind.TENANT):
             self._door.crowd.trust(self)
         if self._is_ready(request, request.owner):
-            self._transport.pause_reading()
             request.served = True
             self._door.serve(self, request)
-        else:
-            self._invite(request)
-            self._transport.resume_reading()
+            return True
+        self._invite(request)
+        return self._read_on()
 
     def _is_ready(self, request: Request, owner: Owner) -> bool:
         """Whether the application can answer: all is here, or what is here is enough to be refused."""
@@ -201,7 +240,8 @@ class Connection(asyncio.Protocol):
     def _invite(self, request: Request) -> None:
         """To send the body, if the client waits for that."""
         assert request.environ is not None
-        if request.environ.pop("HTTP_EXPECT", "").lower() == "100-continue" and not request.body:
+        waits = request.environ.pop("HTTP_EXPECT", "").lower() == "100-continue" and request.version == "1.1"
+        if waits and not request.body:
             self._transport.write(_CONTINUE)
 
     def _refuse(self, status: int, code: str, detail: str, retry_after_s: int | None = None) -> None:
@@ -230,17 +270,17 @@ class Connection(asyncio.Protocol):
         self._door.crowd.release(self)
         request = self._requests.popleft()
         self._since, self._any_answered = self._door.now(), True
-        if request.unread and not request.complete and not self._ended:
+        if request.unread and not request.complete and self._ended is None:
             self._hear_out()
         elif request.close:
             self._close()
         else:
-            self._transport.resume_reading()
             self._go_on()
 
     def _hear_out(self) -> None:
         """Let the client send the rest of what is refused, and keep none of it: else it never reads why."""
         self._hearing_out = self._door.now()
+        self._ahead.clear()
         self._transport.write_eof()
         self._transport.resume_reading()
 
@@ -254,10 +294,13 @@ class Connection(asyncio.Protocol):
                 self.give_way()
         elif self._unsent:
             self._watch_sending(now)
+        elif self.is_served:
+            if self.has_left and not self._requests[0].begun:
+                self.give_way()
         elif not self._requests:
             if now - self._since > (settings.keep_alive_s if self._any_answered else settings.head_timeout_s):
                 self._close()
-        elif not self._requests[0].served and self._requests[0].is_too_slow(now, settings):
+        elif self._requests[0].is_too_slow(now, settings):
             self._refuse(408, "request_too_slow", "The request did not arrive in time; nothing was done.")
             self._go_on()
 

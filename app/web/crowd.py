@@ -90,9 +90,10 @@ class Crowd:
         parts = [self._trusted, self._strangers]
         if len(self._strangers) >= self.most // 2:
             parts.reverse()
-        there = [guest for guest in chain(*parts) if address in (None, guest.address)]
-        gone = next((guest for guest in there if not guest.is_served), None)
-        gone = gone or next(iter(there), None)  # All of them wait for answers: who came first has had most time.
+        there = (guest for guest in chain(*parts) if address in (None, guest.address))
+        first = next(there, None)
+        gone = next((guest for guest in chain([first], there) if guest and not guest.is_served), None)
+        gone = gone or first  # All of them wait for answers: who came first has had most time.
         if gone is not None:
             self._send_away(gone)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from app.api.patience import HAS_LEFT, MAY_WAIT
 from app.config import AppSettings
 from app.web.crowd import Crowd
 from app.web.gateway import Answer, Application, answer
@@ -47,8 +48,9 @@ class Door:
         waiting = settings.max_waiters
         working = settings.web_threads - waiting
         # Who shows no key because none is asked for is alone; else half of them stay for the other tenants.
-        self._general = self._lane("web", working, working // 2 if settings.require_keys else working)
-        self._waiting = self._lane("waiting", waiting, waiting)
+        owners_at_once = 2 if settings.require_keys else 1
+        self._general = self._lane("web", working, working // owners_at_once)
+        self._waiting = self._lane("waiting", waiting, waiting // owners_at_once)
         self._operators = self._lane("operators", 4, 4)
         self._heavy = self._lane("heavy", 1, 1)  # The parser keeps all other threads waiting; never two in a row.
         self._pushes = self._lane("pushes", 8, 6)
@@ -114,21 +116,25 @@ class Door:
             request.environ["CONTENT_LENGTH"] = str(max(request.announced or 0, request.limit + 1))
             request.environ.pop("HTTP_TRANSFER_ENCODING", None)
         request.body = bytearray()
+        owner = _payer(connection, request)
+        lane = self._lane_of(request, owner, len(body))
+        request.environ |= {MAY_WAIT: lane is self._waiting, HAS_LEFT: lambda: connection.has_left}
 
         def work() -> None:
+            request.begun = True
             try:
                 found = answer(self._application, request.environ or {}, body, whole=whole)
             except Exception as error:  # The application answers its own; this is one of the server's.
                 log.error("request_failed", path=request.path, exc_info=error)
                 found = Answer.problem(500, "internal_error", "This is a fault of the server, and it is in its log.")
-            self._soon(connection.answer, request, found)
+            self._soon(_deliver, connection, request, found)
 
-        errand = Errand(_payer(connection, request), work)
-        if not self._lane_of(request, len(body)).enter(errand):
+        if not lane.enter(Errand(owner, work, lambda: not connection.has_left)):
             detail = "Too many of your requests wait already."
+            request.close = True  # Else the next that has come on this connection would be refused at once, too.
             connection.answer(request, Answer.problem(429, "too_many_requests", detail, request.path, 1))
 
-    def _lane_of(self, request: Request, size: int) -> Lane:
+    def _lane_of(self, request: Request, owner: str, size: int) -> Lane:
         assert request.owner is not None
         if request.path == _LIVE:
             return self._live
@@ -138,7 +144,7 @@ class Door:
             return self._strangers
         if size > _HEAVY:
             return self._heavy
-        if request.may_wait and self._waiting.has_room:
+        if request.may_wait and self._waiting.has_room_for(owner):
             return self._waiting
         if request.owner.kind is Kind.OPERATOR and not self._general.has_room:
             return self._operators
@@ -150,7 +156,11 @@ class Door:
         """Close what takes too long, and come back."""
         now = self.now()
         for guest in self.crowd.guests():
-            guest.tick(now)
+            try:
+                guest.tick(now)
+            except Exception as error:  # One connection's fault is no other's.
+                log.error("connection_failed", exc_info=error)
+                guest.give_way()
         if self.crowd.evicted > self._told_evicted:
             log.warning("connections_gave_way", count=self.crowd.evicted - self._told_evicted, open=len(self.crowd))
             self._told_evicted = self.crowd.evicted
@@ -161,6 +171,14 @@ class Door:
         self.stopping = True
         for guest in self.crowd.guests():
             guest.close_if_idle()
+
+
+def _deliver(connection: "Connection", request: Request, found: Answer) -> None:
+    try:
+        connection.answer(request, found)
+    except Exception as error:  # Else the connection would stay open, and unanswered, for good.
+        log.error("connection_failed", exc_info=error)
+        connection.give_way()
 
 
 def _payer(connection: "Connection", request: Request) -> str:

@@ -48,7 +48,7 @@ class Answer:
     def encode(self, method: str, version: str, *, close: bool) -> bytes:
         """For the wire."""
         lines = [f"HTTP/1.1 {self.status} {_phrase(self.status)}", f"Date: {formatdate(usegmt=True)}"]
-        lines += [f"{name}: {value}" for name, value in self.headers if name.lower() not in _OURS]
+        lines += [f"{name}: {_one_line(value)}" for name, value in self.headers if name.lower() not in _OURS]
         bodiless = self.status in _BODILESS
         if not bodiless:
             length = next((value for name, value in self.headers if name.lower() == "content-length"), None)
@@ -57,11 +57,16 @@ class Answer:
             lines.append("Connection: close")
         elif version == "1.0":
             lines.append("Connection: keep-alive")
-        head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+        head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
         return head if bodiless or method == "HEAD" else head + self.body
 
 
 _OURS = frozenset({"content-length", "connection", "transfer-encoding", "date"})
+
+
+def _one_line(value: str) -> str:
+    """Whatever the application puts into a header, it begins no other."""
+    return value if value.isprintable() else "".join(sign if sign.isprintable() else " " for sign in value)
 
 
 def _phrase(status: int) -> str:
@@ -73,7 +78,9 @@ def _phrase(status: int) -> str:
 
 def environ_of(method: str, version: str, target: bytes, headers: Headers, peer: tuple[str, int]) -> dict[str, Any]:
     """The WSGI environment, but for the body.  Raises BadHead."""
-    path, query = _parts(method, target)
+    if version not in ("1.0", "1.1"):
+        raise BadHead("the version is neither HTTP/1.1 nor HTTP/1.0")
+    path, query, host = _parts(method, target)
     environ: dict[str, Any] = {
         "REQUEST_METHOD": method,
         "SCRIPT_NAME": "",
@@ -96,6 +103,8 @@ def environ_of(method: str, version: str, target: bytes, headers: Headers, peer:
         raise BadHead("the header Host is missing")
     if version == "1.0" and "HTTP_TRANSFER_ENCODING" in environ:
         raise BadHead("there are chunks, which HTTP/1.0 does not know")
+    if host:  # of an address in full; it counts, whatever the header says
+        environ["HTTP_HOST"] = host
     host, _, port = environ.get("HTTP_HOST", "localhost").partition(":")
     environ["SERVER_NAME"], environ["SERVER_PORT"] = host or "localhost", port or "80"
     return environ
@@ -115,10 +124,11 @@ def _add(environ: dict[str, Any], name: bytes, value: bytes) -> None:
         environ[key] += (";" if key == "HTTP_COOKIE" else ",") + text
 
 
-def _parts(method: str, target: bytes) -> tuple[str, str]:
-    """Path, decoded as WSGI wants it, and query."""
+def _parts(method: str, target: bytes) -> tuple[str, str, str]:
+    """Path, decoded as WSGI wants it, query, and the host that an address in full names."""
     if target == b"*" and method == "OPTIONS":
-        return "*", ""
+        return "*", "", ""
+    host = ""
     if target.startswith(b"/"):
         path, _, query = target.partition(b"#")[0].partition(b"?")
     else:
@@ -126,8 +136,12 @@ def _parts(method: str, target: bytes) -> tuple[str, str]:
             url = parse_url(target)
         except Exception:  # httptools has its own, and raises others too.
             raise BadHead("the address is none") from None
+        if not url.host or url.userinfo or url.schema.lower() not in (b"http", b"https"):
+            raise BadHead("the address names no host, or more than that")
         path, query = url.path or b"/", url.query or b""
-    return unquote_to_bytes(path).decode("latin-1"), query.decode("latin-1")
+        name = url.host.decode("latin-1")
+        host = (f"[{name}]" if ":" in name else name) + (f":{url.port}" if url.port else "")
+    return unquote_to_bytes(path).decode("latin-1"), query.decode("latin-1"), host
 
 
 def answer(application: Application, environ: Mapping[str, Any], body: bytes, *, whole: bool) -> Answer:

@@ -45,17 +45,19 @@ class Lane:
     def has_room(self) -> bool:
         return self.busy < self.threads
 
+    def has_room_for(self, owner: str) -> bool:
+        """Whether an errand of this owner would be begun at once."""
+        return self.has_room and self._may_hold(owner) and owner not in self._waiting
+
     def enter(self, errand: Errand) -> bool:
         """Do it when its owner's turn has come.  False: too many of its owner wait already."""
         waiting = self._waiting.get(errand.owner)
         if waiting is None and self.has_room and self._may_hold(errand.owner):
             self._begin(errand)
             return True
-        if waiting is None:
-            waiting = self._waiting[errand.owner] = deque()
-        if len(waiting) >= self.most_waiting:
+        if len(waiting or ()) >= self.most_waiting:
             return False
-        waiting.append(errand)
+        self._waiting.setdefault(errand.owner, deque()).append(errand)
         return True
 
     def _may_hold(self, owner: str) -> bool:

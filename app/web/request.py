@@ -16,6 +16,7 @@ class Request:
 
     __slots__ = (
         "began",
+        "begun",
         "body",
         "close",
         "complete",
@@ -42,6 +43,7 @@ class Request:
         self.owner: Owner | None = None
         self.refusal: Answer | None = None
         self.served = False  # It is with the application, or answered.
+        self.begun = False  # A thread has it.
         self.close = False  # after it
         self.unread = False  # Some of its body is left out.
 
@@ -61,6 +63,11 @@ class Request:
         return None if "HTTP_TRANSFER_ENCODING" in environ else int(environ.get("CONTENT_LENGTH") or 0)
 
     @property
+    def missing(self) -> int:
+        """Bytes of its body that surely are still to come."""
+        return (self.announced or 0) - len(self.body)
+
+    @property
     def is_too_large(self) -> bool:
         return len(self.body) > self.limit or (self.announced or 0) > self.limit
 
@@ -78,8 +85,8 @@ class Request:
 
     @property
     def may_wait(self) -> bool:
-        """It asks to be answered when a job has ended: its thread sleeps most of the time."""
-        return self.method == "GET" and "wait=" in str((self.environ or {}).get("QUERY_STRING", ""))
+        """It may ask to be answered when a job has ended: its thread sleeps most of the time."""
+        return self.method in ("GET", "HEAD") and "wait=" in str((self.environ or {}).get("QUERY_STRING", ""))
 
     def refuse(self, answer: Answer) -> None:
         """Answer this, when its turn comes, and read no further."""

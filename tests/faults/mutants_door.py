@@ -8,6 +8,7 @@ HALL = "tests/unit/web/test_hall.py::"
 CROWD = "tests/unit/web/test_crowd.py::"
 EXACT = "tests/unit/routing/test_exact.py::"
 ACCESS = "tests/contracts/test_api_door.py::"
+CONNECTION = "tests/unit/web/test_connection.py::"
 ALIVE = f"{ASKED}test_a_submitted_job_is_in_the_record_when_it_is_answered"
 
 DOOR = [
@@ -78,7 +79,7 @@ DOOR = [
         "connections wait without bound",
         "bounds",
         "app/web/hall.py",
-        "if len(waiting) >= self.most_waiting:",
+        "if len(waiting or ()) >= self.most_waiting:",
         "if False:",
         (f"{HALL}test_of_one_owner_only_so_many_wait",),
         still=f"{HALL}test_no_owner_holds_more_than_its_share",
@@ -136,5 +137,87 @@ DOOR = [
         "if False:",
         ("tests/contracts/test_api_callback.py::test_a_push_that_names_another_job_of_ours_ends_nothing",),
         still="tests/contracts/test_api_callback.py::test_a_push_ends_the_run_and_hands_the_slot_on",
+    ),
+    Mutant(
+        "requests are read before their turn",
+        "bounds",
+        "app/web/connection.py",
+        "size = max(_PIECE, self._requests[-1].missing if self._requests else 0)",
+        "size = len(self._ahead)",
+        (f"{CONNECTION}test_of_very_many_requests_that_come_together_few_are_read_before_their_turn",),
+        still=f"{CONNECTION}test_an_answer_to_head_has_no_body",
+    ),
+    Mutant(
+        "who has gone is worked for",
+        "bounds",
+        "app/web/connection.py",
+        "if self.has_left and not self._requests[0].begun:",
+        "if False:",
+        (f"{CONNECTION}test_who_waits_for_a_thread_and_has_gone_is_not_worked_for",),
+        still=f"{CONNECTION}test_an_answer_to_head_has_no_body",
+    ),
+    Mutant(
+        "an error in an answer leaves its connection open",
+        "bounds",
+        "app/web/door.py",
+        """        log.error("connection_failed", exc_info=error)
+        connection.give_way()""",
+        "        pass",
+        (f"{CONNECTION}test_an_answer_that_cannot_be_written_ends_its_connection_and_no_other",),
+        still=f"{CONNECTION}test_an_answer_to_head_has_no_body",
+    ),
+    Mutant(
+        "any thread may sleep",
+        "turns",
+        "app/api/patience.py",
+        "if not environ.get(MAY_WAIT, True):",
+        "if False:",
+        ("tests/unit/app/test_patience.py::test_whose_thread_is_not_for_waiting_does_not",),
+        still="tests/unit/app/test_patience.py::test_who_has_left_is_not_waited_for_any_more",
+    ),
+    Mutant(
+        "one tenant waits in all places",
+        "turns",
+        "app/web/door.py",
+        "waiting // owners_at_once",
+        "waiting",
+        (f"{CONNECTION}test_where_there_are_keys_no_owner_has_all_threads_or_all_places_for_waiting",),
+        still=f"{CONNECTION}test_an_answer_to_head_has_no_body",
+    ),
+    Mutant(
+        "any version is HTTP/1.1",
+        "framing",
+        "app/web/gateway.py",
+        'if version not in ("1.0", "1.1"):',
+        "if False:",
+        (f"{CONNECTION}test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_read",),
+        still=f"{CONNECTION}test_an_answer_to_head_has_no_body",
+    ),
+    Mutant(
+        "a header that stands twice is two in one",
+        "framing",
+        "app/web/gateway.py",
+        "elif key in _ONCE:",
+        "elif False:",
+        (f"{CONNECTION}test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_read",),
+        still=f"{CONNECTION}test_an_answer_to_head_has_no_body",
+    ),
+    Mutant(
+        "a header of an answer begins another",
+        "framing",
+        "app/web/gateway.py",
+        "{_one_line(value)}",
+        "{value}",
+        (f"{CONNECTION}test_no_header_of_an_answer_begins_another",),
+        still=f"{CONNECTION}test_an_answer_to_head_has_no_body",
+    ),
+    Mutant(
+        "what a pattern repeats costs nothing",
+        "linear cost",
+        "tasks/servers/patterns.py",
+        "ways * _width(tree) > MAX_WORK",
+        "ways * len(text) > MAX_WORK",
+        ("tests/unit/servers/test_patterns.py::test_a_pattern_that_could_run_away_is_refused",),
+        still="tests/unit/servers/test_patterns.py::test_an_ordinary_pattern_is_accepted",
     ),
 ]

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from app.api.patience import Patience
+from app.api.patience import HAS_LEFT, MAY_WAIT, Patience
 from jobs.states import State
 
 
@@ -76,3 +76,15 @@ def test_room_is_given_back_when_looking_fails():
         patience.wait(lambda: 1 / 0, 60)  # type: ignore[arg-type, return-value]
     patience.wait(lambda: State.QUEUED, 1)
     assert time.pauses
+
+
+def test_whose_thread_is_not_for_waiting_does_not():
+    patience, time = _patience()
+    patience.wait(lambda: State.QUEUED, 10, {MAY_WAIT: False})
+    assert time.pauses == []
+
+
+def test_who_has_left_is_not_waited_for_any_more():
+    patience, time = _patience()
+    patience.wait(lambda: State.QUEUED, 10, {MAY_WAIT: True, HAS_LEFT: lambda: len(time.pauses) == 3})
+    assert len(time.pauses) == 3

@@ -1,0 +1,329 @@
+"""One connection, byte by byte: what can be read in two ways is refused, and one answer is never two."""
+
+import asyncio
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from app.api.patience import MAY_WAIT
+from app.config import AppSettings
+from app.web.connection import Connection
+from app.web.door import Door
+from app.web.gateway import Answer
+from app.web.owners import Owners
+from tests.support.stack import eventually
+
+CRLF = b"\r\n"
+GET = b"GET /a HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /a HTTP/1.1\r\nHost: x\r\n"
+GATE = threading.Event()
+WAITED: list[bool] = []
+HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def _echo(environ: dict[str, Any], start: Any) -> list[bytes]:
+    WAITED.append(environ[MAY_WAIT])
+    if environ["PATH_INFO"] == "/gate":
+        GATE.wait(20)
+    body = environ["wsgi.input"].read().decode("latin-1")
+    names = ("REQUEST_METHOD", "PATH_INFO", "QUERY_STRING", "HTTP_HOST", "CONTENT_LENGTH", "HTTP_X_A")
+    told = json.dumps({**{name: environ.get(name) for name in names}, "body": body}).encode()
+    headers = [("Content-Type", "application/json"), ("Content-Length", str(len(told)))]
+    if environ["PATH_INFO"] == "/inject":
+        headers.append(("X-B", "a\r\nSet-Cookie: b=\x85\u2028c"))
+    start("200 OK", headers)
+    return [told]
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    made = asyncio.new_event_loop()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def door(loop: asyncio.AbstractEventLoop) -> Door:
+    return Door(_echo, AppSettings(require_keys=False), Owners(None), loop, 100)
+
+
+@pytest.fixture(scope="module")
+def address(loop: asyncio.AbstractEventLoop, door: Door) -> Iterator[tuple[str, int]]:
+    server = loop.run_until_complete(loop.create_server(lambda: Connection(door), "127.0.0.1", 0))
+    loop.call_soon(door.tick)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield server.sockets[0].getsockname()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    server.close()
+
+
+def _talk(address: tuple[str, int], *sent: bytes, ends: bool = True) -> bytes:
+    """All that comes back until the connection is closed."""
+    with socket.create_connection(address, 10) as one:
+        for piece in sent:
+            one.sendall(piece)
+        if ends:
+            one.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: one.recv(1 << 16), b""))
+
+
+def _statuses(answers: bytes) -> list[int]:
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", answers)]
+
+
+def _last_body(answers: bytes) -> dict[str, Any]:
+    return json.loads(answers.rpartition(CRLF + CRLF)[2])
+
+
+TWO_WAYS = {
+    "two lengths": POST + b"Content-Length: 5\r\nContent-Length: 0\r\n\r\nabcde" + HIDDEN,
+    "two equal lengths": POST + b"Content-Length: 0\r\nContent-Length: 0\r\n\r\n" + HIDDEN,
+    "two lengths in a line": POST + b"Content-Length: 5, 5\r\n\r\nabcde" + HIDDEN,
+    "a signed length": POST + b"Content-Length: +5\r\n\r\nabcde" + HIDDEN,
+    "a length with an underscore": POST + b"Content-Length: 0_5\r\n\r\nabcde" + HIDDEN,
+    "a length in hex": POST + b"Content-Length: 0x5\r\n\r\nabcde" + HIDDEN,
+    "no length in the length": POST + b"Content-Length: \r\n\r\n" + HIDDEN,
+    "a length without end": POST + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n" + HIDDEN,
+    "a negative length": POST + b"Content-Length: -1\r\n\r\n" + HIDDEN,
+    "length and chunks": POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "chunks and length": POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "chunks that are not the last coding": POST + b"Transfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "an unknown coding": POST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "chunks behind a tab": POST + b"Transfer-Encoding:\x0bchunked\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "chunks of a name with a blank": POST + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "a folded line": POST + b"X-A: b\r\n Content-Length: 5\r\n\r\n" + HIDDEN,
+    "a line that begins with a blank": b"POST /a HTTP/1.1\r\n Host: x\r\n\r\n" + HIDDEN,
+    "a bare line feed": POST + b"X-A: b\nContent-Length: 5\r\n\r\nabcde" + HIDDEN,
+    "a bare carriage return": POST + b"X-A: b\rContent-Length: 5\r\n\r\nabcde" + HIDDEN,
+    "a head that ends with line feeds": b"POST /a HTTP/1.1\nHost: x\n\n" + HIDDEN,
+    "a zero byte": POST + b"X-A: \0\r\n\r\n" + HIDDEN,
+    "a header without a name": POST + b": b\r\n\r\n" + HIDDEN,
+    "a header without a colon": POST + b"Content-Length\r\n\r\n" + HIDDEN,
+    "no host": b"GET /a HTTP/1.1\r\n\r\n" + HIDDEN,
+    "two hosts": GET + b"Host: y\r\n\r\n" + HIDDEN,
+    "two types": POST + b"Content-Type: text/plain\r\nContent-Type: application/json\r\n\r\n" + HIDDEN,
+    "chunks in HTTP/1.0": b"POST /a HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "HTTP/2": b"GET /a HTTP/2.0\r\n\r\n" + HIDDEN,
+    "HTTP/2, spoken": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HIDDEN,
+    "HTTP/0.9": b"GET /a HTTP/0.9\r\n\r\n" + HIDDEN,
+    "HTTP/1.2": b"GET /a HTTP/1.2\r\nHost: x\r\n\r\n" + HIDDEN,
+    "no version": b"GET /a\r\n\r\n" + HIDDEN,
+    "a blank in the address": b"GET /a b HTTP/1.1\r\nHost: x\r\n\r\n" + HIDDEN,
+    "an address that is none": b"GET a HTTP/1.1\r\nHost: x\r\n\r\n" + HIDDEN,
+    "an address with a user": b"GET http://u:p@x/a HTTP/1.1\r\nHost: x\r\n\r\n" + HIDDEN,
+    "an address without a host": b"GET http:///a HTTP/1.1\r\nHost: x\r\n\r\n" + HIDDEN,
+    "another protocol's address": b"GET ftp://x/a HTTP/1.1\r\nHost: x\r\n\r\n" + HIDDEN,
+    "a tunnel": b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n" + HIDDEN,
+    "no method of HTTP": b"G ET /a HTTP/1.1\r\nHost: x\r\n\r\n" + HIDDEN,
+    "a chunk's size that is none": POST + b"Transfer-Encoding: chunked\r\n\r\n0x1\r\na\r\n0\r\n\r\n" + HIDDEN,
+    "a chunk's size without end": POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"f" * 20 + b"\r\na\r\n" + HIDDEN,
+    "a negative chunk": POST + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n\r\n" + HIDDEN,
+    "a chunk that is longer than it says": POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\nab\r\n0\r\n\r\n" + HIDDEN,
+    "a chunk that ends with a line feed": POST + b"Transfer-Encoding: chunked\r\n\r\n1\na\n0\n\n" + HIDDEN,
+    "a line feed in a chunk's extension": POST + b"Transfer-Encoding: chunked\r\n\r\n1;a\nb\r\na\r\n0\r\n\r\n" + HIDDEN,
+    "bytes that are no text": bytes(range(256)),
+    "a greeting of TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
+}
+
+
+@pytest.mark.parametrize("case", TWO_WAYS)
+def test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_read(
+    address: tuple[str, int], case: str
+) -> None:
+    answers = _talk(address, TWO_WAYS[case])
+    assert _statuses(answers) == [400], answers
+    assert b"Connection: close" in answers and b"/hidden" not in answers
+
+
+@pytest.mark.parametrize("case", TWO_WAYS)
+def test_so_it_is_where_its_bytes_come_one_by_one(address: tuple[str, int], case: str) -> None:
+    sent = TWO_WAYS[case]
+    with socket.create_connection(address, 10) as one:
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for number in range(len(sent)):
+            try:
+                one.sendall(sent[number : number + 1])
+            except OSError:
+                break  # It is refused, and the rest not heard.
+        try:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_WR)
+            answers = b"".join(iter(lambda: one.recv(1 << 16), b""))
+        except ConnectionError:
+            return
+    assert _statuses(answers) == [400], answers
+
+
+def test_chunks_are_put_together_and_what_stands_beside_them_is_left_out(address: tuple[str, int]) -> None:
+    chunks = b'1;name="v"\r\na\r\n2\r\nbc\r\n0\r\nX-A: trailer\r\nHost: y\r\n\r\n'
+    answers = _talk(address, POST + b"Transfer-Encoding: chunked\r\nX_A: no\r\n\r\n" + chunks)
+    told = _last_body(answers)
+    assert (told["body"], told["HTTP_X_A"], told["HTTP_HOST"], told["CONTENT_LENGTH"]) == ("abc", None, "x", None)
+
+
+def test_trailers_have_an_end(address: tuple[str, int]) -> None:
+    sent = POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n" + b"X-A: b\r\n" * 80_000
+    assert _statuses(_talk(address, sent, ends=False))[:1] == [400]
+
+
+def test_requests_that_come_together_are_answered_in_their_order(address: tuple[str, int]) -> None:
+    sent = b"".join(b"GET /%d HTTP/1.1\r\nHost: x\r\n\r\n" % number for number in range(20))
+    answers = _talk(address, sent)
+    assert _statuses(answers) == [200] * 20
+    assert [f'"/{n}"'.encode() in part for n, part in enumerate(answers.split(b"HTTP/1.1 200")[1:])] == [True] * 20
+
+
+def test_of_very_many_requests_that_come_together_few_are_read_before_their_turn(
+    address: tuple[str, int], door: Door
+) -> None:
+    """Each holds a hundred times the bytes that it takes to send."""
+    GATE.clear()
+    with socket.create_connection(address, 10) as one:
+        one.sendall(b"GET /gate HTTP/1.1\r\nHost: x\r\n\r\n" + (GET + CRLF) * 500 + GET + b"Connection: close\r\n\r\n")
+        eventually(lambda: any(guest.is_served for guest in door.crowd.guests()), "the first is being answered")
+        held = [len(guest._requests) for guest in door.crowd.guests() if isinstance(guest, Connection)]
+        GATE.set()
+        answers = b"".join(iter(lambda: one.recv(1 << 16), b""))
+    assert max(held) < 50
+    assert _statuses(answers) == [200] * 502
+
+
+def test_who_waits_for_a_thread_and_has_gone_is_not_worked_for(address: tuple[str, int], door: Door) -> None:
+    GATE.clear()
+    ahead = [socket.create_connection(address, 10) for _ in range(33)]
+    for one in ahead:  # Without keys one owner has all 32 threads.
+        one.sendall(b"GET /gate HTTP/1.1\r\nHost: x\r\n\r\n")
+    eventually(lambda: sum(guest.is_served for guest in door.crowd.guests()) == 33, "all but one have a thread")
+    (waiting,) = [g for g in door.crowd.guests() if isinstance(g, Connection) and not g._requests[0].begun]
+    for one in ahead:
+        one.shutdown(socket.SHUT_WR)
+    eventually(lambda: waiting._ended is not None, "its end is heard, though it is not read from")
+    assert not waiting.has_left
+    door.now = lambda: time.monotonic() + 60
+    try:
+        assert waiting.has_left
+        eventually(lambda: waiting not in door.crowd.guests(), "it is closed")
+    finally:
+        door.now = time.monotonic
+        GATE.set()
+    answered = [b"".join(iter(lambda one=one: one.recv(1 << 16), b"")) for one in ahead]
+    assert sorted(map(len, map(_statuses, answered))) == [0] + [1] * 32
+
+
+def test_however_many_are_refused_at_once_the_connection_ends(address: tuple[str, int], door: Door) -> None:
+    """Each refusal is an answer from within the reading of the next."""
+    door._general.most_waiting = 0
+    door._general.busy += 1000
+    try:
+        answers = _talk(address, (GET + CRLF) * 1000, ends=False)
+    finally:
+        door._general.most_waiting = 1024
+        door._general.busy -= 1000
+    assert _statuses(answers) == [429]
+    assert b"Connection: close" in answers
+
+
+def test_an_answer_that_cannot_be_written_ends_its_connection_and_no_other(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> bytes:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Answer, "encode", fail)
+        with suppress(ConnectionError):
+            assert _talk(address, GET + CRLF, ends=False) == b""
+    assert _statuses(_talk(address, GET + CRLF)) == [200]
+
+
+@pytest.mark.parametrize(
+    "target, may",
+    [("/a?wait=9", True), ("/a?b=c&wait=9", True), ("/a?w%61it=9", False), ("/a?WAIT=9", False), ("/a", False)],
+)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
+def test_only_who_has_a_thread_for_that_may_wait(address: tuple[str, int], target: str, may: bool, method: str) -> None:
+    WAITED.clear()
+    _talk(address, f"{method} {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    assert [may and method != "POST"] == WAITED
+
+
+def test_a_body_hides_no_request(address: tuple[str, int]) -> None:
+    body = HIDDEN
+    answers = _talk(address, POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    assert _statuses(answers) == [200]
+    assert _last_body(answers)["body"] == body.decode()
+
+
+def test_what_follows_an_upgrade_is_not_read(address: tuple[str, int]) -> None:
+    answers = _talk(address, GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n" + HIDDEN)
+    assert _statuses(answers) == [200]
+    assert b"/hidden" not in answers
+
+
+def test_a_client_that_sends_no_more_gets_its_answer(address: tuple[str, int]) -> None:
+    assert _statuses(_talk(address, GET + CRLF)) == [200]
+    assert _talk(address, b"") == b""
+
+
+@pytest.mark.parametrize("sent", [GET, POST + b"Content-Length: 5\r\n\r\nabcd", b"GE"])
+def test_a_request_that_breaks_off_is_refused(address: tuple[str, int], sent: bytes) -> None:
+    assert _statuses(_talk(address, sent)) == [400]
+
+
+def test_an_answer_to_head_has_no_body(address: tuple[str, int]) -> None:
+    answers = _talk(address, b"HEAD /a HTTP/1.1\r\nHost: x\r\n\r\n" + GET + CRLF)
+    first, second = answers.split(CRLF + CRLF, 1)
+    assert b"Content-Length: " in first and second.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("version, asked", [(b"1.1", True), (b"1.0", False)])
+def test_who_waits_for_it_is_asked_for_the_body(address: tuple[str, int], version: bytes, asked: bool) -> None:
+    with socket.create_connection(address, 10) as one:
+        one.sendall(POST.replace(b"1.1", version) + b"Expect: 100-Continue\r\nContent-Length: 3\r\n\r\n")
+        if asked:
+            assert one.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        one.sendall(b"abc")
+        one.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: one.recv(1 << 16), b""))
+    assert _statuses(answer) == [200]
+    assert _last_body(answer)["body"] == "abc"
+
+
+def test_the_host_of_an_address_in_full_counts(address: tuple[str, int]) -> None:
+    for target, host in ((b"http://y:81/a?b=c", "y:81"), (b"HTTP://[::1]/a?b=c", "[::1]")):
+        told = _last_body(_talk(address, b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n"))
+        assert (told["PATH_INFO"], told["QUERY_STRING"], told["HTTP_HOST"]) == ("/a", "b=c", host)
+
+
+@pytest.mark.parametrize(
+    "target, path",
+    [(b"/%00%0d%0a%ff", "/\0\r\n\xff"), (b"//x/a", "//x/a"), (b"/a/../b", "/a/../b"), (b"/%2e%2E/%2f", "/..//")],
+)
+def test_a_path_is_what_it_says(address: tuple[str, int], target: bytes, path: str) -> None:
+    assert _last_body(_talk(address, b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n"))["PATH_INFO"] == path
+
+
+def test_no_header_of_an_answer_begins_another(address: tuple[str, int]) -> None:
+    answers = _talk(address, b"GET /inject HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b"\r\nX-B: a  Set-Cookie: b=  c\r\n" in answers
+
+
+def test_what_latin_1_cannot_say_is_no_error() -> None:
+    assert b"X-B: ?" in Answer(200, [("X-B", "\u20ac")], b"").encode("GET", "1.1", close=False)
+
+
+@pytest.mark.parametrize("require_keys, share", [(True, 16), (False, 32)])
+def test_where_there_are_keys_no_owner_has_all_threads_or_all_places_for_waiting(
+    loop: asyncio.AbstractEventLoop, require_keys: bool, share: int
+) -> None:
+    door = Door(_echo, AppSettings(require_keys=require_keys, web_threads=64), Owners(None), loop, 100)
+    assert (door._general.share, door._waiting.share) == (share, share)

@@ -14,7 +14,7 @@ from app.api.paging import CURSOR
 from jobs.config import ModelConfig
 from jobs.states import State
 from jobs.tenants import LONGEST_NAME, SHOWN
-from routing.policies.placement import NAME, VALUE
+from routing.policies.placement import VALUE
 from routing.submission import MODEL
 from tasks.servers import for_model
 
@@ -57,7 +57,6 @@ _One: dict[str, Any] = {
         {"type": "number", "exclusiveMinimum": -1e15, "exclusiveMaximum": 1e15},
     ]
 }
-_NAMES = {"pattern": f"^{NAME}$"}
 _Constraints = Annotated[
     Any,
     WithJsonSchema(
@@ -66,7 +65,6 @@ _Constraints = Annotated[
                 {
                     "type": "object",
                     "maxProperties": 20,
-                    "propertyNames": _NAMES,
                     "additionalProperties": {
                         "anyOf": [
                             *_One["anyOf"],
@@ -91,7 +89,6 @@ _Attributes = Annotated[
         {
             "type": "object",
             "maxProperties": 50,
-            "propertyNames": _NAMES,
             "additionalProperties": {
                 "anyOf": [*_One["anyOf"], {"type": "array", "items": _One, "minItems": 1, "maxItems": 50}]
             },

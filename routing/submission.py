@@ -19,7 +19,7 @@ from routing.policies.placement import read_needs
 MODEL = "[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}"
 _MODEL = re.compile(MODEL)
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_LONGEST_KEY = 255
+LONGEST_KEY = 255
 _LONGEST_WAIT_S = 366 * 86_400
 
 UrlCheck = Callable[[str], str | None]
@@ -89,7 +89,7 @@ def prepare(asked: Submission, model: Model, check_url: UrlCheck, now: int) -> N
         callback_url=asked.callback_url,
         not_before_ms=now + round(delay_s * 1000) if delay_s else None,
         deadline_ms=now + round(ttl_s * 1000) if ttl_s is not None else None,
-        idempotency_key=_idempotency_key(asked.idempotency_key),
+        idempotency_key=check_idempotency_key(asked.idempotency_key),
         fingerprint=_fingerprint(asked, payload) if asked.idempotency_key else "",
         source=asked.source,
         envelope=asked.envelope,
@@ -164,9 +164,10 @@ def _job_id(wanted: str | None) -> str:
     return wanted
 
 
-def _idempotency_key(key: str | None) -> str | None:
-    if key is not None and (not 1 <= len(key) <= _LONGEST_KEY or not re.fullmatch(SHOWN, key)):
-        raise InvalidJob("Idempotency-Key", f"Idempotency-Key must be 1 to {_LONGEST_KEY} printable characters")
+def check_idempotency_key(key: str | None, longest: int = LONGEST_KEY) -> str | None:
+    """Raises InvalidJob unless there is none, or one that can be shown on one line."""
+    if key is not None and (not 1 <= len(key) <= longest or not re.fullmatch(SHOWN, key)):
+        raise InvalidJob("Idempotency-Key", f"Idempotency-Key must be 1 to {longest} printable characters")
     return key
 
 

@@ -9,12 +9,14 @@ from flask import Flask, Response
 from flask.json.provider import JSONProvider
 from flask_openapi import APIBlueprint, Info, OpenAPI
 from pydantic import BaseModel, ConfigDict
-from werkzeug.routing import UnicodeConverter
+from werkzeug.routing import BaseConverter
 
 from app.api.reading import Request
 from app.errors import CONTENT_TYPE, of_validation
 from jobs.tenants import SHOWN
 from routing import exact
+from routing.policies.placement import NAME
+from routing.submission import LONGEST_KEY
 
 _REASONS = {
     400: "The body is not valid JSON",
@@ -33,7 +35,6 @@ _REASONS = {
 }
 _EVERYWHERE = (403, 421, 500)
 _HEADERS = "x-headers"  # only on the way to `document`
-_HEADER = {"type": "string", "minLength": 1, "maxLength": 255, "pattern": f"^{SHOWN}$"}
 _KEYED = (401, 403, 421, 500, 503)
 SECURITY: dict[str, Any] = {"key": {"type": "http", "scheme": "bearer", "description": "A tenant's key, sk_…"}}
 
@@ -84,10 +85,11 @@ class _OrjsonProvider(JSONProvider):
         return Response(orjson.dumps(body, default=str), content_type="application/json")
 
 
-class _JobId(UnicodeConverter):
+class _JobId(BaseConverter):
     """A job's id where a fixed word stands beside it."""
 
     regex = "(?!retry-all$)[^/]+"
+    part_isolating = True
 
 
 def new_app(version: str) -> OpenAPI:
@@ -138,11 +140,12 @@ def described(model: type[BaseModel], description: str, kinds: Iterable[str] = (
     return {"description": description, "content": dict.fromkeys(kinds, schema)}
 
 
-def headers(**described: str) -> dict[str, Any]:
+def headers(longest: int = LONGEST_KEY, **described: str) -> dict[str, Any]:
     """openapi_extensions for optional headers that a view reads by itself: Some_Header="what it is for"."""
+    schema = {"type": "string", "minLength": 1, "maxLength": longest, "pattern": f"^{SHOWN}$"}
     return {
         _HEADERS: [
-            {"name": name.replace("_", "-"), "in": "header", "description": text, "schema": _HEADER}
+            {"name": name.replace("_", "-"), "in": "header", "description": text, "schema": schema}
             for name, text in described.items()
         ]
     }
@@ -160,7 +163,19 @@ def document(app: Flask) -> dict[str, Any]:
     for path in made["paths"].values():
         for operation in path.values():
             _tidy(operation)
+    _tell_names(made)
     return made
+
+
+def _tell_names(part: Any) -> None:
+    """Say which keys attributes and constraints may have: flask-openapi's own schemas know no propertyNames."""
+    for one in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        _tell_names(one)
+    fields = part.get("properties") if isinstance(part, dict) else None
+    for name in ("attributes", "constraints"):
+        for asked in (fields or {}).get(name, {}).get("anyOf", []):
+            if "maxProperties" in asked:
+                asked["propertyNames"] = {"pattern": f"^{NAME}$"}
 
 
 def _tidy(operation: dict[str, Any]) -> None:

@@ -16,14 +16,17 @@ from app.schemas import Receipt as ReceiptView
 from jobs.errors import InvalidJob
 from jobs.states import State
 from routing.dispatcher import Receipt
-from routing.submission import Submission, naming
+from routing.submission import LONGEST_KEY, Submission, check_idempotency_key, naming
 
 Answer = tuple[dict[str, Any], int, dict[str, str]]
 
 api = blueprint("queue", "Submit", "/queue")
 
 _KEY = headers(Idempotency_Key="Names this request: sent again within a day, it is the same job.")
-_BATCH_KEY = headers(Idempotency_Key="Names this batch: sent again within a day, it is the same jobs.")
+_LONGEST_BATCH_KEY = LONGEST_KEY - len(f"/{batch.MOST - 1}")
+_BATCH_KEY = headers(
+    _LONGEST_BATCH_KEY, Idempotency_Key="Names this batch: sent again within a day, it is the same jobs."
+)
 _REFUSALS = problems(400, 409, 413, 415, 422, 429)
 
 
@@ -56,7 +59,8 @@ def submit_batch() -> tuple[dict[str, Any], int]:
     A JSON array, or one JSON object a line (application/x-ndjson).  A refusal names the `index` of the job,
     counted from 0.
     """
-    key, settings = request.headers.get("Idempotency-Key"), context().settings
+    key = check_idempotency_key(request.headers.get("Idempotency-Key"), _LONGEST_BATCH_KEY)
+    settings = context().settings
     items = batch.read(request, settings.max_batch_bytes, settings.max_body_bytes)
     asked = [_of_batch(index, item, key) for index, item in enumerate(items)]
     receipts = dispatcher().submit(asked, tenant())

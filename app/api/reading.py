@@ -172,4 +172,5 @@ class Request(flask.Request):
         body = parse(text)
         if not isinstance(body, dict):
             raise ProblemError(422, "invalid_request", "The request is not valid", "The body must be a JSON object.")
-        return _with_plain_settings(body) if exact.may_hold_long_numbers(text) else body
+        with _told({}):  # It may be nested more deeply than is taken anyway.
+            return _with_plain_settings(body) if exact.may_hold_long_numbers(text) else body

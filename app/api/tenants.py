@@ -27,7 +27,7 @@ def list_tenants() -> dict[str, Any]:
     return {"tenants": [views.tenant(name, keyed.get(name), states.get(name)) for name in names]}
 
 
-@api.patch("/tenants/<path:tenant>", responses={200: TenantView, **problems(400, 413, 415, 422)})
+@api.patch("/tenants/<path:tenant>", responses={200: TenantView, **problems(400, 404, 413, 415, 422)})
 def change_tenant(path: TenantPath, body: StateBody) -> dict[str, Any]:
     """Drain, pause, freeze or resume a tenant, for all models.  It need not have a key.
 
@@ -41,13 +41,13 @@ def change_tenant(path: TenantPath, body: StateBody) -> dict[str, Any]:
     return views.tenant(name, _keyed().get(name), now.tenants.get(name))
 
 
-@api.get("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problems(422)})
+@api.get("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problems(404, 422)})
 def get_webhook_secret(path: TenantPath) -> dict[str, Any]:
     """Show the secret with which a tenant verifies its webhooks.  It need not have a key."""
     return _secret_view(path.tenant, rotations().of(check_tenant_name(path.tenant)))
 
 
-@api.post("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problems(415, 422)})
+@api.post("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problems(404, 415, 422)})
 def rotate_webhook_secret(path: TenantPath) -> dict[str, Any]:
     """Give a tenant a new webhook secret.
 

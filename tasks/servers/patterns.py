@@ -10,11 +10,11 @@ from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
-TEXT_LIMIT = 4096  # characters searched
+TEXT_LIMIT = 2048  # characters searched
 MAX_LENGTH = 200  # characters of a pattern
 MAX_WAYS = 4 * (TEXT_LIMIT + 1)  # one open-ended repeat, and a few alternatives beside it
-# Ways times length: what can be tried from one starting point.  At this bound the worst pattern on
-# the worst text was measured at well under a second.
+# Ways times width: what can be tried from one starting point.  At this bound the worst pattern on
+# the worst text was measured at half a second.
 MAX_WORK = 100 * (TEXT_LIMIT + 1)
 
 _SINGLE = {op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN, op.AT, op.CATEGORY, op.RANGE}
@@ -31,7 +31,7 @@ def compile_pattern(text: str) -> re.Pattern[str]:
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"not a regular expression: {error}") from None
     ways = _ways(tree)
-    if ways > MAX_WAYS or ways * len(text) > MAX_WORK:
+    if ways > MAX_WAYS or ways * _width(tree) > MAX_WORK:
         raise ValueError("this pattern could run for very long: use at most one open-ended repeat, none nested")
     return compiled
 
@@ -47,6 +47,22 @@ def _ways(tree: Any) -> int:
     for code, argument in tree:
         product = min(product * _ways_of_one(code, argument), MAX_WAYS + 1)
     return product
+
+
+def _width(tree: Any) -> int:
+    """How many single steps one of these ways takes; of a repeat those that it must take, and one more round."""
+    return sum(_width_of_one(code, argument) for code, argument in tree)
+
+
+def _width_of_one(code: Any, argument: Any) -> int:
+    if code in _REPEATS:
+        low, high, body = argument
+        return (int(low) + (high != low)) * _width(body)
+    if code is op.BRANCH:
+        return sum(_width(branch) for branch in argument[1])
+    if code in (op.SUBPATTERN, op.ASSERT, op.ASSERT_NOT):
+        return _width(argument[-1])
+    return _width(argument) if code is op.ATOMIC_GROUP else 1
 
 
 def _ways_of_one(code: Any, argument: Any) -> int:

@@ -119,3 +119,9 @@ def test_no_time_to_live_and_a_moment_that_has_passed_expire_the_job(api: Api) -
     assert api.submit(ttl=0, not_before="2020-01-01T00:00:00Z").status_code == 202
     told = api.submit(ttl=1, not_before=2)
     assert (told.status_code, told.json["field"]) == (422, "ttl")
+
+
+def test_a_fixed_word_is_no_jobs_id(api: Api) -> None:
+    assert api.client.delete("/admin/dlq/retry-all").status_code == 405
+    assert set(api.client.options("/admin/dlq/retry-all").headers["Allow"].split(", ")) == {"POST", "OPTIONS"}
+    assert api.client.delete("/admin/dlq/retry-all2").status_code == 404

@@ -345,6 +345,15 @@ def test_a_number_beyond_all_bounds_is_refused_where_another_is_meant(api: Api, 
     assert answer.status_code == 422, answer.text
 
 
+@pytest.mark.parametrize("field", ["constraints", "ttl", "unknown"])
+def test_what_is_nested_beside_a_long_number_is_no_fault_of_the_server(api: Api, field: str) -> None:
+    api.model()
+    deep = b"[" * 900 + b"]" * 900
+    body = b'{"model":"zimg","payload":{},"%s":%s,"z":%d}' % (field.encode(), deep, 10**30)
+    answer = api.client.post("/queue/submit", data=body, content_type="application/json")
+    assert answer.status_code in (400, 422), answer.text
+
+
 @pytest.mark.parametrize("path, kind, body", BROKEN_OFF)
 def test_a_body_that_broke_off_is_refused_whole(api: Api, path: str, kind: str, body: bytes) -> None:
     """What has arrived would be valid by itself."""
@@ -483,6 +492,12 @@ def test_a_batch_sent_again_under_its_key_is_the_same_jobs(api: Api) -> None:
     changed = _batch(api, *jobs[:2], _JOB, headers={"Idempotency-Key": "b-1"})
     assert changed.status_code == 409
     assert api.stored()["jobs"] == 3
+
+
+@pytest.mark.parametrize("key, status", [("", 422), ("k" * 252, 422), ("k" * 251, 202)])
+def test_a_batchs_key_leaves_room_for_the_index_of_each_job(api: Api, key: str, status: int) -> None:
+    api.model()
+    assert _batch(api, _JOB, headers={"Idempotency-Key": key}).status_code == status
 
 
 def test_jobs_of_a_batch_may_have_keys_of_their_own(api: Api) -> None:

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import orjson
@@ -53,7 +54,7 @@ class Model:
     changed_ms: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Snapshot:
     """All of the catalog at one version.  `tenants`: only those that do not stand online.
 
@@ -71,10 +72,24 @@ class Snapshot:
         return sorted({m.fleet for m in self.models.values()} | {s.fleet for s in self.servers.values()})
 
     def models_of(self, fleet: str) -> list[str]:
-        return sorted(m.name for m in self.models.values() if m.fleet == fleet)
+        return self._models_by_fleet.get(fleet, [])
 
     def servers_of(self, fleet: str) -> list[Server]:
-        return sorted((s for s in self.servers.values() if s.fleet == fleet), key=lambda s: s.name)
+        return self._servers_by_fleet.get(fleet, [])
+
+    @cached_property
+    def _models_by_fleet(self) -> Mapping[str, list[str]]:
+        found = defaultdict[str, list[str]](list)
+        for name in sorted(self.models):
+            found[self.models[name].fleet].append(name)
+        return found
+
+    @cached_property
+    def _servers_by_fleet(self) -> Mapping[str, list[Server]]:
+        found = defaultdict[str, list[Server]](list)
+        for name in sorted(self.servers):
+            found[self.servers[name].fleet].append(self.servers[name])
+        return found
 
     def slots_of(self, model: str) -> int:
         """Slots, of servers that stand online, on which this model can run."""

@@ -421,6 +421,13 @@ class Store:
             found = [_waiting(row) for query in queries for row in connection.execute(query, params)]
         return sorted(found, key=lambda job: job.seq)[:limit]
 
+    def having_queued(self, models: Sequence[str]) -> set[str]:
+        """Those of these models that have queued jobs; a look at the first of each."""
+        most = listings.MOST_MODELS
+        queries = [listings.queued_of(models[n : n + most]) for n in range(0, len(models), most)]
+        with self.database.read() as connection:
+            return {row.model for query in queries for row in connection.execute(query, {"p_after": 0, "p_limit": 1})}
+
     def overdue(self, now: int, limit: int = 1000) -> list[Job]:
         """Jobs that have not ended although their deadline has passed."""
         return self._jobs(listings.LISTED.where(self._is_overdue).limit(limit), {"p_now": now})

@@ -39,7 +39,7 @@ def look(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> set[Fin
     found = {Finding(Check.SLOT, job.id) for job in suspects(dispatcher, reports)}
     if not ledger.read(dispatcher.store.database).balanced:
         found.add(Finding(Check.LEDGER, "ledger"))
-    leases = {fleet: dispatcher.leases.all(fleet) for fleet in dispatcher.fleet.snapshot().fleets()}
+    leases = dispatcher.leases.all_of(dispatcher.fleet.snapshot().fleets())
     return found | _runs(dispatcher, leases) | _rooms(dispatcher, leases)
 
 
@@ -63,9 +63,9 @@ def _rooms(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Held, int]]])
     queued = dispatcher.store.queued_by_model()
     catalog = dispatcher.fleet.snapshot()
     found = set()
-    for fleet, held in leases.items():
+    for fleet, room in dispatcher.queues.depths_of(list(leases)).items():
         recorded = sum(queued[model] for model in catalog.models_of(fleet))
-        in_room = sum(dispatcher.queues.depths(fleet).waiting.values()) + sum(not lease.owner for lease, _ in held)
+        in_room = sum(room.waiting.values()) + sum(not lease.owner for lease, _ in leases[fleet])
         if recorded > in_room:
             found.add(Finding(Check.ROOM, fleet))
     return found

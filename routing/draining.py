@@ -6,7 +6,7 @@ that no job can have, whose owner says that it drains.  Maintenance looks after 
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
 import structlog
@@ -19,6 +19,7 @@ from jobs.store import Error
 from jobs.withheld import Withheld
 from routing import runs
 from routing.dispatcher import DRAINING, Dispatcher, draining_lease
+from routing.each import alone
 from routing.leases import Held, Restored
 from routing.outcome import Kind, Outcome
 from routing.policies import identity
@@ -39,21 +40,24 @@ _QUIET_MARGIN_MS = 2_000
 
 def keep(dispatcher: Dispatcher) -> int:
     """Bring Redis to what the record says of slots that are withheld; answers how many it had wrong."""
-    fleets = dispatcher.fleet.snapshot().fleets()
-    leases = {fleet: [held for held, _ in dispatcher.leases.all(fleet)] for fleet in fleets}
+    leases = dispatcher.leases.all_of(dispatcher.fleet.snapshot().fleets())
     rows = _by_fleet(dispatcher, withheld.read(dispatcher.store.database))
     for fleet, its in rows.items():
         for row in [row for row in its if now_ms() >= row.until_ms]:
             log.warning("slot_withheld_too_long", slot=row.slot, job_id=row.job_id)
             release(dispatcher, fleet, row)
             its.remove(row)
-    return sum(_keep(dispatcher, fleet, held, rows[fleet]) for fleet, held in leases.items())
+    wrong = 0
+    for fleet, found in leases.items():
+        with alone("keep", fleet=fleet):
+            wrong += _keep(dispatcher, fleet, [held for held, _ in found], rows[fleet])
+    return wrong
 
 
-def restore(dispatcher: Dispatcher, fleet: str) -> int:
-    """Write the leases of a fleet's withheld slots again, after Redis was emptied; answers how many were missing."""
-    rows = _by_fleet(dispatcher, withheld.read(dispatcher.store.database))[fleet]
-    return sum(_restore(dispatcher, fleet, row) for row in rows)
+def restore(dispatcher: Dispatcher, fleets: Collection[str]) -> int:
+    """Write the leases of these fleets' withheld slots again, after Redis was emptied; answers how many it had not."""
+    rows = _by_fleet(dispatcher, withheld.read(dispatcher.store.database))
+    return sum(_restore(dispatcher, fleet, row) for fleet in fleets for row in rows[fleet])
 
 
 def _keep(dispatcher: Dispatcher, fleet: str, leases: Sequence[Held], rows: Sequence[Withheld]) -> int:
@@ -62,7 +66,8 @@ def _keep(dispatcher: Dispatcher, fleet: str, leases: Sequence[Held], rows: Sequ
     given_up = [held for held in leases if held.owner == DRAINING and held not in known]
     for held in given_up:
         dispatcher.free(held, back=False)
-    dispatcher.leases.renew(fleet, DRAINING, [held for held in leases if held in known])
+    if kept := [held for held in leases if held in known]:
+        dispatcher.leases.renew(fleet, DRAINING, kept)
     # Its worker may still be telling the server, under the job's own lease.
     there = {(held.job_id.partition("~")[0], held.slot) for held in leases}
     lost = [row for row in rows if (row.job_id, row.slot) not in there]

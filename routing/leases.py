@@ -3,19 +3,18 @@
 A lease is held by whoever knows its name and its owner; nobody else renews or frees it (LEASE-4).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
 
 import structlog
-from redis.exceptions import RedisError
 
 from jobs.record import Waiting
 from routing.config import RoutingSettings
 from routing.policies import order
 from routing.queues import Offer, new_prefix, offers
-from routing.scripts import Scripts
+from routing.scripts import Scripts, say_failed
 from routing.workers import Room, unbounded
 
 log = structlog.get_logger(__name__)
@@ -158,9 +157,13 @@ class Leases:
         return [Held(fleet, *(field.decode() for field in row)) for row in rows]
 
     def spans(self, fleets: Sequence[str]) -> dict[str, Span]:
-        """Which fleets have leases that have expired, in one round trip; a fleet that cannot be read is left out."""
-        found, failed = self._scripts.run_each("span", fleets)
-        _say("lease_look_failed", failed)
+        """Of the fleets that have leases, when the first and the last expire; of one at least, for Redis' time.
+
+        A fleet that cannot be read is left out.
+        """
+        asked = self._scripts.existing("leases", fleets) or fleets[:1]
+        found, failed = self._scripts.run_each("span", dict.fromkeys(asked, ()))
+        say_failed("lease_look_failed", failed)
         return {fleet: Span(*map(int, answer)) for fleet, answer in found.items()}
 
     def pull_back(self, fleet: str) -> int:
@@ -180,10 +183,12 @@ class Leases:
         return self._all(fleet, self._scripts.run("held", fleet))
 
     def all_of(self, fleets: Sequence[str]) -> dict[str, list[tuple[Held, int]]]:
-        """The same of several fleets, in one round trip; a fleet that cannot be read is left out."""
-        found, failed = self._scripts.run_each("held", fleets)
-        _say("leases_not_read", failed)
-        return {fleet: self._all(fleet, answer) for fleet, answer in found.items()}
+        """The same of several fleets, in few round trips; a fleet that cannot be read is left out."""
+        holding = self._scripts.existing("leases", fleets)
+        found, failed = self._scripts.run_each("held", dict.fromkeys(holding, ()))
+        say_failed("leases_not_read", failed)
+        read = {fleet: self._all(fleet, answer) for fleet, answer in found.items()}
+        return {fleet: read.get(fleet, []) for fleet in fleets if fleet not in failed}
 
     def _all(self, fleet: str, answer: Any) -> list[tuple[Held, int]]:
         now, rows = answer
@@ -207,8 +212,3 @@ class Leases:
             args += [it.held.job_id, it.held.lease, it.held.owner, it.held.slot]
             args += [order.lane(it.job), it.job.needs, it.job.seq, it.job.created_ms]
         return self._scripts.run("restore", fleet, args) if leases else 0
-
-
-def _say(what: str, failed: Mapping[str, RedisError]) -> None:
-    for fleet, error in failed.items():
-        log.error(what, fleet=fleet, error=str(error))

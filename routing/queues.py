@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError, RedisError, TimeoutError
 from jobs.record import Waiting
 from routing.config import RoutingSettings
 from routing.policies import order
-from routing.scripts import Scripts
+from routing.scripts import Scripts, say_failed
 from routing.workers import Room, unbounded
 
 log = structlog.get_logger(__name__)
@@ -205,7 +205,7 @@ class Queues:
         return self._scripts.run("withdraw", fleet, _place(job))[0].decode()
 
     def withdraw_all(self, fleet: str, jobs: Sequence[Waiting]) -> list[str]:
-        """The same for many, in one round trip."""
+        """The same for many, in few round trips."""
         answers = self._scripts.run_all("withdraw", [(fleet, _place(job)) for job in jobs])
         for answer in answers:
             if isinstance(answer, RedisError):
@@ -232,10 +232,9 @@ class Queues:
         return _depths(self._scripts.run("depths", fleet))
 
     def depths_of(self, fleets: Sequence[str]) -> dict[str, Depths]:
-        """The same of several fleets, in one round trip; a fleet that cannot be read is left out."""
-        found, failed = self._scripts.run_each("depths", fleets)
-        for fleet, error in failed.items():
-            log.error("room_not_read", fleet=fleet, error=str(error))
+        """The same of several fleets, in few round trips; a fleet that cannot be read is left out."""
+        found, failed = self._scripts.run_each("depths", dict.fromkeys(fleets, ()))
+        say_failed("room_not_read", failed)
         return {fleet: _depths(answer) for fleet, answer in found.items()}
 
     def backlog(self, fleet: str, model: str, tenant: str) -> Backlog:
@@ -249,13 +248,20 @@ class Queues:
         own, everyones = self._scripts.run("variety", fleet, [order.account(tenant, model), *classes])
         return own, everyones
 
-    def begin(self, fleet: str, record: str) -> bool:
-        """Make a closed room ready to be filled from this record.  True: what stood in it had to be forgotten."""
-        return self._scripts.run("begin", fleet, [record])[0] == b"cleared"
+    def begin_all(self, fleets: Sequence[str], record: str) -> dict[str, bool]:
+        """Make closed rooms ready to be filled from this record.  True: what stood in it had to be forgotten.
 
-    def open(self, fleet: str) -> bool:
-        """Declare the room complete.  False: it was open, or what was filled is not all there."""
-        return self._scripts.run("open", fleet, [new_prefix()])[0] == b"opened"
+        A fleet whose room cannot be made ready is left out; so in `open_all`.
+        """
+        found, failed = self._scripts.run_each("begin", {fleet: [record] for fleet in fleets})
+        say_failed("room_not_begun", failed)
+        return {fleet: answer[0] == b"cleared" for fleet, answer in found.items()}
+
+    def open_all(self, fleets: Sequence[str]) -> dict[str, bool]:
+        """Declare the rooms complete.  False: it was open, or what was filled is not all there."""
+        found, failed = self._scripts.run_each("open", {fleet: [new_prefix()] for fleet in fleets})
+        say_failed("room_not_opened", failed)
+        return {fleet: answer[0] == b"opened" for fleet, answer in found.items()}
 
 
 def _depths(answer: Any) -> Depths:

@@ -1,7 +1,7 @@
 """The leases of runs, as the record knows them: written again where Redis has lost them."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import structlog
 
@@ -57,14 +57,14 @@ def restore_missing(dispatcher: Dispatcher) -> int:
     """
     written = 0
     # The record first: a lease is there before its run, and goes after it.
-    for fleet, runs in recorded(dispatcher).items():
+    runs = recorded(dispatcher)
+    for fleet, leases in dispatcher.leases.all_of(list(runs)).items():
         with alone("restore", fleet=fleet):
-            written += _restore(dispatcher, fleet, runs)
+            written += _restore(dispatcher, fleet, runs[fleet], {held.job_id for held, _ in leases})
     return written
 
 
-def _restore(dispatcher: Dispatcher, fleet: str, runs: Sequence[Restored]) -> int:
-    leased = {held.job_id for held, _ in dispatcher.leases.all(fleet)}
+def _restore(dispatcher: Dispatcher, fleet: str, runs: Sequence[Restored], leased: Collection[str]) -> int:
     missing = [run for run in runs if run.held.job_id not in leased]
     if not missing:
         return 0

@@ -11,6 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+import structlog
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
@@ -18,6 +19,10 @@ from redis.retry import Retry
 
 from routing.keys import Keys
 
+log = structlog.get_logger(__name__)
+
+# Calls in one round trip: Redis serves nobody else while it works them off.
+_AT_ONCE = 100
 _INCLUDE = re.compile(r"^-- @include (lib/\w+)$", re.MULTILINE)
 
 
@@ -71,33 +76,45 @@ class Scripts:
         """Run a script on a fleet's keys; answers what it returns, texts as bytes.  Raises redis errors."""
         return self._run(name, self.keys.fleet(fleet), args)
 
-    def run_each(
-        self, name: str, fleets: Sequence[str], args: Sequence[Any] = ()
-    ) -> tuple[dict[str, Any], dict[str, RedisError]]:
-        """Run a script on each of these fleets in one round trip; its answers, and the errors of those that failed.
+    def run_each(self, name: str, args: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Any], dict[str, RedisError]]:
+        """Run a script on each of these fleets, with the arguments of each, in few round trips.
 
-        Raises redis errors that concern all of them.
+        Answers what it returned, and the errors of those that failed.  Raises redis errors that concern all of them.
         """
-        answers = self.run_all(name, [(fleet, args) for fleet in fleets])
-        found = dict(zip(fleets, answers, strict=True))
+        answers = self.run_all(name, list(args.items()))
+        found = dict(zip(args, answers, strict=True))
         failed = {fleet: answer for fleet, answer in found.items() if isinstance(answer, RedisError)}
         return {fleet: answer for fleet, answer in found.items() if fleet not in failed}, failed
 
     def run_all(self, name: str, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
-        """Run a script once for each (fleet, args), in one round trip; its answer, or the RedisError, of each."""
-        if not calls:
-            return []
+        """Run a script once for each (fleet, args), in few round trips; its answer, or the RedisError, of each."""
+        parts = (calls[n : n + _AT_ONCE] for n in range(0, len(calls), _AT_ONCE))
+        return [answer for part in parts for answer in self._run_part(name, part)]
+
+    def _run_part(self, name: str, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
+        answers = self._send(name, calls)
+        unknown = [n for n, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
+        if unknown:
+            self.redis.script_load(assemble(name, self._fragments))
+            for n, answer in zip(unknown, self._send(name, [calls[n] for n in unknown]), strict=True):
+                answers[n] = answer
+        return answers
+
+    def _send(self, name: str, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
         sha = self._hash(name)
         with self.redis.pipeline(transaction=False) as pipe:
             for fleet, args in calls:
                 keys = self.keys.fleet(fleet)
                 pipe.evalsha(sha, len(keys), *keys, *args)
-            answers = pipe.execute(raise_on_error=False)
-        # The first that is run alone brings the text to a Redis that does not know it.
-        return [
-            self.run(name, *call) if isinstance(answer, NoScriptError) else answer
-            for call, answer in zip(calls, answers, strict=True)
-        ]
+            return pipe.execute(raise_on_error=False)
+
+    def existing(self, key: str, fleets: Sequence[str]) -> list[str]:
+        """Those of the fleets that have this key: a look at many that costs a small part of a script for each."""
+        with self.redis.pipeline(transaction=False) as pipe:
+            for fleet in fleets:
+                pipe.exists(self.keys.of(fleet, key))
+            found = pipe.execute()
+        return [fleet for fleet, exists in zip(fleets, found, strict=True) if exists]
 
     def failures(self, fleet: str, server: str) -> int:
         """How often in a row a server failed, as lua/rest.lua counts it."""
@@ -131,6 +148,12 @@ class Scripts:
         if name not in self._hashes:
             self._hashes[name] = _sha1(assemble(name, self._fragments))
         return self._hashes[name]
+
+
+def say_failed(what: str, failed: Mapping[str, RedisError]) -> None:
+    """Log what could not be done in some fleets; the others go on."""
+    for fleet, error in failed.items():
+        log.error(what, fleet=fleet, error=str(error))
 
 
 def _sha1(text: str) -> str:

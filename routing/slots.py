@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from redis.exceptions import RedisError
+
 from jobs.catalog import Model, Snapshot
 from jobs.record import Server
 from routing.config import RoutingSettings
 from routing.keys import FLEET_KEYS
 from routing.policies.order import account, safe
 from routing.policies.placement import attribute_text
-from routing.scripts import Scripts
+from routing.scripts import Scripts, say_failed
 
 _ACCOUNTS_AT_ONCE = 500
 
@@ -77,19 +79,25 @@ class Slots:
 
     def sync(self, fleet: str, catalog: Snapshot) -> Synced:
         """Bring the fleet's servers, slots and rules to what the catalog says."""
-        servers = catalog.servers_of(fleet)
-        args: list[Any] = [catalog.record, catalog.version, len(servers)]
-        for server in servers:
-            args += [server.name, entry(server), server.slots]
-        for field, text in _rules(fleet, catalog).items():
-            args += [field, text]
-        answer, *version = self._scripts.run("sync", fleet, args)
-        if answer != b"synced":
-            return Synced(foreign=answer == b"foreign", newer=version[0] if version else None)
-        # In parts: with very many tenants all at once would keep everybody waiting.
-        while self._scripts.run("resort", fleet, [_ACCOUNTS_AT_ONCE]):
-            pass
-        return Synced()
+        synced = _synced(*self._scripts.run("sync", fleet, _registry(fleet, catalog)))
+        if synced == Synced():
+            self._resort([fleet])
+        return synced
+
+    def sync_all(self, fleets: Sequence[str], catalog: Snapshot) -> dict[str, Synced]:
+        """The same for many, in few round trips; a fleet whose room cannot take it is left out."""
+        found, failed = self._scripts.run_each("sync", {fleet: _registry(fleet, catalog) for fleet in fleets})
+        say_failed("registry_not_brought", failed)
+        synced = {fleet: _synced(*answer) for fleet, answer in found.items()}
+        self._resort([fleet for fleet, it in synced.items() if it == Synced()])
+        return synced
+
+    def _resort(self, fleets: Sequence[str]) -> None:
+        """In parts: with very many tenants all at once would keep everybody waiting."""
+        while fleets:
+            left, failed = self._scripts.run_each("resort", {fleet: [_ACCOUNTS_AT_ONCE] for fleet in fleets})
+            say_failed("lanes_not_sorted", failed)
+            fleets = [fleet for fleet, count in left.items() if count]
 
     def close(self, fleet: str, version: int) -> bool:
         """Let nothing be offered until the room has been filled again.  False: its catalog is no more `version`."""
@@ -110,6 +118,20 @@ class Slots:
         """A server is well: offer its slots again; answers how many were resting."""
         return int(self._scripts.run("rest", fleet, [server, 0, 0])[1])
 
+    def rest_all(self, servers: Sequence[tuple[str, str]]) -> None:
+        """`rest` of many (fleet, server), in few round trips; a fleet that is at fault is only logged."""
+        settings = self._settings
+        self._rest_all(servers, settings.unreachable_rest_ms, settings.unreachable_rest_max_ms)
+
+    def wake_all(self, servers: Sequence[tuple[str, str]]) -> None:
+        """`wake` of many, likewise."""
+        self._rest_all(servers, 0, 0)
+
+    def _rest_all(self, servers: Sequence[tuple[str, str]], rest_ms: int, most_ms: int) -> None:
+        answers = self._scripts.run_all("rest", [(fleet, [server, rest_ms, most_ms]) for fleet, server in servers])
+        answered = zip(servers, answers, strict=True)
+        say_failed("rest_postponed", {fleet: it for (fleet, _), it in answered if isinstance(it, RedisError)})
+
     def reset(self, fleet: str, kind: Literal["server", "model"], name: str) -> int:
         """Close a breaker, as somebody says that all is well; answers how many slots of a server rest no more."""
         return int(self._scripts.run("reset", fleet, [kind, name]))
@@ -119,24 +141,45 @@ class Slots:
         return self._scripts.failures(fleet, server) > 0
 
     def troubled(self, fleets: Sequence[str]) -> dict[str, "Trouble"]:
-        """Servers whose slots rest, and those that failed when they were last called or asked; in one round trip."""
+        """Servers whose slots rest, and those that failed when they were last called or asked; in one round trip.
+
+        A fleet that cannot be read is left out.
+        """
         with self._scripts.redis.pipeline(transaction=False) as pipe:
             for fleet in fleets:
                 keys = self._scripts.keys.fleet(fleet)
                 pipe.zrange(keys[FLEET_KEYS.index("resting")], 0, -1)
                 pipe.hkeys(keys[FLEET_KEYS.index("meta")])
-            answers = pipe.execute()
-        return {
-            fleet: Trouble(
-                frozenset(slot.decode().rsplit("-slot", 1)[0] for slot in resting),
-                frozenset(name.removeprefix(b"failures:").decode() for name in meta if name.startswith(b"failures:")),
-            )
-            for fleet, resting, meta in zip(fleets, answers[::2], answers[1::2], strict=True)
-        }
+            answers = pipe.execute(raise_on_error=False)
+        found = dict(zip(fleets, zip(answers[::2], answers[1::2], strict=True), strict=True))
+        failed = {fleet: it for fleet, both in found.items() for it in both if isinstance(it, RedisError)}
+        say_failed("slots_not_read", failed)
+        return {fleet: _trouble(*both) for fleet, both in found.items() if fleet not in failed}
 
     def occupy(self, fleet: str, server: str, count: int, rest_ms: int) -> int:
         """Others use `count` of a server's slots: offer so many fewer for a while; answers how many rest."""
         return int(self._scripts.run("occupy", fleet, [server, count, rest_ms]))
+
+
+def _trouble(resting: Sequence[bytes], meta: Sequence[bytes]) -> Trouble:
+    return Trouble(
+        frozenset(slot.decode().rsplit("-slot", 1)[0] for slot in resting),
+        frozenset(name.removeprefix(b"failures:").decode() for name in meta if name.startswith(b"failures:")),
+    )
+
+
+def _registry(fleet: str, catalog: Snapshot) -> list[Any]:
+    servers = catalog.servers_of(fleet)
+    args: list[Any] = [catalog.record, catalog.version, len(servers)]
+    for server in servers:
+        args += [server.name, entry(server), server.slots]
+    for field, text in _rules(fleet, catalog).items():
+        args += [field, text]
+    return args
+
+
+def _synced(answer: bytes, version: int | None = None) -> Synced:
+    return Synced(foreign=answer == b"foreign", newer=version)
 
 
 def entry(server: Server) -> str:

@@ -81,9 +81,9 @@ def sweep() -> None:
 def keep_time() -> None:
     """Every second: delayed jobs whose time has come, and deadlines; of very many a batch of each in turn."""
     until = time.monotonic() + _KEEP_TIME_S
-    reconcile.promote_due(dispatcher(), _KEEP_TIME_S)
-    while reconcile.expire_overdue(dispatcher(), 0) and time.monotonic() < until:
-        reconcile.promote_due(dispatcher(), 0)
+    while reconcile.promote_due(dispatcher(), 0) + reconcile.expire_overdue(dispatcher(), 0):
+        if time.monotonic() >= until:
+            return
 
 
 @_task("reap", 0.5)
@@ -92,17 +92,22 @@ def reap() -> None:
     reconcile.reap(dispatcher(), _patience)
 
 
+@_task("watch_runs", 2)
+def watch_runs() -> None:
+    """Every 2 s: end runs that exceed their longest time although their workers do not; give runs, and slots that
+    drain, their leases again where Redis has lost them."""
+    draining.end_overlong(dispatcher())
+    runs.restore_missing(dispatcher())
+    draining.keep(dispatcher())
+
+
 @_task("check_servers", 2)
 def check_servers(all_of_them: bool = True) -> None:
     """Every 10 s all servers, every 2 s those that were down or whose workers went silent.
 
-    Runs that Redis has lost sight of get their leases again.  Slots of servers that are down rest, those of servers
-    that are back are woken; leases of jobs that their server does not know are freed, and slots that others use are
-    not offered.  Each report is heeded as it comes.
+    Slots of servers that are down rest, those of servers that are back are woken; leases of jobs that their server
+    does not know are freed, and slots that others use are not offered.  Each report is heeded as it comes.
     """
-    draining.end_overlong(dispatcher())
-    runs.restore_missing(dispatcher())
-    draining.keep(dispatcher())
     servers = dispatcher().fleet.snapshot().servers
     names = servers if all_of_them else reconcile.urgent_servers(dispatcher())
     for reports in _as_they_come(_rounds().ask(servers[name] for name in names)):

@@ -97,8 +97,8 @@ class Room:
         )
         self._sha = redis.script_load(_assembled({asked.script for asked in acts.values()}))
         queues = Queues(Scripts(redis, keys), settings)
-        queues.begin(fleet, catalog.record)
-        queues.open(fleet)
+        queues.begin_all([fleet], catalog.record)
+        queues.open_all([fleet])
 
     def opening(self, at_ms: int) -> Event:
         """The fleet's servers come up."""

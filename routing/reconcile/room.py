@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import structlog
@@ -17,7 +17,7 @@ from routing import draining, runs
 from routing.dispatcher import DRAINING, Dispatcher
 from routing.each import alone
 from routing.queues import Depths
-from routing.registry import bring
+from routing.registry import bring, bring_all
 from routing.seen import Doubt
 
 log = structlog.get_logger(__name__)
@@ -47,40 +47,39 @@ def sweep(dispatcher: Dispatcher) -> int:
     until = time.monotonic() + _READS_S
     with alone("catch_up"):
         _catch_up(dispatcher, rooms, until)
-    for fleet, room in rooms.items():
-        if room.open:
-            dispatcher.seen.rebuilding.discard(fleet)
-        else:
-            with alone("rebuild", fleet=fleet):
-                _rebuild_on(dispatcher, fleet, until)
+    with alone("rebuild"):
+        _rebuild_on(dispatcher, [fleet for fleet, room in rooms.items() if not room.open], until)
     with alone("count"):
         _heed_counts(dispatcher, catalog)
-    for fleet in set(dispatcher.seen.filling) - dispatcher.seen.rebuilding:
-        with alone("fill", fleet=fleet):
-            _fill_on(dispatcher, fleet, until)
+    _fill_each(dispatcher, set(dispatcher.seen.filling) - dispatcher.seen.rebuilding, until)
     return _offer_all(dispatcher, catalog)
 
 
 def _offer_all(dispatcher: Dispatcher, catalog: Snapshot) -> int:
-    made = 0
-    for fleet, room in dispatcher.queues.depths_of(catalog.fleets()).items():
-        with alone("offer", fleet=fleet):
-            _sync(dispatcher, fleet, catalog, room)
-            if room.waiting or room.resting:
+    made, rooms = 0, dispatcher.queues.depths_of(catalog.fleets())
+    _sync(dispatcher, catalog, rooms)
+    for fleet, room in rooms.items():
+        if room.waiting or room.resting:
+            with alone("offer", fleet=fleet):
                 offers = dispatcher.queues.offer_all(fleet)
                 dispatcher.publish(offers)
                 made += len(offers)
     return made
 
 
-def _sync(dispatcher: Dispatcher, fleet: str, catalog: Snapshot, room: Depths) -> None:
-    """Bring the catalog to Redis, if it has changed or the room's slots are not those that it says."""
-    version, at = dispatcher.seen.synced.get(fleet, (None, 0.0))
-    slots = sum(server.slots for server in catalog.servers_of(fleet) if server.state == Standing.ONLINE)
-    is_whole = room.free + room.resting + room.taken == slots
-    if version != catalog.version or not is_whole or time.monotonic() - at > _SYNC_EVERY_S:
-        bring(dispatcher, fleet, catalog)
-        dispatcher.seen.synced[fleet] = catalog.version, time.monotonic()
+def _sync(dispatcher: Dispatcher, catalog: Snapshot, rooms: Mapping[str, Depths]) -> None:
+    """Bring the catalog to the rooms, where it has changed or their slots are not those that it says."""
+    synced, now = dispatcher.seen.synced, time.monotonic()
+
+    def is_due(fleet: str, room: Depths) -> bool:
+        version, at = synced.get(fleet, (None, 0.0))
+        slots = sum(server.slots for server in catalog.servers_of(fleet) if server.state == Standing.ONLINE)
+        is_whole = room.free + room.resting + room.taken == slots
+        return version != catalog.version or not is_whole or now - at > _SYNC_EVERY_S
+
+    due = [fleet for fleet, room in rooms.items() if is_due(fleet, room)]
+    bring_all(dispatcher, due, catalog)
+    synced.update(dict.fromkeys(due, (catalog.version, now)))
 
 
 def refresh_fleet(dispatcher: Dispatcher, fleet: str) -> None:
@@ -186,15 +185,15 @@ def short_rooms(dispatcher: Dispatcher, catalog: Snapshot) -> set[str]:
 def reconcile(dispatcher: Dispatcher) -> int:
     """Bring back what the record knows and Redis does not; answers how many jobs (QUEUE-1)."""
     fleets = dispatcher.fleet.refresh().fleets()
-    found = runs.restore_missing(dispatcher)
-    for fleet in fleets:
+    found, rooms = runs.restore_missing(dispatcher), dispatcher.queues.depths_of(fleets)
+    for fleet in _having_queued(dispatcher, [fleet for fleet, room in rooms.items() if room.open]):
         with alone("reconcile", fleet=fleet):
-            if dispatcher.queues.depths(fleet).open:
-                found += _fill(dispatcher, fleet)
-                crash_at("reconcile_filled")
-                dispatcher.publish(dispatcher.queues.offer_all(fleet))
-            else:
-                found += rebuild(dispatcher, fleet)
+            found += _fill(dispatcher, fleet)
+            crash_at("reconcile_filled")
+            dispatcher.publish(dispatcher.queues.offer_all(fleet))
+    for fleet in [fleet for fleet, room in rooms.items() if not room.open]:
+        with alone("reconcile", fleet=fleet):
+            found += rebuild(dispatcher, fleet)
     return found
 
 
@@ -203,42 +202,68 @@ def rebuild(dispatcher: Dispatcher, fleet: str) -> int:
 
     Until it is open it offers nothing, so no late job overtakes an early one that is not back yet (ORDER-1).
     """
-    _begin_rebuild(dispatcher, fleet)
+    if not _begin_rebuild(dispatcher, [fleet]):
+        return 0
     filled = _fill(dispatcher, fleet)
-    _end_rebuild(dispatcher, fleet)
+    _end_rebuild(dispatcher, [fleet])
+    dispatcher.publish(dispatcher.queues.offer_all(fleet))
     return filled
 
 
-def _rebuild_on(dispatcher: Dispatcher, fleet: str, until: float) -> None:
-    """Go on with a rebuild until it is done, or it is `until`: other fleets have their sweeps meanwhile."""
+def _rebuild_on(dispatcher: Dispatcher, closed: Collection[str], until: float) -> None:
+    """Go on with the rebuilds of rooms that are closed until all are done, or it is `until`.
+
+    However many there are, each step is taken for all of them together, so that all are there again soon after Redis
+    was emptied; then those are filled that have something to fill.
+    """
     seen = dispatcher.seen
-    if fleet not in seen.rebuilding:
-        _begin_rebuild(dispatcher, fleet)
-        seen.rebuilding.add(fleet)
-        seen.filling[fleet] = 0
-    _fill_on(dispatcher, fleet, until)
-    if fleet not in seen.filling:
-        seen.rebuilding.discard(fleet)  # Before its end: if that fails, the next sweep begins anew.
-        _end_rebuild(dispatcher, fleet)
+    seen.rebuilding &= set(closed)
+    begun = _begin_rebuild(dispatcher, [fleet for fleet in closed if fleet not in seen.rebuilding])
+    seen.rebuilding |= set(begun)
+    seen.filling.update(dict.fromkeys(_having_queued(dispatcher, begun), 0))
+    _fill_each(dispatcher, seen.rebuilding & seen.filling.keys(), until)
+    filled = sorted(seen.rebuilding - seen.filling.keys())
+    seen.rebuilding.difference_update(filled)  # Before the end: if that fails, the next sweep begins anew.
+    _end_rebuild(dispatcher, filled)
 
 
-def _begin_rebuild(dispatcher: Dispatcher, fleet: str) -> None:
+def _begin_rebuild(dispatcher: Dispatcher, fleets: Sequence[str]) -> list[str]:
+    """Answers those whose rooms can be filled now."""
+    if not fleets:
+        return []
     catalog = dispatcher.fleet.snapshot()
-    if dispatcher.queues.begin(fleet, catalog.record):
+    begun = dispatcher.queues.begin_all(fleets, catalog.record)
+    for fleet in [fleet for fleet, cleared in begun.items() if cleared]:
         log.warning("room_forgotten", fleet=fleet, because="Redis, or the record, is not what it was filled from")
-    dispatcher.leases.restore(fleet, runs.recorded(dispatcher)[fleet])
-    draining.restore(dispatcher, fleet)
+    _restore_leases(dispatcher, begun)
+    draining.restore(dispatcher, begun)
     crash_at("rebuild_leases")
-    bring(dispatcher, fleet, catalog)
+    bring_all(dispatcher, list(begun), catalog)
+    return list(begun)
 
 
-def _end_rebuild(dispatcher: Dispatcher, fleet: str) -> None:
+def _end_rebuild(dispatcher: Dispatcher, fleets: Sequence[str]) -> None:
+    if not fleets:
+        return
     crash_at("rebuild_filled")
     # Once more: of runs that began after the first look, their start was on its way when Redis was emptied.
-    dispatcher.leases.restore(fleet, runs.recorded(dispatcher)[fleet])
-    if dispatcher.queues.open(fleet):
+    _restore_leases(dispatcher, fleets)
+    for fleet in [fleet for fleet, opened in dispatcher.queues.open_all(fleets).items() if opened]:
         log.info("room_rebuilt", fleet=fleet)
-    dispatcher.publish(dispatcher.queues.offer_all(fleet))
+
+
+def _restore_leases(dispatcher: Dispatcher, fleets: Collection[str]) -> None:
+    for fleet, its in runs.recorded(dispatcher).items():
+        if fleet in fleets:
+            with alone("restore", fleet=fleet):
+                dispatcher.leases.restore(fleet, its)
+
+
+def _having_queued(dispatcher: Dispatcher, fleets: Sequence[str]) -> list[str]:
+    """Those of the fleets that have queued jobs."""
+    catalog = dispatcher.fleet.snapshot()
+    found = dispatcher.store.having_queued([model for fleet in fleets for model in catalog.models_of(fleet)])
+    return [fleet for fleet in fleets if not found.isdisjoint(catalog.models_of(fleet))]
 
 
 def _fill(dispatcher: Dispatcher, fleet: str) -> int:
@@ -251,6 +276,12 @@ def _fill(dispatcher: Dispatcher, fleet: str) -> int:
         dispatcher.queues.fill(fleet, batch)
         seq, filled = batch[-1].seq, filled + len(batch)
     return filled
+
+
+def _fill_each(dispatcher: Dispatcher, fleets: Collection[str], until: float) -> None:
+    for fleet in sorted(fleets):
+        with alone("fill", fleet=fleet):
+            _fill_on(dispatcher, fleet, until)
 
 
 def _fill_on(dispatcher: Dispatcher, fleet: str, until: float) -> None:

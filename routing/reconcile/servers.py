@@ -21,20 +21,18 @@ _ATTEMPT = re.compile(r"[-.]\d+$")  # that some servers know a job of ours by
 
 def note_health(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> None:
     """Let the slots of servers that are down rest, and wake those of servers that are well again."""
-    for fleet, its in _by_fleet(dispatcher, reports).items():
-        with alone("note_health", fleet=fleet):
-            failing = dispatcher.slots.troubled([fleet])[fleet].failing
-            for server, report in its:
-                if not report.up:
-                    dispatcher.slots.rest(fleet, server.name)
-            _wake(dispatcher, fleet, [server for server, report in its if report.up and server.name in failing])
+    found = _by_fleet(dispatcher, reports)
+    troubled = dispatcher.slots.troubled(list(found))
+    known = [(server, report.up) for fleet in troubled for server, report in found[fleet]]
+    dispatcher.slots.rest_all([(server.fleet, server.name) for server, up in known if not up])
+    _wake(dispatcher, [server for server, up in known if up and server.name in troubled[server.fleet].failing])
 
 
-def _wake(dispatcher: Dispatcher, fleet: str, servers: Sequence[Server]) -> None:
-    for server in servers:
-        dispatcher.slots.wake(fleet, server.name)
-    if servers:
-        dispatcher.publish(dispatcher.queues.offer_all(fleet))
+def _wake(dispatcher: Dispatcher, servers: Sequence[Server]) -> None:
+    dispatcher.slots.wake_all([(server.fleet, server.name) for server in servers])
+    for fleet in {server.fleet for server in servers}:
+        with alone("wake", fleet=fleet):
+            dispatcher.publish(dispatcher.queues.offer_all(fleet))
 
 
 def urgent_servers(dispatcher: Dispatcher) -> set[str]:
@@ -54,44 +52,35 @@ def heed_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport], *,
     A ghost is freed at once only if its worker has been silent too: a living worker finds out by itself, and
     its answer may be on the way just now.  `silence_proves`: False while living workers could not renew.
     """
-    running, freed = _by_server(dispatcher), 0
-    for fleet, its in _by_fleet(dispatcher, reports).items():
-        with alone("heed_reports", fleet=fleet):
-            silent = _silent(dispatcher, fleet) if silence_proves else set()
-            freed += _heed_fleet(dispatcher, fleet, its, running, silent)
+    freed, found = 0, _by_fleet(dispatcher, reports)
+    running, withheld = _by_server(dispatcher), draining.by_server(dispatcher)
+    silent = _silent(dispatcher, list(found)) if silence_proves else set()
+    idle: list[Server] = []
+    for fleet, trouble in dispatcher.slots.troubled(list(found)).items():
+        for server, report in found[fleet]:
+            with alone("heed_report", server=server.name):
+                jobs, lingering = running[server.name], withheld[server.name]
+                freed += draining.heed(dispatcher, server, report, lingering, jobs)
+                compared = identity.compare([*_views(jobs, report), *draining.views(lingering, report)], report)
+                ghosts = [job for job in jobs if job.id in compared.ghosts and (server.name, job.id) in silent]
+                freed += sum(free_ghost(dispatcher, job) for job in ghosts)
+                if strange := _strangers(dispatcher, compared, report):
+                    dispatcher.slots.occupy(fleet, server.name, strange, OCCUPIED_MS)
+                elif report.tells_what_runs and server.name in trouble.resting:
+                    idle.append(server)
+    _wake(dispatcher, idle)  # Nobody else uses these: slots that rest because they were busy can be tried (R64).
     return freed
 
 
-def _heed_fleet(
-    dispatcher: Dispatcher,
-    fleet: str,
-    reports: Sequence[tuple[Server, ServerReport]],
-    running: Mapping[str, Sequence[Job]],
-    silent: set[tuple[str, str]],
-) -> int:
-    withheld = draining.by_server(dispatcher)
-    resting, idle, freed = dispatcher.slots.troubled([fleet])[fleet].resting, [], 0
-    for server, report in reports:
-        jobs, lingering = running.get(server.name, ()), withheld.get(server.name, ())
-        freed += draining.heed(dispatcher, server, report, lingering, jobs)
-        found = identity.compare([*_views(jobs, report), *draining.views(lingering, report)], report)
-        for job in jobs:
-            if job.id in found.ghosts and (server.name, job.id) in silent:
-                freed += free_ghost(dispatcher, job)
-        strange = _strangers(dispatcher, found, report)
-        if strange:
-            dispatcher.slots.occupy(fleet, server.name, strange, OCCUPIED_MS)
-        elif report.tells_what_runs and server.name in resting:
-            idle.append(server)
-    _wake(dispatcher, fleet, idle)  # Nobody else uses these: slots that rest because they were busy can be tried (R64).
-    return freed
-
-
-def _silent(dispatcher: Dispatcher, fleet: str) -> set[tuple[str, str]]:
+def _silent(dispatcher: Dispatcher, fleets: Sequence[str]) -> set[tuple[str, str]]:
     """(server, job) of leases that have missed renewals."""
     silent_ms = 2 * dispatcher.settings.renew_every_ms
-    leases = dispatcher.leases.all(fleet)
-    return {(held.server, held.job_id) for held, silent in leases if held.owner and silent > silent_ms}
+    return {
+        (held.server, held.job_id)
+        for leases in dispatcher.leases.all_of(fleets).values()
+        for held, silent in leases
+        if held.owner and silent > silent_ms
+    }
 
 
 def suspects(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> list[Job]:

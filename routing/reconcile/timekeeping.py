@@ -11,8 +11,8 @@ from jobs.withheld import Withholding
 from routing.dispatcher import Dispatcher
 from routing.each import alone
 
-# Jobs that one transaction moves: whoever else writes waits for it.
-_CHUNK = 500
+# Jobs that one transaction moves: whoever else writes waits for it, and a due job for a batch of deadlines.
+_CHUNK = 200
 
 
 def promote_due(dispatcher: Dispatcher, within_s: float = float("inf")) -> int:

@@ -313,8 +313,8 @@ MUTANTS = [
         "a lease that Redis lost stays lost",
         "LEASE-1",
         "routing/reconcile/room.py",
-        "found = runs.restore_missing(dispatcher)",
-        "found = 0",
+        "found, rooms = runs.restore_missing(dispatcher), ",
+        "found, rooms = 0, ",
         (f"{MAINTENANCE}test_a_running_job_whose_lease_is_lost_gets_it_back",),
     ),
     # -- what servers report ---------------------------------------------------------------------------------
@@ -381,8 +381,8 @@ MUTANTS = [
         "a living worker's run is freed at once",
         "R114",
         "routing/reconcile/servers.py",
-        "if job.id in found.ghosts and (server.name, job.id) in silent:",
-        "if job.id in found.ghosts:",
+        "if job.id in compared.ghosts and (server.name, job.id) in silent]",
+        "if job.id in compared.ghosts]",
         (f"{SERVERS}test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too",),
     ),
     # -- budgets ---------------------------------------------------------------------------------------------

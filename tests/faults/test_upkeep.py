@@ -7,12 +7,14 @@ from typing import Any, NoReturn
 
 import pytest
 from celery.beat import Scheduler as CelerysScheduler
+from redis import Redis
+from redis.client import Pipeline
 from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 from sqlalchemy import event
 
 from jobs.record import Server
 from jobs.states import State, Why
-from routing import queues, reconcile
+from routing import audit, draining, queues, reconcile, runs
 from routing.keys import Keys
 from routing.outcome import Kind
 from routing.policies.identity import ServerReport
@@ -114,6 +116,83 @@ def test_idle_fleets_cost_a_sweep_no_read_of_their_own(stage, monkeypatch) -> No
     said = _statements(stage, lambda: reconcile.sweep(stage.dispatcher))
     assert len([it for it in said if "FROM jobs" in it]) <= 3, "not one for each fleet"
     assert set(scripts) <= {"offer"} and len(scripts) <= 1, "only the fleet in which jobs wait is asked alone"
+
+
+@pytest.fixture
+def crowd(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Registers so many models, each with a server and a fleet of its own."""
+
+    def register(count: int) -> None:
+        names = [f"idle{n}" for n in range(count)]
+        monkeypatch.setattr("tests.lua.stage.FLEETS", names)
+        stage.later(0)
+        for name in names:
+            stage.catalog.register(name, f"s-{name}", "http://s:1/run", 1, stage.now)
+        stage.dispatcher.fleet.refresh()
+
+    return register
+
+
+def _round_trips(act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often Redis is asked and waited for."""
+    made: list[str] = []
+    with monkeypatch.context() as patch:
+        for kind, name in ((Redis, "execute_command"), (Pipeline, "execute")):
+            method = getattr(kind, name)
+            patch.setattr(kind, name, lambda *a, _m=method, **more: made.append("") or _m(*a, **more))
+        act()
+    return len(made)
+
+
+def _reports(stage: Stage) -> dict[str, ServerReport]:
+    return {name: ServerReport(True, 0, frozenset()) for name in stage.dispatcher.fleet.snapshot().servers}
+
+
+_UPKEEPS: dict[str, Callable[[Stage], object]] = {
+    "sweep": lambda stage: reconcile.sweep(stage.dispatcher),
+    "reap": lambda stage: reconcile.reap(stage.dispatcher),
+    "keep": lambda stage: draining.keep(stage.dispatcher),
+    "restore": lambda stage: runs.restore_missing(stage.dispatcher),
+    "urgent": lambda stage: reconcile.urgent_servers(stage.dispatcher),
+    "health": lambda stage: reconcile.note_health(stage.dispatcher, _reports(stage)),
+    "reports": lambda stage: reconcile.heed_reports(stage.dispatcher, _reports(stage)),
+    "audit": lambda stage: audit.look(stage.dispatcher, _reports(stage)),
+    "reconcile": lambda stage: reconcile.reconcile(stage.dispatcher),
+}
+
+
+@pytest.mark.parametrize("act", _UPKEEPS)
+def test_however_many_fleets_are_idle_they_cost_no_round_trip_of_their_own(stage, crowd, monkeypatch, act) -> None:
+    for name in ("_COUNTING_SHARE", "_READS_S", "_SYNC_EVERY_S"):  # What depends on how fast this machine is.
+        monkeypatch.setattr(f"routing.reconcile.room.{name}", 1e9)
+    needed = []
+    for count in (2, 40):
+        crowd(count)
+        _UPKEEPS[act](stage)  # Redis gets what is new.
+        needed.append(_round_trips(lambda: _UPKEEPS[act](stage), monkeypatch))
+    assert needed[0] == needed[1] > 0
+
+
+def test_however_many_rooms_are_new_they_are_opened_in_a_few_round_trips(stage, crowd, monkeypatch) -> None:
+    crowd(60)
+    stage.submit("idle7")
+    stage.lose_redis()
+    stage.told.offers.clear()
+    assert _round_trips(lambda: reconcile.sweep(stage.dispatcher), monkeypatch) < 30
+    assert all(room.open for room in stage.dispatcher.queues.depths_of([f"idle{n}" for n in range(60)]).values())
+    assert len(stage.offered()) == 1
+
+
+def test_however_many_fleets_are_idle_their_leases_are_not_read(stage, crowd, monkeypatch) -> None:
+    crowd(20)
+    reconcile.sweep(stage.dispatcher)
+    stage.submit("idle3")
+    read: list[str] = []
+    part = Scripts._run_part
+    monkeypatch.setattr(Scripts, "_run_part", lambda self, name, calls: read.extend(calls) or part(self, name, calls))
+    leases = stage.dispatcher.leases.all_of([f"idle{n}" for n in range(20)])
+    assert [fleet for fleet, _ in read] == ["idle3"]
+    assert {fleet: len(held) for fleet, held in leases.items() if held} == {"idle3": 1} and len(leases) == 20
 
 
 def test_what_another_process_queued_while_it_did_not_reach_redis_is_swept(stage) -> None:
@@ -231,7 +310,7 @@ def test_a_rebuild_that_fails_at_its_end_is_made_again_by_the_next_sweep(stage, 
     stage.lose_redis()
     stage.told.offers.clear()
     with monkeypatch.context() as away, pytest.raises(ConnectionError):
-        away.setattr(stage.dispatcher.queues, "open", _redis_is_away)
+        away.setattr(stage.dispatcher.queues, "open_all", _redis_is_away)
         reconcile.sweep(stage.dispatcher)
     reconcile.sweep(stage.dispatcher)
     assert stage.dispatcher.queues.depths("zimg").open and stage.offered() == [job_id]
@@ -239,6 +318,25 @@ def test_a_rebuild_that_fails_at_its_end_is_made_again_by_the_next_sweep(stage, 
 
 def _redis_is_away(*_: Any) -> NoReturn:
     raise ConnectionError("away")
+
+
+# -- leases ------------------------------------------------------------------------------------------------------
+
+
+def test_the_leases_of_a_worker_that_died_are_reaped_some_at_a_time(stage, monkeypatch) -> None:
+    stage.register(3)
+    for _ in range(3):
+        stage.submit()
+        stage.start()
+    stage.later(LEASE_MS)
+    together, settle = threading.Barrier(3, timeout=20), stage.store.settle
+
+    def settled(*args: Any, **more: Any) -> Any:
+        together.wait()  # One after another would wait in vain.
+        return settle(*args, **more)
+
+    monkeypatch.setattr(stage.store, "settle", settled)
+    assert reconcile.reap(stage.dispatcher) == 3
 
 
 # -- runs ------------------------------------------------------------------------------------------------------
@@ -299,12 +397,12 @@ def test_however_many_deadlines_pass_a_due_job_waits_for_one_batch_of_them(stage
     stage.register()
     stage.submit_all([stage.a(ttl_s=1) for _ in range(35)])
     stage.later(1_000)
-    turns: list[str] = []
+    turns: list[tuple[str, int]] = []
     for name in ("promote_due", "expire_overdue"):
         act = getattr(reconcile, name)
-        monkeypatch.setattr(reconcile, name, lambda *a, name=name, act=act: turns.append(name) or act(*a))
+        monkeypatch.setattr(reconcile, name, lambda *a, name=name, act=act: turns.append((name, n := act(*a))) or n)
     maintenance.keep_time()
-    assert turns[:4] == ["promote_due", "expire_overdue", "promote_due", "expire_overdue"]
+    assert turns[:4] == [("promote_due", 0), ("expire_overdue", 10)] * 2
 
 
 def test_a_batch_of_deadlines_is_one_statement_and_one_call_of_redis(stage, monkeypatch) -> None:

@@ -37,8 +37,8 @@ class Plain:
     def play(self) -> dict[int, tuple[int, int, str]]:
         """Number of a job -> start, end, slot."""
         self.clock(T0)
-        self.queues.begin(FLEET, "")
-        self.queues.open(FLEET)
+        self.queues.begin_all([FLEET], "")
+        self.queues.open_all([FLEET])
         self.slots.sync(FLEET, self.scenario.catalog)
         for number, arrival in enumerate(self.scenario.arrivals, 1):
             self.go_on(arrival.at_ms)

@@ -21,6 +21,7 @@ from tasks.servers import for_model
 Stands = Literal["online", "paused", "draining", "frozen"]
 Outlook = Literal["starting", "waiting", "later", "unknown"]
 Breaker = Literal["closed", "open", "half_open", "probing"]
+OpenedBy = Literal["failures", "rate", "probe"]
 Time = Annotated[str, WithJsonSchema({"type": "string", "format": "date-time"})]
 
 _Priority = Annotated[
@@ -382,7 +383,11 @@ class ServerStanding(Model):
     rested_at: Time | None = Field(description="When the first of them is offered again.")
     taken: int
     breaker: Breaker
-    breaker_until: Time | None
+    breaker_until: Time | None = Field(description="When one job may try it; null: it is closed.")
+    breaker_why: OpenedBy | None = Field(
+        description="What opened it: runs that failed one after another, too many of the latest, or the last trial."
+    )
+    breaker_opened: int = Field(description="How often in a row it was opened.")
     loaded: str | None = Field(description="The model that it ran last.")
     swaps: int = Field(description="How often it has changed models.")
     scores: dict[str, Score] = Field(description="By model.")

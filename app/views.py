@@ -192,6 +192,8 @@ def standing(it: ServerStanding | None) -> dict[str, Any] | None:
         "taken": it.taken,
         "breaker": it.breaker,
         "breaker_until": time(it.open_until_ms or None),
+        "breaker_why": it.open_why or None,
+        "breaker_opened": it.opened,
         "loaded": it.loaded or None,
         "swaps": it.swaps,
         "scores": {name: asdict(score) for name, score in it.scores.items()},

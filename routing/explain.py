@@ -21,6 +21,12 @@ from routing.policies.forecast import SOON, Estimate
 from routing.queues import Position, WaitFacts
 from routing.slots import ServerStanding
 
+# Of a server, by what opened its breaker.
+_FAILED = {
+    "failures": "failed run after run",
+    "rate": "failed most of its latest runs",
+    "probe": "failed the run that tried whether it works again",
+}
 # What passes by itself, so that a start can be foretold.
 _IN_LINE = {"turn", "slots_busy", "slot_withheld"}
 
@@ -205,7 +211,7 @@ def _withheld(job: Job, servers: Iterable[str], slots: Mapping[str, Sequence[Wit
 
 def _server_blocker(name: str, hindrance: str, standing: ServerStanding | None) -> Blocker:
     if hindrance == "breaker open" and standing is not None:
-        sentence = f"server {name!r} failed run after run and rests"
+        sentence = f"server {name!r} {_FAILED.get(standing.open_why, 'failed run after run')} and rests"
         return Blocker("server_breaker_open", sentence, name, standing.open_until_ms)
     if hindrance == "resting" and standing is not None:
         sentence = f"server {name!r} was busy or could not be reached, so its slots rest"

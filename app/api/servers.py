@@ -1,6 +1,6 @@
 """Inference servers: registering, pausing, removing.  Takes effect everywhere within two seconds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any
@@ -14,10 +14,11 @@ from app.api.context import context, dispatcher
 from app.api.openapi import described, problems
 from app.auth import tenant
 from app.config import is_loopback
-from app.schemas import RegisterBody, ServerList, ServerPath, ServerView, StateBody
+from app.schemas import ListedServer, RegisterBody, ServerList, ServerPath, ServerView, StateBody
 from jobs.errors import InvalidJob, NotFound
 from jobs.record import Server, now_ms
 from jobs.states import Standing
+from jobs.withheld import Withheld
 from routing import draining
 from routing.policies.placement import read_attributes, read_of_model
 from routing.slots import ServerStanding
@@ -72,12 +73,7 @@ def list_servers() -> dict[str, Any]:
     except RedisError:
         fleets = None
     servers, withheld = sorted(found.servers.values(), key=lambda server: server.name), draining.by_server(dispatcher())
-    shown = [
-        views.server(server)
-        | {"standing": views.standing(standings.get(server.name)), "withheld": views.withheld(withheld[server.name])}
-        for server in servers
-    ]
-    return {"servers": shown, "fleets": fleets}
+    return {"servers": [_listed(server, standings, withheld) for server in servers], "fleets": fleets}
 
 
 @api.patch("/servers/<path:server>", responses={200: ServerView, **problems(400, 404, 413, 415, 422)})
@@ -94,6 +90,18 @@ def change_server(path: ServerPath, body: StateBody) -> dict[str, Any]:
     return views.server(_known(path.server))
 
 
+@api.post("/servers/<path:server>/reset", responses={200: ListedServer, **problems(404, 415, 503)})
+def reset_server(path: ServerPath) -> dict[str, Any]:
+    """Say that a server is well: its breaker is closed, its slots rest no more, and its failures are forgotten.
+
+    Whether it is paused or drained stays as it is.
+    """
+    known = _known(path.server)
+    dispatcher().slots.reset(known.fleet, "server", known.name)
+    bring_to_redis(known.fleet)
+    return _listed(known, standings_of([known.fleet]), draining.by_server(dispatcher()))
+
+
 @api.delete("/servers/<path:server>", responses={204: None, **problems(404, 415)})
 def remove_server(path: ServerPath) -> tuple[str, int]:
     """Forget a server.  Its models stay, and their jobs wait for another; drain it first to let runs end."""
@@ -101,6 +109,13 @@ def remove_server(path: ServerPath) -> tuple[str, int]:
     catalog().remove_server(known.name)
     bring_to_redis(known.fleet)
     return "", 204
+
+
+def _listed(
+    it: Server, standings: Mapping[str, ServerStanding], withheld: Mapping[str, Sequence[Withheld]]
+) -> dict[str, Any]:
+    now = {"standing": views.standing(standings.get(it.name)), "withheld": views.withheld(withheld.get(it.name, ()))}
+    return views.server(it) | now
 
 
 def _known(name: str) -> Server:

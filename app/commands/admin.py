@@ -108,12 +108,27 @@ def list_servers(as_json: bool) -> None:
 
 def _print_servers(found: list[dict[str, Any]]) -> None:
     rows = (
-        (one["server"], one["state"], one["slots"], model, endpoint, _attributes(one["attributes"]))
+        (one["server"], one["state"], one["slots"], _now(one), model, endpoint, _attributes(one["attributes"]))
         for one in found
         for model, endpoint in (one["models"] or {"-": "-"}).items()
     )
-    titles = ("server", "state", "slots", "model", "endpoint", "attributes")
+    titles = ("server", "state", "slots", "now", "model", "endpoint", "attributes")
     print_table(titles, rows, "There are no servers: register one.")
+
+
+def _now(one: dict[str, Any]) -> str:
+    """What keeps a server from taking jobs at this moment."""
+    now, withheld = one["standing"], len(one["withheld"])
+    if now is None:
+        return "-"
+    said = []
+    if now["breaker"] != "closed":
+        said.append(f"breaker {now['breaker']} ({now['breaker_why']}) until {now['breaker_until']}")
+    if now["resting"]:
+        said.append(f"{now['resting']} resting until {now['rested_at']}")
+    if withheld:
+        said.append(f"{withheld} withheld")
+    return ", ".join(said) or "well"
 
 
 def _attributes(found: dict[str, Any]) -> str:
@@ -140,7 +155,9 @@ def show_server(server: str, as_json: bool) -> None:
         return
     now = found.pop("standing")
     found["attributes"] = _attributes(found["attributes"]) or None
-    print_facts({**found, **(now or {})}, ("models", "scores"))
+    print_facts({**found, **(now or {})}, ("models", "scores", "withheld"))
+    for one in found["withheld"]:
+        say(one_line(one["sentence"]))
     if now is None:
         say("How it stands in the waiting room is not known: Redis is away.")
         return
@@ -154,6 +171,18 @@ def show_server(server: str, as_json: bool) -> None:
 
 def _score(scores: dict[str, Any], model: str, part: str) -> str | None:
     return f"{scores[model][part]:.3f}" if model in scores else None
+
+
+@servers.command("reset")
+@click.argument("server")
+@json_option
+def reset_server(server: str, as_json: bool) -> None:
+    """Say that it is well: close its breaker, let its slots rest no more, forget its failures."""
+    answer = client().post(f"/admin/servers/{quoted(server)}/reset")
+    if as_json:
+        print_json(answer)
+        return
+    say(one_line(f"{server} is {answer['state']}; {_now(answer)}."))
 
 
 @servers.command("register")

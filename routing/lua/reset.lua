@@ -13,6 +13,9 @@ redis.call("UNLINK", STATS .. ":failed:" .. ARGV[1] .. ":" .. ARGV[2])
 if ARGV[1] ~= "server" then return moved end
 
 redis.call("HDEL", META, "failures:" .. ARGV[2])
+for _, field in ipairs(redis.call("HKEYS", stats)) do
+  if string.match(field, "^busy:") then redis.call("HDEL", stats, field) end
+end
 for _, slot in ipairs(redis.call("ZRANGE", RESTING, 0, -1)) do
   if server_of(slot) == ARGV[2] then
     redis.call("ZREM", RESTING, slot)

@@ -29,6 +29,7 @@ OF_ADMINS = [
     ("get", "/admin/servers"),
     ("patch", "/admin/servers/x"),
     ("delete", "/admin/servers/x"),
+    ("post", "/admin/servers/x/reset"),
     ("get", "/admin/models"),
     ("get", "/admin/models/x"),
     ("patch", "/admin/models/x"),

@@ -47,6 +47,70 @@ def test_a_server_that_is_not_online_gets_nothing_new_and_submits_are_accepted(t
     assert _offered(api) == [job_id]
 
 
+_SOON = [{"BREAKER_FAILURES": "3", "BREAKER_OPEN_MS": "5000"}]
+
+
+def _broken(api: TimedApi) -> str:
+    """A server whose breaker has opened; answers a job that waits for it."""
+    api.register()
+    for _ in range(3):
+        api.submitted()
+        api.run(1_000, Why.SERVER_ERROR)
+    api.heard.offers.clear()
+    return api.submitted()
+
+
+@pytest.mark.parametrize("settings", _SOON)
+def test_a_breaker_is_listed_until_when_and_why(timed_api: TimedApi, settings: dict[str, str]) -> None:
+    _broken(timed_api)
+    found = _servers(timed_api)[0]["standing"]
+    assert (found["breaker"], found["breaker_why"], found["breaker_opened"]) == ("open", "failures", 1)
+    assert found["breaker_until"] == "2027-01-15T08:00:08.000Z"
+
+
+@pytest.mark.parametrize("settings", _SOON)
+def test_to_resume_a_server_closes_its_breaker(timed_api: TimedApi, settings: dict[str, str]) -> None:
+    job_id = _broken(timed_api)
+    assert _offered(timed_api) == []
+    _set(timed_api, "servers/gpu1", "online")
+    found = _servers(timed_api)[0]["standing"]
+    assert (found["breaker"], found["breaker_until"], found["breaker_why"]) == ("closed", None, None)
+    assert _offered(timed_api) == [job_id]
+
+
+@pytest.mark.parametrize("settings", _SOON)
+def test_a_reset_closes_a_servers_breaker_and_forgets_its_failures(
+    timed_api: TimedApi, settings: dict[str, str]
+) -> None:
+    api, job_id = timed_api, _broken(timed_api)
+    answer = api.client.post("/admin/servers/gpu1/reset")
+    assert (answer.status_code, answer.json["standing"]["breaker"]) == (200, "closed")
+    assert answer.json["standing"]["scores"]["zimg"]["failures"] == 0
+    assert _offered(api) == [job_id]
+
+
+def test_a_reset_wakes_slots_that_rest_because_they_were_busy(timed_api: TimedApi) -> None:
+    api = timed_api
+    api.register()
+    api.submitted()
+    for _ in range(3):
+        api.run(0, Why.SERVER_BUSY)
+        api.client.post("/admin/servers/gpu1/reset")
+        assert _servers(api)[0]["standing"]["resting"] == 0 and len(api.heard.offers) == 1
+    api.run(0, Why.SERVER_BUSY)
+    rested = api.dispatcher.slots.standings("zimg")["gpu1"].rested_ms
+    assert rested - api.now == api.dispatcher.settings.busy_rest_ms, "that it was busy before is forgotten"
+
+
+def test_a_reset_leaves_a_server_as_paused_as_it_was(timed_api: TimedApi) -> None:
+    api = timed_api
+    api.register()
+    _set(api, "servers/gpu1", "paused", "new driver")
+    answer = api.client.post("/admin/servers/gpu1/reset")
+    assert (answer.json["state"], answer.json["reason"]) == ("paused", "new driver")
+    assert api.client.post("/admin/servers/nobody/reset").status_code == 404
+
+
 def test_a_slot_that_is_withheld_is_listed_with_what_holds_it(timed_api: TimedApi) -> None:
     api = timed_api
     api.register()

@@ -6,6 +6,7 @@ _UPKEEP = "tests/faults/test_upkeep.py::"
 _OUTAGES = "tests/faults/test_outages.py::"
 _BERTHS = "tests/unit/test_berths.py::"
 _CLOCK = "tests/unit/jobs/test_clock.py::"
+_STANDING = "tests/contracts/test_api_standing.py::"
 _DELIVERIES = "tests/faults/test_deliveries.py::"
 
 UPKEEP = [
@@ -127,6 +128,22 @@ UPKEEP = [
         'ThreadPoolExecutor(_AT_ONCE, "reap")',
         'ThreadPoolExecutor(1, "reap")',
         (f"{_UPKEEP}test_the_leases_of_a_worker_that_died_are_reaped_some_at_a_time",),
+    ),
+    Mutant(
+        "to resume a server leaves its breaker open",
+        "SLOT-2",
+        "app/api/servers.py",
+        '        close_breaker(known.fleet, "server", known.name)',
+        "        pass",
+        (f"{_STANDING}test_to_resume_a_server_closes_its_breaker",),
+    ),
+    Mutant(
+        "a reset remembers that slots were busy",
+        "SLOT-2",
+        "routing/lua/reset.lua",
+        'if string.match(field, "^busy:") then',
+        'if field == "" then',
+        (f"{_STANDING}test_a_reset_wakes_slots_that_rest_because_they_were_busy",),
     ),
     Mutant(
         "each idle fleet's leases are read",

@@ -55,7 +55,15 @@ SERVER = {
     "slots": 1,
     "models": {TEXT: TEXT},
     "attributes": {TEXT: [TEXT]},
-    "standing": {"breaker": TEXT, "scores": {}},
+    "standing": {
+        "breaker": TEXT,
+        "breaker_why": TEXT,
+        "breaker_until": TEXT,
+        "resting": 1,
+        "rested_at": TEXT,
+        "scores": {},
+    },
+    "withheld": [{"sentence": TEXT}],
 }
 FLEET = {"fleet": TEXT, "waiting": 1, "taken": 0, "free": 1, "resting": 0}
 MODEL = {"model": TEXT, "state": "paused", "reason": TEXT, "model_type": "sync", "policy": "fifo", "slots": 1}
@@ -94,6 +102,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     ),
     "servers list": (["servers", "list"], {"/admin/servers": {"servers": [SERVER], "fleets": [FLEET]}}),
     "servers show": (["servers", "show", "gpu1"], {"/admin/servers": {"servers": [SERVER], "fleets": [FLEET]}}),
+    "servers reset": (["servers", "reset", "gpu1"], {"/admin/servers/gpu1/reset": SERVER}),
     "servers pause": (["servers", "pause", "gpu1", "--reason", TEXT], {"/admin/servers/gpu1": SERVER}),
     "models list": (["models", "list"], {"/admin/models": {"models": [MODEL]}}),
     "models show": (["models", "show", "m"], {"/admin/models/m": MODEL, "/admin/model-configs/m": CONFIG}),

@@ -24,9 +24,11 @@ SERVER = {
     "weight": 2.0,
     "attributes": {"gpu": "A100", "labels": ["fast", "testnet"]},
     "models": {"zimg": "http://gpu1/x"},
+    "withheld": [],
 }
 STANDING = {
     "free": 1,
+    "resting": 0,
     "taken": 1,
     "breaker": "closed",
     "breaker_until": None,
@@ -236,6 +238,22 @@ def test_tenants_are_listed_with_how_they_stand(sqlite_url: str, monkeypatch: py
         ("acme", 5, "online"),
         ("celery", None, "frozen"),
     ]
+
+
+def test_a_list_of_servers_says_what_keeps_each_from_taking_jobs(api: HTTPServer) -> None:
+    broken = {"breaker": "open", "breaker_why": "rate", "breaker_until": "2026-01-01T00:00:08.000Z"}
+    resting = {"resting": 2, "rested_at": "2026-01-01T00:00:03.000Z"}
+    standings = [STANDING, STANDING | broken | resting, None]
+    listed = [SERVER | {"server": f"gpu{n}", "standing": it} for n, it in enumerate(standings)]
+    answers(api, "GET", "/admin/servers", {"servers": listed, "fleets": None})
+    well, ill, unknown = run("servers", "list").stdout.strip().splitlines()[-3:]
+    assert "well" in well and "rate" not in unknown
+    assert "breaker open (rate) until 2026-01-01T00:00:08.000Z, 2 resting until 2026-01-01T00:00:03.000Z" in ill
+
+
+def test_a_reset_is_asked_of_the_api(api: HTTPServer) -> None:
+    answers(api, "POST", "/admin/servers/gpu%2F1/reset", SERVER | {"standing": STANDING})
+    assert run("servers", "reset", "gpu/1").stdout == "gpu/1 is paused; well.\n"
 
 
 def test_a_server_is_shown_while_redis_is_away(api: HTTPServer) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection, Engine, func, select
 from sqlalchemy.exc import (
+    DBAPIError,
     IntegrityError,
     InterfaceError,
     InternalError,
@@ -30,6 +31,8 @@ from jobs.config import Limits
 from jobs.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
 from jobs.fate import Fate, Mark
 from jobs.models import events, tellings, webhooks
+from jobs.prepared import Prepared, Rows
+from jobs.writer import Writer
 
 T = TypeVar("T")
 
@@ -39,8 +42,8 @@ _SLACK_S = 0.5
 # InternalError: PostgreSQL has become a read-only standby.  TimeoutError: every connection is taken.
 _GONE = (OperationalError, InterfaceError, InternalError, TimeoutError)
 # PostgreSQL says with them, for nothing, by what the transaction can be known later (jobs.fate).
-_INSERT_EVENTS = {"sqlite": events.insert(), "postgresql": events.insert().returning(func.txid_current())}
-_NUMBER = select(func.txid_current_if_assigned())
+_EVENTS, _WEBHOOKS, _TELLINGS = Rows(events, "txid_current()"), Rows(webhooks), Rows(tellings)
+_NUMBER = Prepared(select(func.txid_current_if_assigned()))
 
 
 class _Unanswered(Exception):
@@ -62,21 +65,15 @@ class Transaction:
         self.tellings: list[dict[str, Any]] = []
 
     def flush(self) -> Mark:
-        """Write the collected rows, and tell by what the transaction can be known.
-
-        One executemany each: a third of the cost of single inserts.
-        """
-        dialect = self.connection.dialect.name
-        number, numbered = None, dialect == "postgresql"
+        """Write the collected rows, and tell by what the transaction can be known."""
+        number = None
         if self.events:
-            written = self.connection.execute(_INSERT_EVENTS[dialect], self.events)
-            number = written.scalars().first() if numbered else None
-        elif numbered:
-            number = self.connection.execute(_NUMBER).scalar()
-        if self.webhooks:
-            self.connection.execute(webhooks.insert(), self.webhooks)
-        if self.tellings:
-            self.connection.execute(tellings.insert(), self.tellings)
+            number = _EVENTS.write(self.connection, self.events)
+        elif self.connection.dialect.name == "postgresql":
+            number = _NUMBER.scalar(self.connection, {})
+        for rows, collected in ((_WEBHOOKS, self.webhooks), (_TELLINGS, self.tellings)):
+            if collected:
+                rows.write(self.connection, collected)
         return Mark(number, self.events[-1] if self.events else None)
 
 
@@ -129,7 +126,7 @@ class Database:
         self.url = url
         self.limits = limits or Limits()
         self.engine = engines.make(url, self.limits)
-        self._relaxed = self.engine.execution_options(**engines.RELAXED)
+        self._writer = Writer(self.engine)
         dialect = self.engine.dialect.name
         self._reader = self.engine.execution_options(**engines.READS[dialect])
         self._snapshots = self.engine.execution_options(**engines.SNAPSHOT[dialect])
@@ -213,8 +210,9 @@ class Database:
         except Exception as error:
             if began and len(batch) > 1:
                 return self._commit_apart(batch, len(results), until)
-            if began and look_again and isinstance(error, IntegrityError):
-                # On PostgreSQL another process may insert a row between our look and our insert.
+            # On PostgreSQL another process may insert a row between our look and our insert.  And the connection that
+            # was kept may have been lost since: then nothing was begun on it.
+            if began and look_again and (isinstance(error, IntegrityError) or _was_lost(error)):
                 return self._commit(batch, until, look_again=False)
             for ticket in batch:
                 ticket.fail(error)
@@ -266,9 +264,9 @@ class Database:
     @contextmanager
     def _transaction(self, relaxed: bool, until: float) -> Iterator[Transaction]:
         """Commits at the end of the block.  Raises RecordUnavailable: nothing was stored; _Unanswered."""
-        engine = self._relaxed if relaxed else self.engine
+        lent = self._writer.connection(relaxed=relaxed)
         try:
-            with engines.within(until - time.monotonic()), engine.connect() as connection, connection.begin() as begun:
+            with engines.within(until - time.monotonic()), lent as connection, connection.begin() as begun:
                 transaction = Transaction(connection)
                 yield transaction
                 mark = transaction.flush()
@@ -307,12 +305,18 @@ class Database:
             raise RecordUnavailable(f"The database did not answer ({_reason(error)}); try again.") from error
 
     def close(self) -> None:
+        self._writer.close()
         self.engine.dispose()
 
 
 def _fulfil(batch: Sequence[_Ticket[Any]], results: Sequence[Any]) -> None:
     for ticket, result in zip(batch, results, strict=True):
         ticket.fulfil(result)
+
+
+def _was_lost(error: Exception) -> bool:
+    """Whether the connection went away before the COMMIT was sent, and not the database, as far as is known."""
+    return isinstance(error.__cause__, DBAPIError) and error.__cause__.connection_invalidated
 
 
 def _reason(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from sqlalchemy import Connection, Engine, NullPool, create_engine, event, make_
 
 from jobs.config import Limits
 from jobs.home import close, private_file, private_folder
+from jobs.prepared import say
 
 # Options of a connection, by database.  Reading needs no transaction, so that each statement sees the newest commit;
 # psycopg is told so by isolation level, SQLite by our saying no BEGIN.
@@ -20,7 +21,7 @@ _NO_BEGIN: dict[str, Any] = {"slotkeeper_begins": False}
 READS: dict[str, dict[str, Any]] = {"sqlite": _NO_BEGIN, "postgresql": {"isolation_level": "AUTOCOMMIT"}}
 # PostgreSQL pages only inside a transaction; on SQLite that would lock out all who write.
 SNAPSHOT: dict[str, dict[str, Any]] = {"sqlite": _NO_BEGIN, "postgresql": {}}
-RELAXED: dict[str, Any] = {"slotkeeper_relaxed": True}  # SQLite: it need not survive a power cut
+_RELAXED = "slotkeeper_relaxed"
 
 _SILENT: dict[str, Any] = {"hide_parameters": True}  # or the texts of errors would hold payloads
 CONNECT_S = 5
@@ -140,6 +141,7 @@ def _prepare_sqlite(connection: Any, _: object) -> None:
     connection.isolation_level = None  # We say BEGIN ourselves, see below.
     for pragma in (
         "journal_mode=WAL",
+        "synchronous=FULL",  # What was answered survives a power cut.
         "foreign_keys=ON",
         "wal_autocheckpoint=4000",
         "cache_size=-16000",
@@ -149,8 +151,12 @@ def _prepare_sqlite(connection: Any, _: object) -> None:
 
 def _begin_sqlite(connection: Connection) -> None:
     # IMMEDIATE: a transaction that first reads and then writes cannot fail half-way with SQLITE_BUSY.
-    options = connection.get_execution_options()
-    if options.get("slotkeeper_begins", True):
-        # FULL: what was answered survives a power cut.
-        connection.exec_driver_sql(f"PRAGMA synchronous={'NORMAL' if 'slotkeeper_relaxed' in options else 'FULL'}")
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    if connection.get_execution_options().get("slotkeeper_begins", True):
+        say(connection, "BEGIN IMMEDIATE")
+
+
+def relax(connection: Connection, relaxed: bool) -> None:
+    """Say whether the transactions of this connection, from the next one on, need not survive a power cut (SQLite)."""
+    if connection.dialect.name == "sqlite" and connection.info.get(_RELAXED, False) is not relaxed:
+        say(connection, f"PRAGMA synchronous={'NORMAL' if relaxed else 'FULL'}")
+        connection.info[_RELAXED] = relaxed

@@ -13,6 +13,7 @@ from sqlalchemy import Connection, bindparam, select
 
 from jobs.db import Transaction
 from jobs.models import events
+from jobs.prepared import Prepared
 from jobs.record import Event
 from jobs.states import State
 
@@ -28,7 +29,7 @@ TYPES: dict[State, str] = {
 }
 
 _TRANSITIONS = frozenset(TYPES.values())
-_OF_JOB = select(events).where(events.c.job_id == bindparam("job_id")).order_by(events.c.id)
+_OF_JOB = Prepared(select(events).where(events.c.job_id == bindparam("job_id")).order_by(events.c.id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def note(transaction: Transaction, subject: str, type_: str, at_ms: int, data: d
 
 def of_job(connection: Connection, job_id: str) -> list[Event]:
     """All events of a job, oldest first."""
-    rows = connection.execute(_OF_JOB, {"job_id": job_id})
+    rows = _OF_JOB.all(connection, {"job_id": job_id})
     return [Event(r.id, r.job_id, r.type, r.at_ms, r.attempt, orjson.loads(r.data)) for r in rows]
 
 

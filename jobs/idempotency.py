@@ -7,25 +7,31 @@ from sqlalchemy import Connection, bindparam, delete, insert, or_, select
 
 from jobs.errors import IdempotencyConflict
 from jobs.models import idempotency_keys, jobs
+from jobs.prepared import Prepared
 from jobs.record import NewJob
 
 Row: TypeAlias = Any
 
 _THIS_KEY = (idempotency_keys.c.tenant == bindparam("p_tenant")) & (idempotency_keys.c.key == bindparam("p_key"))
-_KNOWN = select(idempotency_keys.c.job_id, idempotency_keys.c.fingerprint, idempotency_keys.c.expires_ms).where(
-    _THIS_KEY
+_KNOWN = Prepared(
+    select(idempotency_keys.c.job_id, idempotency_keys.c.fingerprint, idempotency_keys.c.expires_ms).where(_THIS_KEY)
 )
 # Not its times: they are counted from now, and a message may come again much later.
 _REQUEST = ("model", "payload", "tenant", "callback_url", "needs")
-_ASKED = select(jobs.c.id, jobs.c.seq, jobs.c.state, *(jobs.c[name] for name in _REQUEST)).where(
-    jobs.c.id == bindparam("p_id")
+_ASKED = Prepared(
+    select(jobs.c.id, jobs.c.seq, jobs.c.state, *(jobs.c[name] for name in _REQUEST)).where(
+        jobs.c.id == bindparam("p_id")
+    )
 )
 # Never one that was bound since we looked: on PostgreSQL another process may have done so.
-_FORGET = delete(idempotency_keys).where(
-    _THIS_KEY,
-    # A sum, as no index has it: this is asked of the row that the key finds.
-    or_(idempotency_keys.c.expires_ms + 0 <= bindparam("p_now"), idempotency_keys.c.job_id == bindparam("p_gone")),
+_FORGET = Prepared(
+    delete(idempotency_keys).where(
+        _THIS_KEY,
+        # A sum, as no index has it: this is asked of the row that the key finds.
+        or_(idempotency_keys.c.expires_ms + 0 <= bindparam("p_now"), idempotency_keys.c.job_id == bindparam("p_gone")),
+    )
 )
+_BIND = Prepared(insert(idempotency_keys), [column.name for column in idempotency_keys.c])
 
 
 def job_of(connection: Connection, job: NewJob, now: int) -> str | None:
@@ -43,7 +49,7 @@ def job_of(connection: Connection, job: NewJob, now: int) -> str | None:
 
 def same_request(connection: Connection, job: NewJob) -> Row:
     """The job that has this id already.  Raises IdempotencyConflict if something else was asked for under it."""
-    row = connection.execute(_ASKED, {"p_id": job.id}).one()
+    row = _ASKED.first(connection, {"p_id": job.id})
     for name in _REQUEST:
         if getattr(row, name) != getattr(job, name):
             raise IdempotencyConflict(
@@ -56,7 +62,7 @@ def same_request(connection: Connection, job: NewJob) -> Row:
 
 def bind(connection: Connection, job: NewJob, now: int, expires_ms: int, gone: str | None) -> None:
     """Let the key name this job from now on, instead of one whose window is over, or that is `gone`."""
-    connection.execute(_FORGET, _whose(job) | {"p_now": now, "p_gone": gone})
+    _FORGET.count(connection, _whose(job) | {"p_now": now, "p_gone": gone})
     row = {
         "tenant": job.tenant,
         "key": job.idempotency_key,
@@ -64,7 +70,7 @@ def bind(connection: Connection, job: NewJob, now: int, expires_ms: int, gone: s
         "fingerprint": job.fingerprint,
         "expires_ms": expires_ms,
     }
-    connection.execute(insert(idempotency_keys), row)
+    _BIND.count(connection, row)
 
 
 def all_known(connection: Connection, new: Sequence[NewJob], now: int) -> bool:
@@ -79,7 +85,7 @@ def forget_expired(connection: Connection, now: int) -> int:
 
 
 def _look(connection: Connection, job: NewJob) -> Row:
-    return connection.execute(_KNOWN, _whose(job)).first()
+    return _KNOWN.first(connection, _whose(job))
 
 
 def _whose(job: NewJob) -> dict[str, Any]:

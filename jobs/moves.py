@@ -6,13 +6,18 @@
 Each names the state that it expects to find, so that its rows are the jobs that it moved.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from sqlalchemy import ColumnElement, Update, bindparam, case, literal_column, update
+from sqlalchemy import ColumnElement, Connection, Update, bindparam, case, literal_column, update
+from sqlalchemy.sql.dml import ReturningUpdate
 
 from jobs.models import jobs
+from jobs.prepared import Prepared
 from jobs.states import TRANSITIONS, Budget, Edge, State, Why, edge
+
+Row: TypeAlias = Any
 
 WAITING_COLUMNS = (
     jobs.c.id,
@@ -46,11 +51,10 @@ UNFINISHED = frozenset({State.QUEUED, State.DELAYED, State.DEAD})
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One prepared transition."""
+    """One transition, and what makes it: it takes parameters by name, and answers the jobs that it moved."""
 
     edge: Edge
-    statement: Update
-    names: frozenset[str]  # of the parameters that the statement takes
+    jobs: Callable[[Connection, Mapping[str, Any]], Sequence[Row]]
 
 
 def stands(state: State) -> ColumnElement[bool]:
@@ -73,22 +77,28 @@ def _one(state: State, why: Why) -> Move:
         statement = statement.where(jobs.c.attempt == bindparam("p_attempt"))
     if state is State.RUNNING and edge(state, why).to in UNFINISHED:
         statement = statement.where(jobs.c.cancel_requested_ms.is_(None))
-    return _move(state, why, statement)
+    return Move(edge(state, why), Prepared(_moving(state, why, statement)).all)
 
 
 def _many(state: State, why: Why) -> Move:
-    return _move(state, why, update(jobs).where(jobs.c.seq.in_(bindparam("p_seqs", expanding=True)), stands(state)))
+    these = update(jobs).where(jobs.c.seq.in_(bindparam("p_seqs", expanding=True)), stands(state))
+    statement = _moving(state, why, these)
+    names = [name for name in statement.compile().params if name.startswith("p_")]
+
+    def moved(connection: Connection, given: Mapping[str, Any]) -> Sequence[Row]:
+        return connection.execute(statement, {name: given[name] for name in names}).all()
+
+    return Move(edge(state, why), moved)
 
 
-def _move(state: State, why: Why, guarded: Update) -> Move:
+def _moving(state: State, why: Why, guarded: Update) -> ReturningUpdate[Any]:
+    """The whole statement of a transition."""
     found = edge(state, why)
     values = _values(state, why, found.to)
     if found.costs is not Budget.NOTHING:
         values[found.costs.value] = jobs.c[found.costs.value] + 1
     columns = (*_MOVED_COLUMNS, jobs.c.payload) if found.to is State.RUNNING else _MOVED_COLUMNS
-    statement = guarded.values(state=found.to.value, why=why.value, **values).returning(*columns)
-    names = {name for name in statement.compile().params if name.startswith("p_")}
-    return Move(found, statement, frozenset(names))
+    return guarded.values(state=found.to.value, why=why.value, **values).returning(*columns)
 
 
 def _values(state: State, why: Why, to: State) -> dict[str, Any]:

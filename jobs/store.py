@@ -8,7 +8,6 @@ transaction.  What may follow what is read from states.TRANSITIONS and nowhere e
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from sqlalchemy import (
@@ -28,6 +27,7 @@ from jobs.db import Database, Transaction
 from jobs.errors import IdempotencyConflict, RecordUncertain
 from jobs.models import IS_ACTIVE, MAY_EXPIRE, jobs
 from jobs.moves import UNFINISHED, WAITING_COLUMNS, Move, stands
+from jobs.prepared import Prepared
 from jobs.record import Accepted, Brief, Event, Job, NewJob, Past, Run, Waiting, storable
 from jobs.states import State, Why, edge
 from jobs.withheld import Withholding
@@ -89,7 +89,7 @@ def _waiting(row: Row) -> Waiting:
     return Waiting(row.id, row.seq, row.model, row.tier, row.tenant, row.created_ms, row.needs)
 
 
-_NOTE_REMOTE = (
+_NOTE_REMOTE = Prepared(
     update(jobs)
     .where(
         jobs.c.id == bindparam("p_id"),
@@ -101,15 +101,16 @@ _NOTE_REMOTE = (
         sent_ms=case((jobs.c.remote_id == bindparam("p_remote_id"), jobs.c.sent_ms), else_=bindparam("p_now")),
     )
 )
-_REQUEST_CANCEL = (
+_REQUEST_CANCEL = Prepared(
     update(jobs)
     .where(jobs.c.id == bindparam("p_id"), stands(State.RUNNING))
     .values(cancel_requested_ms=func.coalesce(jobs.c.cancel_requested_ms, bindparam("p_now")))
 )
-_CANCEL_WANTED = select(jobs.c.cancel_requested_ms).where(jobs.c.id == bindparam("p_id"))
-_BRIEF = select(jobs.c.id, jobs.c.seq, jobs.c.state).where(jobs.c.id == bindparam("p_id"))
-_WHOLE = select(jobs).where(jobs.c.id == bindparam("p_id"))
-_HEADERS = select(jobs.c.model, jobs.c.tier, jobs.c.failures, jobs.c.envelope).where(jobs.c.id == bindparam("p_id"))
+_THIS = jobs.c.id == bindparam("p_id")
+_CANCEL_WANTED = Prepared(select(jobs.c.cancel_requested_ms).where(_THIS))
+_BRIEF = Prepared(select(jobs.c.id, jobs.c.seq, jobs.c.state).where(_THIS))
+_WHOLE = Prepared(select(jobs).where(_THIS))
+_HEADERS = Prepared(select(jobs.c.model, jobs.c.tier, jobs.c.failures, jobs.c.envelope).where(_THIS))
 _DUE = select(jobs.c.seq).where(jobs.c.due_ms <= bindparam("p_now")).order_by(jobs.c.due_ms, jobs.c.seq)
 # In the words of their index, without which it may not be used.  SQLite has to be told what is rare: without statistics
 # it takes all active jobs for few.
@@ -117,6 +118,16 @@ _PASSED = "deadline_ms <= :p_now"
 _IS_OVERDUE = {
     "sqlite": text(f"likelihood({_PASSED}, 0.0001) AND deadline_ms IS NOT NULL AND likely({IS_ACTIVE})"),
     "postgresql": text(f"{_PASSED} AND {MAY_EXPIRE}"),
+}
+_NEW = (
+    *("id", "model", "state", "why", "tier", "tenant", "created_ms", "due_ms", "deadline_ms"),
+    *("callback_url", "source", "envelope", "payload", "needs"),
+)
+_INSERT = {
+    dialect.__name__.rpartition(".")[2]: Prepared(
+        dialect.insert(jobs).on_conflict_do_nothing(index_elements=["id"]).returning(jobs.c.seq), _NEW
+    )
+    for dialect in (sqlite, postgresql)
 }
 
 
@@ -129,8 +140,7 @@ class Store:
         self._unheard: dict[tuple[str, int], list[_Act]] = {}
         """Run -> its settles of which is not known whether they were stored."""
         self._is_overdue = _IS_OVERDUE[database.engine.dialect.name]
-        dialect = {"sqlite": sqlite, "postgresql": postgresql}[database.engine.dialect.name]
-        self._insert = dialect.insert(jobs).on_conflict_do_nothing(index_elements=["id"]).returning(jobs.c.seq)
+        self._insert = _INSERT[database.engine.dialect.name]
 
     # -- accepting -------------------------------------------------------------------------------------------
 
@@ -166,7 +176,7 @@ class Store:
                 return known
         why = Why.SUBMITTED if job.not_before_ms is None else Why.SCHEDULED
         to = edge(None, why).to
-        seq = tx.connection.execute(self._insert, _new_row(job, why, to, now)).scalar()
+        seq = self._insert.scalar(tx.connection, _new_row(job, why, to, now))
         if seq is None:  # the same id again: a doubled message
             removal.count(tx, "doubled")  # It took a number all the same, which the ledger must not miss.
             return _accepted(idempotency.same_request(tx.connection, job))
@@ -177,7 +187,7 @@ class Store:
     def _claim_key(self, tx: Transaction, job: NewJob, now: int) -> Accepted | None:
         """Bind the key to this job, or find the job that it is bound to (R21: in one transaction)."""
         known = idempotency.job_of(tx.connection, job, now)
-        row = tx.connection.execute(_BRIEF, {"p_id": known}).first() if known is not None else None
+        row = _BRIEF.first(tx.connection, {"p_id": known}) if known is not None else None
         if row is not None:
             return _accepted(row)
         idempotency.bind(tx.connection, job, now, now + self._window_ms, gone=known)
@@ -239,7 +249,7 @@ class Store:
         return moved
 
     def _moved_if_canceled(self, tx: Transaction, act: _Act | None) -> Moved | None:
-        if act is None or tx.connection.execute(_CANCEL_WANTED, {"p_id": act.params["p_id"]}).scalar() is None:
+        if act is None or _CANCEL_WANTED.scalar(tx.connection, act.params) is None:
             return None
         return self._moved(tx, act)
 
@@ -254,8 +264,8 @@ class Store:
         for act in self._unheard.get(run, ()):
             to = edge(act.state, act.why).to
             if fate.wrote(tx.connection, events.row_of(job_id, to, act.now, attempt, act.told)):
-                row = tx.connection.execute(_WHOLE, {"p_id": job_id}).one()
-                as_it_was = SimpleNamespace(**{**row._mapping, "attempt": attempt})
+                (row,) = _WHOLE.all(tx.connection, {"p_id": job_id})
+                as_it_was = row._replace(attempt=attempt)
                 return self._ended(Transaction(tx.connection), as_it_was, to, act.now)  # It owes already what it owes.
         return None
 
@@ -274,14 +284,12 @@ class Store:
 
     def request_cancel(self, job_id: str, now: int) -> bool:
         """Note beside a running job that it shall be canceled.  False: it is not running."""
-        return self.database.write(
-            lambda tx: tx.connection.execute(_REQUEST_CANCEL, {"p_id": job_id, "p_now": now}).rowcount == 1
-        )
+        return self.database.write(lambda tx: _REQUEST_CANCEL.count(tx.connection, {"p_id": job_id, "p_now": now}) == 1)
 
     def note_remote(self, job_id: str, attempt: int, remote_id: str, now: int) -> bool:
         """Store the server's own id of the job, before the first poll.  False: this run is over."""
         params = {"p_id": job_id, "p_attempt": attempt, "p_remote_id": remote_id, "p_now": now}
-        return self.database.write(lambda tx: tx.connection.execute(_NOTE_REMOTE, params).rowcount == 1)
+        return self.database.write(lambda tx: _NOTE_REMOTE.count(tx.connection, params) == 1)
 
     def promote_due(self, now: int, limit: int = 1000) -> list[Waiting]:
         """Queue the delayed jobs whose time has come, soonest first; answer those that this call queued."""
@@ -348,8 +356,7 @@ class Store:
     def _transitions(self, tx: Transaction, how: Mapping[tuple[State, Why], Move], act: _Act) -> Sequence[Row]:
         """The one place that changes states: guarded by them, with an event beside each."""
         move = how[(act.state, act.why)]
-        given = act.params | {"p_now": act.now}
-        rows = tx.connection.execute(move.statement, {name: given[name] for name in move.names}).all()
+        rows = move.jobs(tx.connection, act.params | {"p_now": act.now})
         for row in rows:
             events.append(tx, row.id, move.edge.to, act.now, row.attempt, act.told)
         return rows
@@ -359,13 +366,13 @@ class Store:
     def get(self, job_id: str) -> Job | None:
         """The whole job, with payload and result."""
         with self.database.read() as connection:
-            row = connection.execute(_WHOLE, {"p_id": job_id}).first()
+            row = _WHOLE.first(connection, {"p_id": job_id})
         return None if row is None else _job(row)
 
     def state_of(self, job_id: str) -> State | None:
         """Only where the job stands: cheap enough to be asked again and again."""
         with self.database.read() as connection:
-            row = connection.execute(_BRIEF, {"p_id": job_id}).first()
+            row = _BRIEF.first(connection, {"p_id": job_id})
         return None if row is None else State(row.state)
 
     def briefs(self, job_ids: Sequence[str]) -> dict[str, Brief]:
@@ -381,7 +388,7 @@ class Store:
     def headers(self, job_id: str) -> tuple[str, int, int, str | None] | None:
         """(model, tier, failures, envelope): what a task message says about a job."""
         with self.database.read() as connection:
-            row = connection.execute(_HEADERS, {"p_id": job_id}).first()
+            row = _HEADERS.first(connection, {"p_id": job_id})
         return None if row is None else tuple(row)
 
     def find(
@@ -543,7 +550,7 @@ def _run(row: Row, server: str, slot: str) -> Run:
 
 
 def _job(row: Row) -> Job:
-    found = row._mapping
+    found = row._asdict()
     return Job(
         **{name: found[name] for name in Job.__dataclass_fields__ if name in found and name not in {"state", "why"}},
         state=State(row.state),

@@ -13,6 +13,7 @@ from sqlalchemy import bindparam, func, select, tuple_, update
 from jobs.db import Database, Transaction
 from jobs.models import jobs, webhooks
 from jobs.moves import compared
+from jobs.prepared import Prepared
 from jobs.record import Webhook, storable
 from jobs.states import FINAL, State
 
@@ -22,7 +23,7 @@ _MAX_ERROR = 500
 
 # Said so that the index of pending messages is not used: one message is found by its id.
 _IS_PENDING = compared(webhooks.c.state) == "pending"
-_CLAIM = (
+_CLAIM = Prepared(
     update(webhooks)
     .where(
         webhooks.c.id == bindparam("p_id"),
@@ -32,7 +33,7 @@ _CLAIM = (
     .values(tries=webhooks.c.tries + 1, next_ms=bindparam("p_until"))
     .returning(webhooks.c.id, webhooks.c.job_id, webhooks.c.url, webhooks.c.status, webhooks.c.tries)
 )
-_END = (
+_END = Prepared(
     update(webhooks)
     .where(
         webhooks.c.id == bindparam("p_id"),
@@ -98,8 +99,8 @@ class Webhooks:
         """Begin a try of each of these that is due and that nobody else is at."""
 
         def unit(tx: Transaction) -> list[Webhook]:
-            tried = (tx.connection.execute(_CLAIM, {"p_id": id_, "p_now": now, "p_until": until}) for id_ in ids)
-            rows = [row for result in tried if (row := result.first()) is not None]
+            tried = (_CLAIM.first(tx.connection, {"p_id": id_, "p_now": now, "p_until": until}) for id_ in ids)
+            rows = [row for row in tried if row is not None]
             return [Webhook(row.id, row.job_id, row.url, State(row.status), row.tries) for row in rows]
 
         return self.database.write(unit)
@@ -130,7 +131,7 @@ class Webhooks:
             "p_error": error,
             "p_delivered": delivered,
         }
-        return self.database.write(lambda tx: tx.connection.execute(_END, params).rowcount == 1)
+        return self.database.write(lambda tx: _END.count(tx.connection, params) == 1)
 
     def due(self, now: int, limit: int = 500, after: Due | None = None) -> list[Due]:
         """The messages whose next try is due, oldest first, from `after` on."""

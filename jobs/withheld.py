@@ -13,6 +13,7 @@ from sqlalchemy import Integer, bindparam, delete, insert, select, update
 from jobs.db import Database, Transaction
 from jobs.models import jobs, withheld
 from jobs.moves import stands
+from jobs.prepared import Prepared
 from jobs.states import State
 
 Row: TypeAlias = Any
@@ -67,20 +68,20 @@ _RUNS = select(
     bindparam("p_until", type_=withheld.c.until_ms.type),
 ).where(stands(State.RUNNING), jobs.c.slot.is_not(None))
 _THIS_RUN = (jobs.c.id == bindparam("p_id"), jobs.c.attempt == bindparam("p_attempt", type_=Integer))
-_NOTE = insert(withheld).from_select(_COLUMNS[:-1], _RUNS.where(*_THIS_RUN).with_for_update())
+_NOTE = Prepared(insert(withheld).from_select(_COLUMNS[:-1], _RUNS.where(*_THIS_RUN).with_for_update()))
 _NOTE_MANY = insert(withheld).from_select(
     _COLUMNS[:-1], _RUNS.where(jobs.c.seq.in_(bindparam("p_seqs", expanding=True)))
 )
-_ALL = select(withheld).order_by(withheld.c.since_ms, withheld.c.job_id)
-_ONE = select(withheld).where(*_THIS)
-_FORGET = delete(withheld).where(*_THIS)
+_ALL = Prepared(select(withheld).order_by(withheld.c.since_ms, withheld.c.job_id))
+_ONE = Prepared(select(withheld).where(*_THIS))
+_FORGET = Prepared(delete(withheld).where(*_THIS))
 _QUIET = update(withheld).where(*_THIS).values(quiet_ms=bindparam("p_quiet"))
 
 
 def note(tx: Transaction, job_id: str, attempt: int, now: int, it: Withholding) -> None:
     """Withhold the slot of a run that is about to end in this transaction."""
     given = {"p_id": job_id, "p_attempt": attempt, "p_reason": it.reason, "p_now": now, "p_until": it.until_ms}
-    tx.connection.execute(_NOTE, given)
+    _NOTE.count(tx.connection, given)
 
 
 def note_many(tx: Transaction, seqs: Sequence[int], now: int, it: Withholding) -> None:
@@ -90,7 +91,7 @@ def note_many(tx: Transaction, seqs: Sequence[int], now: int, it: Withholding) -
 
 
 def drop(tx: Transaction, job_id: str, attempt: int) -> bool:
-    return tx.connection.execute(_FORGET, {"p_id": job_id, "p_attempt": attempt}).rowcount == 1
+    return _FORGET.count(tx.connection, {"p_id": job_id, "p_attempt": attempt}) == 1
 
 
 def add(database: Database, it: Withheld) -> None:
@@ -107,12 +108,12 @@ def add(database: Database, it: Withheld) -> None:
 def read(database: Database) -> list[Withheld]:
     """All slots that are withheld, the longest first."""
     with database.read() as connection:
-        return [_withheld(row) for row in connection.execute(_ALL)]
+        return [_withheld(row) for row in _ALL.all(connection, {})]
 
 
 def of_run(database: Database, job_id: str, attempt: int) -> Withheld | None:
     with database.read() as connection:
-        row = connection.execute(_ONE, {"p_id": job_id, "p_attempt": attempt}).first()
+        row = _ONE.first(connection, {"p_id": job_id, "p_attempt": attempt})
     return None if row is None else _withheld(row)
 
 

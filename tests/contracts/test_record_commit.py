@@ -372,13 +372,16 @@ def test_a_record_that_somebody_else_keeps_locked_is_unavailable_and_can_still_b
     assert store.start(job.id, "gpu1", "gpu1-slot0", "l", T0).attempt == 1
 
 
-def test_a_group_that_cannot_begin_is_refused_as_a_whole_and_does_not_wait_once_for_each(impatient, lock):
+def test_a_group_that_cannot_begin_is_refused_as_a_whole_and_does_not_wait_once_for_each(impatient, lock, monkeypatch):
     statements: list[str] = []
 
-    def lock_out(*_: object) -> None:
+    commit = impatient._commit
+
+    def lock_out(*group: Any) -> bool:
         """In the moment between the holder's commit and the group's BEGIN."""
         lock.execute("BEGIN IMMEDIATE")
         event.listen(impatient.engine, "before_cursor_execute", lambda c, cursor, sql, *_: statements.append(sql))
+        return commit(*group)
 
     store = Store(impatient)
     answers: list[Future[Any]] = []
@@ -386,10 +389,10 @@ def test_a_group_that_cannot_begin_is_refused_as_a_whole_and_does_not_wait_once_
         with _held(impatient):
             answers += [pool.submit(store.submit, [a_job()], T0) for _ in range(6)]
             eventually(lambda: len(impatient._line) == 6)
-            event.listen(impatient.engine.pool, "checkin", lock_out, once=True)
+            monkeypatch.setattr(impatient, "_commit", lock_out)
         errors = [answer.exception(30) for answer in answers]
     assert [type(error) for error in errors] == [RecordUnavailable] * 6
-    assert statements == ["PRAGMA synchronous=FULL", "BEGIN IMMEDIATE"]
+    assert statements == ["BEGIN IMMEDIATE"]
 
 
 def test_a_group_that_loses_its_database_half_way_does_not_wait_once_for_each(database, store, monkeypatch):
@@ -407,6 +410,20 @@ def test_a_group_that_loses_its_database_half_way_does_not_wait_once_for_each(da
     errors = _in_one_group(database, *acts)
     assert [type(error) for error in errors] == [RecordUnavailable] * 6
     assert begins == [True]
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_connection_that_was_lost_between_two_writes_is_replaced_before_anybody_hears_of_it(database, store):
+    first = a_queued_job(store)
+    with database.engine.connect() as other:
+        mine = text(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+        other.execute(mine)
+    second = a_queued_job(store)
+    assert second.seq > first.seq
+    assert store.start(second.id, "gpu1", "gpu1-slot0", "l", T0).attempt == 1
 
 
 def test_a_write_is_not_seen_half(database, store):

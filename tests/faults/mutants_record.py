@@ -78,4 +78,23 @@ KEPT = [
         "with_for_update()",
         (f"{MASS}test_a_job_that_somebody_is_just_canceling_holds_up_no_other_that_is_due",),
     ),
+    Mutant(
+        "a connection that went away since the last write refuses the next",
+        "JOB-3",
+        "jobs/db.py",
+        "isinstance(error, IntegrityError) or _was_lost(error)",
+        "isinstance(error, IntegrityError)",
+        (
+            "tests/contracts/test_record_commit.py::"
+            "test_a_connection_that_was_lost_between_two_writes_is_replaced_before_anybody_hears_of_it",
+        ),
+    ),
+    Mutant(
+        "an answer that was interrupted is read by the next",
+        "JOB-3",
+        "jobs/prepared.py",
+        "lost = not isinstance(error, Exception)",
+        "lost = False",
+        ("tests/unit/jobs/test_prepared.py::test_a_connection_that_was_interrupted_is_used_no_more",),
+    ),
 ]

@@ -1,0 +1,96 @@
+"""Prepared statements: SQLAlchemy's, run by the driver, with SQLAlchemy's errors."""
+
+import pytest
+from sqlalchemy import Boolean, Column, Integer, MetaData, Table, Text, bindparam, event, insert, select, update
+from sqlalchemy.exc import IntegrityError, OperationalError
+
+from jobs.prepared import Prepared, Rows, run, say
+
+things = Table(
+    "things",
+    MetaData(),
+    Column("name", Text, primary_key=True),
+    Column("size", Integer),
+    Column("good", Boolean),
+)
+ADD = Prepared(insert(things), ["name", "size"])
+GROW = Prepared(
+    update(things)
+    .where(things.c.name == bindparam("p_name"), things.c.size < 10)
+    .values(size=things.c.size + bindparam("p_by"))
+    .returning(things.c.name, things.c.size)
+)
+SIZE = Prepared(select(things.c.size).where(things.c.name == bindparam("p_name")))
+
+
+@pytest.fixture
+def connection(database):
+    with database.engine.connect() as connection, connection.begin():
+        connection.exec_driver_sql("CREATE TEMPORARY TABLE things (name TEXT PRIMARY KEY, size INTEGER, good INTEGER)")
+        yield connection
+
+
+def test_parameters_are_given_by_name_and_rows_have_the_names_of_their_columns(connection):
+    assert ADD.count(connection, {"size": 3, "name": "a", "more": "than it takes"}) == 1
+    assert [(row.name, row.size) for row in GROW.all(connection, {"p_name": "a", "p_by": 4})] == [("a", 7)]
+    assert GROW.first(connection, {"p_name": "b", "p_by": 4}) is None
+    assert SIZE.scalar(connection, {"p_name": "a"}) == 7
+    assert SIZE.scalar(connection, {"p_name": "b"}) is None
+
+
+def test_rows_are_inserted_together_whatever_is_missing_in_them(connection):
+    rows = Rows(things)
+    rows.write(connection, [{"name": "a", "size": None}, {"name": "b", "size": 2}])
+    rows.write(connection, [{"size": None, "name": f"c{n}"} for n in range(300)])
+    rows.write(connection, [{"name": "d"}])
+    assert SIZE.scalar(connection, {"p_name": "b"}) == 2
+    assert connection.exec_driver_sql("SELECT count(*), count(size) FROM things").one() == (303, 1)
+
+
+def test_what_the_driver_raises_is_what_sqlalchemy_raises_without_any_value(connection):
+    ADD.count(connection, {"name": "a", "size": 1})
+    with pytest.raises(IntegrityError) as refused:
+        ADD.count(connection, {"name": "a", "size": 4711})
+    assert refused.value.orig is not None
+    assert "4711" not in str(refused.value)
+    assert not refused.value.connection_invalidated
+
+
+def test_whoever_listens_to_the_engine_hears_these_statements_too(database, connection):
+    heard = []
+
+    def listen(connection, cursor, text, values, *_):
+        heard.append((text, values))
+
+    event.listen(database.engine, "before_cursor_execute", listen)
+    ADD.count(connection, {"name": "a", "size": 1})
+    say(connection, "SELECT 1")
+    assert [text.split()[0] for text, _ in heard] == ["INSERT", "SELECT"]
+    assert "a" in (heard[0][1].values() if isinstance(heard[0][1], dict) else heard[0][1])
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_what_would_have_to_be_converted_cannot_be_prepared(connection):
+    for statement, columns in ((select(things.c.good), None), (insert(things), ["name", "good"])):
+        with pytest.raises(TypeError, match="cannot be prepared"):
+            Prepared(statement, columns).count(connection, {"name": "a", "good": True})
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_connection_that_was_lost_is_known_to_be_lost(database):
+    with database.engine.connect() as connection:
+        connection.connection.dbapi_connection.pgconn.finish()
+        with pytest.raises(OperationalError) as lost:
+            say(connection, "SELECT 1")
+        assert lost.value.connection_invalidated
+        assert connection.invalidated
+
+
+def test_a_connection_that_was_interrupted_is_used_no_more(database):
+    def interrupt(cursor):
+        raise KeyboardInterrupt
+
+    with database.engine.connect() as connection:
+        with pytest.raises(KeyboardInterrupt):
+            run(connection, "SELECT 1", (), interrupt)
+        assert connection.invalidated

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from sqlalchemy import bindparam, func, select, tuple_, update
+from sqlalchemy import Select, bindparam, func, select, tuple_, update
 
 from jobs.db import Database, Transaction
 from jobs.models import jobs, webhooks
@@ -135,13 +135,20 @@ class Webhooks:
 
     def due(self, now: int, limit: int = 500, after: Due | None = None) -> list[Due]:
         """The messages whose next try is due, oldest first, from `after` on."""
-        query = (
-            select(webhooks.c.next_ms, webhooks.c.id, webhooks.c.url, _TENANT)
-            .where(webhooks.c.state == "pending", webhooks.c.next_ms <= now)
-            .order_by(webhooks.c.next_ms, webhooks.c.id)
-            .limit(limit)
-        )
+        query = _due_by(now, limit).order_by(webhooks.c.next_ms, webhooks.c.id)
         if after is not None:
             query = query.where(tuple_(webhooks.c.next_ms, webhooks.c.id) > (after.next_ms, after.id))
+        return self._read(query)
+
+    def newest_due(self, now: int, limit: int) -> list[Due]:
+        """Those that have become due last, the newest first."""
+        return self._read(_due_by(now, limit).order_by(webhooks.c.next_ms.desc(), webhooks.c.id.desc()))
+
+    def _read(self, query: Select[Any]) -> list[Due]:
         with self.database.read() as connection:
             return [Due(*row) for row in connection.execute(query)]
+
+
+def _due_by(now: int, limit: int) -> Select[Any]:
+    query = select(webhooks.c.next_ms, webhooks.c.id, webhooks.c.url, _TENANT)
+    return query.where(webhooks.c.state == "pending", webhooks.c.next_ms <= now).limit(limit)

@@ -11,11 +11,9 @@ import random
 import signal
 import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import urlsplit
 
 import structlog
 
@@ -30,9 +28,10 @@ from jobs.store import Store
 from jobs.webhooks import Due, Webhooks
 from routing import exact
 from tasks import startup
-from tasks.berths import MOST, Berth, Berths
+from tasks.berths import Berth, Berths
 from tasks.config import TaskSettings
 from tasks.keyring import webhook_secrets
+from tasks.lines import Lines
 from tasks.outbound import Sender, Sent, parse_allow
 
 log = structlog.get_logger(__name__)
@@ -41,8 +40,7 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 6 * 3600.0
 _LOOK_EVERY_S = 0.25
 _LOOKING_SHARE = 0.2  # of the time, however much is owed
 _PAGE = 1000
-_KNOWN_OF_LINE = 256  # messages of one receiver and tenant that are remembered as due
-_MANY_KNOWN = 50_000
+_NEWEST = 200  # that each look reads beside its page
 _HEAR_EVERY_S = 5.0
 _AT_ONCE = 64  # messages that one transaction claims
 _AWAY_S = 1.0
@@ -51,54 +49,13 @@ _LAST_TRIES_S = 3.0  # what those under way get when the process is told to stop
 Send = Callable[[Webhook, Job, bytes], Sent]
 
 
-def host_of(url: str) -> str:
-    """Whom a message is for, as far as its bounds are concerned."""
-    try:
-        return urlsplit(url).netloc.rpartition("@")[2].lower() or url
-    except ValueError:
-        return url
-
-
-class _Known:
-    """Messages that are due and not begun, by receiver and tenant, who take turns."""
-
-    def __init__(self) -> None:
-        self._lines: OrderedDict[tuple[str, str], deque[str]] = OrderedDict()
-        self._ids: set[str] = set()
-
-    def add(self, due: Due) -> None:
-        line = self._lines.setdefault((host_of(due.url), due.tenant), deque())
-        most = _KNOWN_OF_LINE if len(self._ids) < _MANY_KNOWN else 1  # Others' piles leave room for everybody's first.
-        if due.id not in self._ids and len(line) < most:
-            line.append(due.id)
-            self._ids.add(due.id)
-
-    def take(self, berths: Berths, most: int) -> list[tuple[str, Berth]]:
-        """Up to `most` messages that may begin now, one of each line in turn."""
-        taken: list[tuple[str, Berth]] = []
-        turns = deque(self._lines)
-        while turns and len(taken) < most:
-            who = turns.popleft()
-            if not berths.admits(*who):
-                continue
-            line = self._lines[who]
-            taken.append((line.popleft(), berths.take(*who)))
-            self._ids.discard(taken[-1][0])
-            if line:
-                self._lines.move_to_end(who)
-                turns.append(who)
-            else:
-                del self._lines[who]
-        return taken
-
-
 class Deliveries:
     """Looks for what is due, and has it sent."""
 
     def __init__(self, webhooks: Webhooks, store: Store, send: Send, timeout_s: float, max_tries: int) -> None:
         self._webhooks, self._store, self._send = webhooks, store, send
         self._timeout_s, self._max_tries = timeout_s, max_tries
-        self._berths, self._known = Berths(), _Known()
+        self._berths, self._lines = Berths(), Lines()
         self._lock = threading.Lock()  # over the berths
         self._woken = threading.Event()
         self._ended = threading.Event()
@@ -141,14 +98,17 @@ class Deliveries:
         return begun
 
     def _look(self) -> None:
-        """Read one page of what is due.  The look goes on where it stopped, so that nobody's pile hides another's."""
+        """Read one page of what is due, from where the last look stopped, so that nobody's pile hides another's; and
+        what has become due just now, so that it does not wait until the pile has been read."""
         began = time.monotonic()
         if began >= self._hear_at:
             self._catalog.version()  # With it the common time is heard.
             self._hear_at = began + _HEAR_EVERY_S
-        page = self._webhooks.due(now_ms(), _PAGE, self._last)
-        for due in page:
-            self._known.add(due)
+        now = now_ms()
+        page = self._webhooks.due(now, _PAGE, self._last)
+        newest = self._webhooks.newest_due(now, _NEWEST) if len(page) == _PAGE else []
+        for due in (*newest, *page):
+            self._lines.add(due)
         self._last = page[-1] if len(page) == _PAGE else None
         took_s = time.monotonic() - began
         rest_s = took_s / _LOOKING_SHARE if self._last else _LOOK_EVERY_S
@@ -157,7 +117,7 @@ class Deliveries:
     def _begin(self) -> int:
         """Claim and begin some tries; answers how many were chosen."""
         with self._lock:
-            chosen = self._known.take(self._berths, min(_AT_ONCE, MOST))
+            chosen = self._lines.take(self._berths, _AT_ONCE)
         if not chosen:
             return 0
         now = now_ms()

@@ -265,6 +265,7 @@ def test_what_time_has_come_for_is_found_by_its_time(database, full):
         (full.forget_keys, "ix_idempotency_keys_expires_ms"),
         (Webhooks(database).due, "ix_webhooks_next"),
         (lambda now: Webhooks(database).due(now, after=Due(T0, "m", "", "")), "ix_webhooks_next"),
+        (lambda now: Webhooks(database).newest_due(now, 10), "ix_webhooks_next"),
         (lambda now: Tellings(database).claim_due(now, 50), "ix_tellings_next_ms"),
     ):
         plans = _plans(database, lambda act=act: act(T0 - 1))
@@ -285,6 +286,7 @@ def test_what_time_has_come_for_is_changed_by_its_number(database, full):
         (lambda: full.purge(LATER, 10), "ix_jobs_finished"),
         (lambda: Tellings(database).claim_due(LATER, 10), "ix_tellings_next_ms"),
         (lambda: Webhooks(database).due(LATER, 10), "ix_webhooks_next"),
+        (lambda: Webhooks(database).newest_due(LATER, 10), "ix_webhooks_next"),
     ):
         plans = _plans(database, act)
         _reads_nothing_through(plans)

@@ -5,6 +5,7 @@ from tests.faults.mutant import Mutant
 _UPKEEP = "tests/faults/test_upkeep.py::"
 _OUTAGES = "tests/faults/test_outages.py::"
 _BERTHS = "tests/unit/test_berths.py::"
+_LINES = "tests/unit/test_lines.py::"
 _CLOCK = "tests/unit/jobs/test_clock.py::"
 _STANDING = "tests/contracts/test_api_standing.py::"
 _DELIVERIES = "tests/faults/test_deliveries.py::"
@@ -184,8 +185,8 @@ UPKEEP = [
         "a silent receiver gets as many tries at once as it is owed",
         "HOOK-1",
         "tasks/berths.py",
-        "        return self._hosts[host] == 0 and",
-        "        return",
+        "return self._hosts[host] < (MOST_OF_HOST if standing else 1)",
+        "return self._hosts[host] < MOST_OF_HOST",
         (
             f"{_BERTHS}test_a_receiver_that_was_never_tried_gets_one_try_at_a_time",
             f"{_DELIVERIES}test_a_silent_receiver_of_one_tenant_is_tried_once_at_a_time",
@@ -195,9 +196,39 @@ UPKEEP = [
         "receivers that fail take every berth",
         "HOOK-1",
         "tasks/berths.py",
-        "        if standing is False and self._taken[False] >= MOST_FAILING:",
-        "        if standing is False and self._taken[False] > MOST:",
+        "    if standing is False:",
+        "    if standing == 2:",
         (f"{_BERTHS}test_receivers_whose_last_try_failed_share_a_small_part",),
+    ),
+    Mutant(
+        "a tenant takes all berths of a part",
+        "HOOK-1",
+        "tasks/berths.py",
+        "return self._of_tenants[tenant, part] < MOST[part] - self._taken[part]",
+        "return self._taken[part] < MOST[part]",
+        (
+            f"{_BERTHS}test_silent_receivers_of_one_tenant_leave_room_for_one_that_is_new",
+            f"{_BERTHS}test_silent_receivers_of_many_tenants_leave_room_for_one_that_is_new",
+            f"{_BERTHS}test_no_tenant_gets_more_berths_than_it_leaves_free",
+        ),
+        still=f"{_BERTHS}test_a_receiver_that_was_never_tried_gets_one_try_at_a_time",
+    ),
+    Mutant(
+        "a receiver that may not be tried hides its tenant's others",
+        "HOOK-1",
+        "tasks/lines.py",
+        "            lines.move_to_end(host)\n        return None",
+        "            return None\n        return None",
+        (f"{_LINES}test_receivers_that_may_not_be_tried_now_hide_those_that_may_for_a_few_turns_at_most",),
+        still=f"{_LINES}test_of_one_tenant_its_receivers_take_turns",
+    ),
+    Mutant(
+        "what is due now waits until a pile has been read",
+        "HOOK-1",
+        "tasks/webhooks.py",
+        "for due in (*newest, *page):",
+        "for due in page:",
+        (f"{_DELIVERIES}test_what_has_become_due_just_now_does_not_wait_until_a_pile_has_been_read",),
     ),
     Mutant(
         "a pile of messages hides what comes after it",

@@ -14,8 +14,9 @@ from jobs.states import Why
 from jobs.store import Store
 from jobs.webhooks import Webhooks
 from tasks import webhooks
+from tasks.lines import host_of
 from tasks.outbound import Sent
-from tasks.webhooks import Deliveries, host_of
+from tasks.webhooks import Deliveries
 from tests.support.stack import eventually
 
 _TIMEOUT_S = 10.0
@@ -93,16 +94,31 @@ def test_silent_receivers_do_not_delay_those_that_answer(deliveries, store, rece
 def test_one_receivers_pile_does_not_hide_what_is_owed_to_another(deliveries, store, receivers, monkeypatch) -> None:
     monkeypatch.setattr(webhooks, "_PAGE", 10)
     monkeypatch.setattr(webhooks, "_LOOKING_SHARE", 1e9)
+    monkeypatch.setattr(webhooks, "_NEWEST", 5)
     for n in range(50):
         _owe(store, "silent", f"s{n}")
-    _owe(store, "good", "last")
+        if n == 30:
+            _owe(store, "good", "inside")
 
     def is_told() -> bool:
         deliveries.turn()
-        return receivers.told == [("good", "last")]
+        return receivers.told == [("good", "inside")]
 
-    eventually(is_told, "it is found behind the pile")
+    eventually(is_told, "it is found inside the pile")
     assert deliveries.under_way == 1
+
+
+def test_what_has_become_due_just_now_does_not_wait_until_a_pile_has_been_read(
+    deliveries, store, receivers, monkeypatch
+) -> None:
+    monkeypatch.setattr(webhooks, "_PAGE", 10)
+    monkeypatch.setattr(webhooks, "_LOOK_EVERY_S", 60.0)
+    monkeypatch.setattr(webhooks, "_LOOKING_SHARE", 1e-9)
+    for n in range(50):
+        _owe(store, "silent", f"s{n}")
+    _owe(store, "good", "last")
+    deliveries.turn()
+    eventually(lambda: receivers.told == [("good", "last")], "the first look has found it")
 
 
 def test_a_silent_receiver_of_one_tenant_is_tried_once_at_a_time(deliveries, store) -> None:

@@ -1,7 +1,7 @@
 """How many webhooks may be under way at once, and to whom."""
 
 from tasks import berths
-from tasks.berths import Berths
+from tasks.berths import MOST, Berths, Part
 
 
 def _fill(room: Berths, hosts: int, tenant: str = "one", name: str = "silent") -> list[berths.Berth]:
@@ -28,33 +28,40 @@ def test_a_receiver_that_answers_gets_several_tries_and_loses_them_when_it_falls
     assert not room.admits("good", "one")
 
 
-def test_three_hundred_silent_receivers_leave_room_for_one_that_is_new() -> None:
+def test_silent_receivers_of_one_tenant_leave_room_for_one_that_is_new() -> None:
     room = Berths()
-    assert len(_fill(room, 300)) == 300
-    assert room.admits("new", "one")
+    assert len(_fill(room, 1000, "greedy")) == MOST[Part.UNPROVEN] // 2
+    assert not room.admits("new", "greedy") and room.admits("new", "modest")
+
+
+def test_silent_receivers_of_many_tenants_leave_room_for_one_that_is_new() -> None:
+    room = Berths()
+    shares = [len(_fill(room, 1000, f"greedy{n}", f"silent{n}-")) for n in range(5)]
+    assert room.admits("new", "modest") and sum(shares) < MOST[Part.UNPROVEN]
 
 
 def test_receivers_whose_last_try_failed_share_a_small_part() -> None:
     room = Berths()
-    for one in _fill(room, berths.MOST_UNPROVEN):
+    for one in _fill(room, MOST[Part.FAILING], "one") + _fill(room, MOST[Part.FAILING] // 2, "two", "dead"):
         room.leave(one, False)
-    assert len(_fill(room, berths.MOST_UNPROVEN)) == berths.MOST_FAILING
-    assert room.admits("new", "one")
+    assert len(_fill(room, MOST[Part.FAILING], "one")) == MOST[Part.FAILING] // 2
+    assert room.admits("new", "one") and room.admits("dead1", "two")
 
 
 def test_a_receiver_that_answers_is_served_however_many_strangers_are_silent() -> None:
     room = Berths()
     room.leave(room.take("good", "two"), True)
-    _fill(room, 10_000)
-    assert not room.admits("new", "three") and room.admits("good", "two")
+    for n in range(MOST[Part.UNPROVEN]):
+        _fill(room, 2, f"tenant{n}", f"silent{n}-")
+    assert not room.admits("new", "tenant0") and room.admits("good", "two")
 
 
-def test_no_tenant_gets_all_berths() -> None:
+def test_no_tenant_gets_more_berths_than_it_leaves_free() -> None:
     room = Berths()
-    for n in range(berths.MOST):
+    for n in range(MOST[Part.ALL]):
         room.leave(room.take(f"good{n}", "greedy"), True)
-    assert len(_fill(room, berths.MOST, "greedy", "good")) == berths.MOST_OF_TENANT
-    assert room.admits("new", "modest")
+    assert len(_fill(room, MOST[Part.ALL], "greedy", "good")) == MOST[Part.ALL] // 2
+    assert not room.has_room_for("greedy") and room.has_room_for("modest") and room.admits("new", "modest")
 
 
 def test_what_is_remembered_of_receivers_is_bounded(monkeypatch) -> None:
@@ -62,4 +69,4 @@ def test_what_is_remembered_of_receivers_is_bounded(monkeypatch) -> None:
     room = Berths()
     for n in range(10):
         room.leave(room.take(f"host{n}", "one"), True)
-    assert len(room._answers) == 3 and not room._hosts and not room._tenants
+    assert len(room._answers) == 3 and not room._hosts and not room._of_tenants

@@ -60,6 +60,12 @@ class Tenants:
             row = connection.execute(select(tenants).where(tenants.c.key_hash == hash_key(key))).first()
         return None if row is None else Tenant(row.name, bool(row.admin), row.rate_per_s, row.burst)
 
+    def by_hash(self) -> dict[str, Tenant]:
+        """All of them, by the hash of their key."""
+        with self.database.read() as connection:
+            rows = connection.execute(select(tenants)).all()
+        return {row.key_hash: Tenant(row.name, bool(row.admin), row.rate_per_s, row.burst) for row in rows}
+
     def all(self) -> list[Tenant]:
         with self.database.read() as connection:
             rows = connection.execute(select(tenants).order_by(tenants.c.name)).all()

@@ -13,6 +13,7 @@ from celery.app.task import Context
 from celery.exceptions import NotRegistered
 from celery.worker.consumer import Consumer as CeleryConsumer
 
+from tasks import queues  # noqa: F401  Its commands take the place of Celery's.
 from tasks.celery_app import celery
 from tasks.publisher import publisher
 from tasks.telling import JobFailed

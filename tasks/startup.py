@@ -1,6 +1,7 @@
 """What each process of an installation does first.
 
-It logs as all do, closes the state folder, compares its secret with the others', and looks at Redis' settings.
+It bounds what messages unpack to, logs as all do, closes the state folder, compares its secret with the others', and
+looks at Redis' settings.
 """
 
 import structlog
@@ -15,6 +16,7 @@ from jobs.home import open_home
 from routing.suitability import evicts, forgets
 from tasks.config import TaskSettings
 from tasks.keyring import fingerprints
+from tasks.packed import bound_unpacking
 from tasks.wiring import scripts
 
 log = structlog.get_logger(__name__)
@@ -79,6 +81,7 @@ def begin() -> None:
 @worker_init.connect
 @beat_init.connect
 def _begin(**_: object) -> None:
+    bound_unpacking()
     try:
         begin()
     except (SlotkeeperError, OSError) as error:  # Celery would only log what a signal's receiver raises.

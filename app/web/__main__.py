@@ -33,7 +33,7 @@ def main() -> NoReturn:
     settings = AppSettings()
     app = create_app(settings)
     _share_fairly()
-    owners = Owners(Tenants(wiring.database()).by_key if settings.require_keys else None)
+    owners = Owners(Tenants(wiring.database()) if settings.require_keys else None)
     asyncio.run(_serve(app, settings, owners, app.extensions["slotkeeper"].patience))
     # Threads that are still at work would be waited for; the record is safe whenever this ends.
     sys.stdout.flush()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from app.web.gateway import Answer, BadHead, environ_of
-from app.web.owners import Kind, Owner
+from app.web.owners import Kind, Owner, TooManyKeys
 from app.web.request import LONGEST_HEAD, LONGEST_TARGET, MOST_HEADERS, Request
 
 if TYPE_CHECKING:
@@ -170,7 +170,10 @@ class Connection(asyncio.Protocol):
             self._refuse(400, "malformed_request", f"In this request {error}.")
             return
         request.limit = self._door.limit_of(request.path)
-        request.owner = self._door.owner_of(self, request)
+        try:
+            request.owner = self._door.owner_of(self, request)
+        except TooManyKeys:
+            self._refuse(503, "too_many_keys", "Too many keys that are new here come from your address.", 1)
 
     def on_body(self, data: bytes) -> None:
         request = self._requests[-1]

@@ -1,6 +1,7 @@
 """What all connections of the process share: rules, threads, and the application."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +14,7 @@ from app.config import AppSettings
 from app.web.crowd import Crowd
 from app.web.gateway import Answer, Application, answer
 from app.web.hall import Errand, Lane
-from app.web.owners import Kind, Owner, Owners
+from app.web.owners import Kind, Owner, Owners, TooManyKeys
 from app.web.request import Request
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 _TICK_S = 1.0
+_KEYS_EVERY_S, _KEYS_REST = 5.0, 30
 _HEAVY = 256 << 10  # bytes of a body that takes long to read
 _MOST_WAITING = 1024  # requests of one owner
 _MOST_LOOKED_UP = 64  # keys at one address
@@ -58,6 +60,7 @@ class Door:
         self._live = self._lane("live", 1, 1)
         self._keys = self._lane("keys", 2, 1, _MOST_LOOKED_UP)
         self._told_evicted = 0
+        self._keys_due = 0.0  # when they are read again
 
     def _lane(self, name: str, threads: int, share: int, most_waiting: int = _MOST_WAITING) -> Lane:
         return Lane(name, threads, share, self._soon, most_waiting)
@@ -88,7 +91,10 @@ class Door:
     # -- requests --------------------------------------------------------------------------------------------
 
     def owner_of(self, connection: "Connection", request: Request) -> Owner | None:
-        """Whose request it is; None: `connection.owned` is called when that is known."""
+        """Whose request it is; None: `connection.owned` is called when that is known.
+
+        Raises TooManyKeys: nobody has time to find out.
+        """
         assert request.environ is not None
         authorization = request.environ.get("HTTP_AUTHORIZATION", "")
         known = self._owners.known(authorization, connection.address)
@@ -103,9 +109,9 @@ class Door:
             self._owners.remember(authorization, owner)
             connection.owned(request, owner)
 
-        if self._keys.enter(Errand(connection.address, look)):
-            return None
-        return Owner(connection.address, Kind.STRANGER)
+        if not self._keys.enter(Errand(connection.address, look, lambda: not connection.has_left)):
+            raise TooManyKeys
+        return None
 
     def serve(self, connection: "Connection", request: Request) -> None:
         """Have it answered, by `connection.answer`."""
@@ -153,8 +159,11 @@ class Door:
     # -- time ------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Close what takes too long, and come back."""
+        """Close what takes too long, read the keys now and then, and come back."""
         now = self.now()
+        if now >= self._keys_due:
+            self._keys_due = math.inf
+            self._keys.enter(Errand("the record", self._read_keys))
         for guest in self.crowd.guests():
             try:
                 guest.tick(now)
@@ -165,6 +174,13 @@ class Door:
             log.warning("connections_gave_way", count=self.crowd.evicted - self._told_evicted, open=len(self.crowd))
             self._told_evicted = self.crowd.evicted
         self._loop.call_later(_TICK_S, self.tick)
+
+    def _read_keys(self) -> None:
+        """In a lane's thread.  However many there are, it takes a small part of the time."""
+        began = self.now()
+        self._owners.refresh()
+        took_s = self.now() - began
+        self._keys_due = self.now() + max(_KEYS_EVERY_S, took_s * _KEYS_REST)
 
     def stop(self) -> None:
         """Take no further requests; those that are being answered are."""

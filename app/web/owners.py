@@ -2,9 +2,11 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from jobs.errors import SlotkeeperError
 from jobs.tenants import Tenant, hash_key
@@ -31,40 +33,59 @@ class Owner:
 _LOCAL = Owner("", Kind.LOCAL)
 
 
+class TooManyKeys(Exception):
+    """More keys that the record must be asked about come from one address than it can be."""
+
+
+class Keys(Protocol):
+    """The record's keys; jobs.tenants.Tenants.  Its methods raise SlotkeeperError while it is away."""
+
+    def by_key(self, key: str) -> Tenant | None:
+        """Whose key it is."""
+
+    def by_hash(self) -> Mapping[str, Tenant]:
+        """All tenants, by the hash of their key."""
+
+
 class Owners:
     """Knows the owner of a request.  Of a key that is new here the record is asked, by `look_up`, in a thread.
 
-    A key that was good is remembered for minutes: that decides nothing but whose turn it is.
+    All keys are read every few seconds, so that nobody who makes up keys is in the way of one that is good.  One that
+    was good is remembered for minutes: that decides nothing but whose turn it is.
     """
 
-    def __init__(
-        self, tenant_of: Callable[[str], Tenant | None] | None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`tenant_of`: whose key it is; None: no keys are asked for."""
-        self._tenant_of = tenant_of
+    def __init__(self, keys: Keys | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`keys`: None: none are asked for."""
+        self._keys = keys
         self._clock = clock
+        self._of_record: Mapping[str, Owner] = {}
         self._known: OrderedDict[str, tuple[float, Owner]] = OrderedDict()
 
     def known(self, authorization: str, address: str) -> Owner | None:
         """The owner; None: `look_up` must say."""
-        if self._tenant_of is None:
+        if self._keys is None:
             return _LOCAL
         key = _bearer(authorization)
         if not key:
             return Owner(address, Kind.STRANGER)
-        until, owner = self._known.get(hash_key(key), (0.0, None))
-        return owner if self._clock() < until else None
+        hashed = hash_key(key)
+        until, owner = self._known.get(hashed, (0.0, None))
+        return self._of_record.get(hashed) or (owner if self._clock() < until else None)
 
     def look_up(self, authorization: str, address: str) -> Owner:
         """Whose key it is, from the record.  A record that does not answer makes strangers of all."""
-        assert self._tenant_of is not None, "without keys everybody is known"
+        assert self._keys is not None, "without keys everybody is known"
         try:
-            tenant = self._tenant_of(_bearer(authorization))
+            tenant = self._keys.by_key(_bearer(authorization))
         except SlotkeeperError:
             tenant = None
-        if tenant is None:
-            return Owner(address, Kind.STRANGER)
-        return Owner(tenant.name, Kind.OPERATOR if tenant.admin else Kind.TENANT)
+        return Owner(address, Kind.STRANGER) if tenant is None else _owner(tenant)
+
+    def refresh(self) -> None:
+        """Read all keys.  A record that does not answer leaves those that are known."""
+        if self._keys is not None:
+            with suppress(SlotkeeperError):
+                self._of_record = {hashed: _owner(tenant) for hashed, tenant in self._keys.by_hash().items()}
 
     def remember(self, authorization: str, owner: Owner) -> None:
         if owner.kind is Kind.STRANGER:
@@ -72,6 +93,10 @@ class Owners:
         while len(self._known) >= _MOST_REMEMBERED:
             self._known.popitem(last=False)
         self._known[hash_key(_bearer(authorization))] = (self._clock() + _REMEMBERED_S, owner)
+
+
+def _owner(tenant: Tenant) -> Owner:
+    return Owner(tenant.name, Kind.OPERATOR if tenant.admin else Kind.TENANT)
 
 
 def _bearer(authorization: str) -> str:

@@ -104,4 +104,13 @@ CELERY = [
         (f"{CALLS}test_an_option_that_means_nothing_to_a_job_is_refused_by_name",),
         still=f"{CALLS}test_times_are_seconds_or_moments",
     ),
+    Mutant(
+        "a message is unpacked without end",
+        "bounds",
+        "tasks/packed.py",
+        "one.decompress(packed, MOST_BYTES + 1)",
+        "one.decompress(packed)",
+        ("tests/unit/test_packed.py::test_what_does_not_is_refused_and_never_whole",),
+        still="tests/unit/test_packed.py::test_what_fits_is_unpacked",
+    ),
 ]

@@ -220,4 +220,13 @@ DOOR = [
         ("tests/unit/servers/test_patterns.py::test_a_pattern_that_could_run_away_is_refused",),
         still="tests/unit/servers/test_patterns.py::test_an_ordinary_pattern_is_accepted",
     ),
+    Mutant(
+        "made-up keys are in the way of good ones",
+        "turns",
+        "app/web/owners.py",
+        "self._of_record.get(hashed) or (owner if self._clock() < until else None)",
+        "owner if self._clock() < until else None",
+        (f"{CONNECTION}test_made_up_keys_are_not_in_the_way_of_good_ones_and_nobody_is_a_stranger_for_lack_of_time",),
+        still=f"{CONNECTION}test_an_answer_to_head_has_no_body",
+    ),
 ]

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from app.web.connection import Connection
 from app.web.door import Door
 from app.web.gateway import Answer
 from app.web.owners import Owners
+from jobs.tenants import Tenant, hash_key
 from tests.support.stack import eventually
 
 CRLF = b"\r\n"
@@ -327,3 +328,38 @@ def test_where_there_are_keys_no_owner_has_all_threads_or_all_places_for_waiting
 ) -> None:
     door = Door(_echo, AppSettings(require_keys=require_keys, web_threads=64), Owners(None), loop, 100)
     assert (door._general.share, door._waiting.share) == (share, share)
+
+
+class _Record:
+    """Knows one key, and is slow to say of another that it is nobody's."""
+
+    def by_key(self, key: str) -> Tenant | None:
+        GATE.wait(20)
+        return None
+
+    def by_hash(self) -> dict[str, Tenant]:
+        return {hash_key("sk_a"): Tenant("alice", False)}
+
+
+def test_made_up_keys_are_not_in_the_way_of_good_ones_and_nobody_is_a_stranger_for_lack_of_time(
+    loop: asyncio.AbstractEventLoop, address: tuple[str, int], door: Door
+) -> None:
+    GATE.clear()
+    keyed = Door(_echo, AppSettings(require_keys=True), Owners(_Record()), loop, 200)
+    keyed.tick = lambda: None  # type: ignore[method-assign]
+    keyed._read_keys()
+    made = asyncio.run_coroutine_threadsafe(loop.create_server(lambda: Connection(keyed), "127.0.0.1", 0), loop)
+    with closing(made.result(10)) as server:
+        there = server.sockets[0].getsockname()
+        held = []
+        for number in range(65):
+            held.append(socket.create_connection(there, 10))
+            held[-1].sendall(GET + b"Authorization: Bearer sk_%d\r\n\r\n" % number)
+        try:
+            eventually(lambda: sum(map(len, keyed._keys._waiting.values())) == 64, "no more may wait")
+            assert _statuses(_talk(there, GET + b"Authorization: Bearer sk_new\r\n\r\n")) == [503]
+            assert _statuses(_talk(there, GET + b"Authorization: Bearer sk_a\r\n\r\n")) == [200]
+        finally:
+            GATE.set()
+            for one in held:
+                one.close()

@@ -2,10 +2,27 @@ import pytest
 
 from app.web.owners import Kind, Owner, Owners
 from jobs.errors import RecordUnavailable
-from jobs.tenants import Tenant
+from jobs.tenants import Tenant, hash_key
 
 KNOWN = {"sk_a": Tenant("alice", False), "sk_o": Tenant("operator", True)}
 HERE = "10.0.0.1"
+
+
+class Record:
+    def __init__(self):
+        self.keys, self.away = dict(KNOWN), False
+
+    def by_key(self, key):
+        self._ask()
+        return self.keys.get(key)
+
+    def by_hash(self):
+        self._ask()
+        return {hash_key(key): tenant for key, tenant in self.keys.items()}
+
+    def _ask(self):
+        if self.away:
+            raise RecordUnavailable("away")
 
 
 class World:
@@ -13,7 +30,7 @@ class World:
 
 
 def owners(world=World):
-    return Owners(KNOWN.get, lambda: world.now)
+    return Owners(Record(), lambda: world.now)
 
 
 def test_without_keys_everybody_is_local():
@@ -57,8 +74,21 @@ def test_only_so_many_keys_are_remembered():
     assert len(asked._known) == 4096
 
 
-def test_while_the_record_is_away_all_are_strangers():
-    def away(key):
-        raise RecordUnavailable("away")
+def test_while_the_record_is_away_new_keys_are_strangers_and_those_that_were_read_are_known():
+    record = Record()
+    asked = Owners(record)
+    asked.refresh()
+    record.away = True
+    asked.refresh()
+    assert asked.look_up("Bearer sk_a", HERE) == Owner(HERE, Kind.STRANGER)
+    assert asked.known("Bearer sk_a", HERE) == Owner("alice", Kind.TENANT)
 
-    assert Owners(away).look_up("Bearer sk_a", HERE) == Owner(HERE, Kind.STRANGER)
+
+def test_keys_are_known_before_they_come_and_no_more_when_they_are_gone():
+    record = Record()
+    asked = Owners(record)
+    asked.refresh()
+    assert asked.known("Bearer sk_o", HERE) == Owner("operator", Kind.OPERATOR)
+    del record.keys["sk_o"]
+    asked.refresh()
+    assert asked.known("Bearer sk_o", HERE) is None

@@ -1,0 +1,47 @@
+"""Messages that come packed: unpacked up to a bound, since a few hundred bytes can be gigabytes.
+
+kombu unpacks a message before anybody can look at it, by what its registry names.
+"""
+
+import bz2
+import lzma
+import zlib
+from collections.abc import Callable
+from typing import Any, cast
+
+from kombu import compression
+
+MOST_BYTES = 32 << 20
+"""Of an unpacked message; a payload has 1 MiB."""
+
+_UNPACKERS: dict[str, Callable[[], Any]] = {
+    "application/x-gzip": zlib.decompressobj,
+    "application/x-bz2": bz2.BZ2Decompressor,
+    "application/x-lzma": lzma.LZMADecompressor,
+}
+
+
+class TooLarge(ValueError):
+    """What is packed in this message is more than any of ours holds."""
+
+
+def bound_unpacking() -> None:
+    """From now on no message of this process is unpacked beyond the bound, nor by what knows none."""
+    for kind in compression.encoders():
+        pack = cast(Any, compression).get_encoder(kind)[0]
+        compression.register(pack, _bounded(_UNPACKERS[kind]) if kind in _UNPACKERS else _refused, kind)
+
+
+def _bounded(unpacker: Callable[[], Any]) -> Callable[[bytes], bytes]:
+    def unpack(packed: bytes) -> bytes:
+        one = unpacker()
+        text: bytes = one.decompress(packed, MOST_BYTES + 1)
+        if len(text) > MOST_BYTES or not one.eof:
+            raise TooLarge(f"a message may have {MOST_BYTES} bytes when it is unpacked")
+        return text
+
+    return unpack
+
+
+def _refused(packed: bytes) -> bytes:
+    raise TooLarge("messages may be packed by gzip, bzip2 or lzma")

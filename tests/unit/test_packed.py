@@ -1,0 +1,58 @@
+"""A message is unpacked up to a bound, whatever packed it."""
+
+import bz2
+import lzma
+import zlib
+from collections.abc import Iterator
+
+import pytest
+from celery.worker.control import Panel
+from kombu import compression
+from kombu.message import Message
+
+from tasks import packed, queues
+
+PACKERS = {"application/x-gzip": zlib.compress, "application/x-bz2": bz2.compress, "application/x-lzma": lzma.compress}
+
+
+@pytest.fixture(autouse=True)
+def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(compression, "_decoders", dict(compression._decoders))
+    monkeypatch.setattr(compression, "_aliases", dict(compression._aliases))
+    monkeypatch.setattr(packed, "MOST_BYTES", 1000)
+    compression.register(lambda text: text, lambda text: text * 1_000_000, "application/x-other", aliases=["other"])
+    packed.bound_unpacking()
+    yield
+
+
+def _read(body: bytes, how: str) -> object:
+    """As kombu's consumer does."""
+    message = Message(
+        body, headers={"compression": how}, content_type="application/json", content_encoding="utf-8", accept={"application/json"}
+    )
+    if message.errors:
+        raise message.errors[0][1]
+    return message.decode()
+
+
+@pytest.mark.parametrize("how", PACKERS)
+def test_what_fits_is_unpacked(how: str) -> None:
+    assert _read(PACKERS[how](b'["%s"]' % (b"a" * 996)), how) == ["a" * 996]
+
+
+@pytest.mark.parametrize("how", PACKERS)
+def test_what_does_not_is_refused_and_never_whole(how: str) -> None:
+    with pytest.raises(packed.TooLarge):
+        _read(PACKERS[how](b" " * 50_000_000 + b"[]"), how)
+
+
+@pytest.mark.parametrize("how", ["application/x-other", "other"])
+def test_what_knows_no_bound_is_refused(how: str) -> None:
+    with pytest.raises(packed.TooLarge):
+        _read(b"[]", how)
+
+
+@pytest.mark.parametrize("command", ["cancel_consumer", "add_consumer"])
+def test_a_workers_queues_are_not_for_the_broker_to_say(command: str) -> None:
+    """What Celery's own would do, it would do to this, which is nothing."""
+    assert Panel.data[command](None, queue="maintenance") == {"ok": queues._UNCHANGED}

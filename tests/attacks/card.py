@@ -1,8 +1,9 @@
 """The score card of attacks, for people."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from tests.attacks.frame import PHASES, Played
+from tests.attacks.table import Row
 
 
 def lines(played: Sequence[Played]) -> list[str]:
@@ -15,3 +16,17 @@ def lines(played: Sequence[Played]) -> list[str]:
         shown += [f"    {words}" for words in it.wrong]
     failed = sum(bool(it.wrong) for it in played)
     return [*shown, "", f"{len(played) - failed} of {len(played)} attacks are withstood."]
+
+
+def lines_of_table(table: Sequence[Row], failed: Container[str], skipped: Container[str]) -> list[str]:
+    """By door: what was tried, what had to be true meanwhile and afterwards, and whether it was."""
+    shown, held = [], 0
+    for number, row in enumerate(table):
+        bad = [test for test in row.tests if test in failed]
+        unseen = [test for test in row.tests if test in skipped]
+        held += not bad
+        word = "FAILED " if bad else "skipped" if unseen else "held   "
+        door = row.door if not number or table[number - 1].door != row.door else ""
+        shown.append(f"{door:<20} {word} {row.tried}: {row.during}; then {row.after}")
+        shown += [f"{'':<29}{test}" for test in (*bad, *unseen)]
+    return [*shown, "", f"{held} of {len(table)} rows of the table hold."]

@@ -28,7 +28,11 @@ def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _read(body: bytes, how: str) -> object:
     """As kombu's consumer does."""
     message = Message(
-        body, headers={"compression": how}, content_type="application/json", content_encoding="utf-8", accept={"application/json"}
+        body,
+        headers={"compression": how},
+        content_type="application/json",
+        content_encoding="utf-8",
+        accept={"application/json"},
     )
     if message.errors:
         raise message.errors[0][1]

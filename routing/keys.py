@@ -7,6 +7,8 @@ All keys of one fleet carry one hash tag, so that every script also works on a R
 belong to a member of an index are named by lua/lib/fleet.lua: `<key of the index>:<member>`.
 """
 
+import re
+
 # In this order every script gets them as KEYS; lua/lib/fleet.lua gives them their names there.
 FLEET_KEYS = (
     "classes",  # hash  class -> "<kinds>\n<needs>", see lua/lib/groups.lua; classes:<class> zset lane -> order key
@@ -62,6 +64,15 @@ class Keys:
     def open_offers(self, fleet: str) -> str:
         """zset: job -> number of its offer, of the fleet's leases that nobody has claimed yet."""
         return f"{self.of(fleet, 'meta')}:open"
+
+    def rooms(self) -> str:
+        """set: the fleets that have had a room in this Redis."""
+        return f"{self._prefix}:{FORMAT}:rooms"
+
+    def patterns(self, fleet: str) -> list[str]:
+        """Which match all keys of a fleet, and no other's."""
+        tag = re.sub(r"([*?\[\]\\])", r"\\\1", f"{{{fleet}}}")
+        return [f"{self._prefix}:{FORMAT}:{tag}:*", f"{self._prefix}:{tag}:forecast:*"]
 
     def rate(self, tenant: str) -> str:
         """string: when the tenant's next submit is due by its rate, ms."""

@@ -131,6 +131,10 @@ class Queues:
         self._room = room
         self._away_until: dict[str | None, float] = {}  # fleet, or None: Redis as a whole
 
+    def room(self) -> int:
+        """For how many runs living workers have room."""
+        return self._room()
+
     @property
     def away(self) -> bool:
         """Whether Redis failed a moment ago: its time-out is paid once, not at every submit."""

@@ -23,8 +23,17 @@ class Seen:
     """Fleet -> version of the catalog that its room got last, and when (monotonic s)."""
     doubts: dict[str, "Doubt"] = field(default_factory=dict)
     """Fleets whose room holds fewer jobs than the record has queued."""
+    unstarted: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Jobs whose offer the reaper met: attempts that were begun, and how often it has met one since."""
     counted_at: float = 0.0
     """When (monotonic s) rooms and record may be compared again."""
+
+    def note_unstarted(self, job_id: str, attempt: int) -> int:
+        """An offer of this job was not begun in its time; answers how often that was so since its last start."""
+        known, times = self.unstarted.get(job_id, (attempt, 0))
+        times = times + 1 if known == attempt else 1
+        self.unstarted[job_id] = attempt, times
+        return times
 
     def after(self, last_event: int) -> int:
         """After which event to read, if `last_event` is the last there is."""

@@ -86,11 +86,30 @@ class Slots:
 
     def sync_all(self, fleets: Sequence[str], catalog: Snapshot) -> dict[str, Synced]:
         """The same for many, in few round trips; a fleet whose room cannot take it is left out."""
+        if fleets:
+            self._scripts.redis.sadd(self._scripts.keys.rooms(), *fleets)
         found, failed = self._scripts.run_each("sync", {fleet: _registry(fleet, catalog) for fleet in fleets})
         say_failed("registry_not_brought", failed)
         synced = {fleet: _synced(*answer) for fleet, answer in found.items()}
         self._resort([fleet for fleet, it in synced.items() if it == Synced()])
         return synced
+
+    def forget_gone(self, fleets: Sequence[str]) -> list[str]:
+        """Remove the rooms of all fleets but these, unless one holds a lease; answers whose.
+
+        A fleet that comes just now finds its room new, and filled from the record.
+        """
+        redis, keys = self._scripts.redis, self._scripts.keys
+        known: set[Any] = redis.smembers(keys.rooms())
+        gone = sorted({name.decode() for name in known}.difference(fleets))
+        holding = self._scripts.existing("leases", gone)
+        empty = [fleet for fleet in gone if fleet not in holding]
+        for fleet in empty:
+            for pattern in keys.patterns(fleet):
+                for key in redis.scan_iter(pattern, count=1000):
+                    redis.unlink(key)
+            redis.srem(keys.rooms(), fleet)
+        return empty
 
     def _resort(self, fleets: Sequence[str]) -> None:
         """In parts: with very many tenants all at once would keep everybody waiting."""

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from jobs.errors import InvalidJob
+from jobs.record import now_ms
 from routing.submission import Submission
 from tasks import messages
 
@@ -222,6 +223,6 @@ def _seconds_until(field: str, when: Any) -> float | None:
             when = datetime.fromisoformat(when)
         if when.tzinfo is None:
             when = when.replace(tzinfo=UTC)
-        return max((when - datetime.now(UTC)).total_seconds(), 0.0)
+        return max(when.timestamp() - now_ms() / 1000, 0.0)
     except (AttributeError, TypeError, ValueError, OverflowError):
         raise InvalidJob(field, f"{field} must be a number of seconds, or a date and time") from None

@@ -57,7 +57,9 @@ end
 local function note_change(field, old, new)
   local kind, name = string.match(field, "^(%a+) (.*)$")
   if kind == "account" then reweigh(name, old, new) end
-  if kind == "model" and new == "" then redis.call("UNLINK", tags_key(name), stats_key("model", name)) end
+  if kind == "model" and new == "" then
+    redis.call("UNLINK", tags_key(name), stats_key("model", name), STATS .. ":failed:model:" .. name)
+  end
   if kind == "model" and first_word(old, "") ~= first_word(new, "") then forget_shares(name) end
 end
 

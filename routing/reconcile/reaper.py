@@ -17,11 +17,14 @@ from routing.dispatcher import DRAINING, Dispatcher
 from routing.each import alone
 from routing.leases import Held, Span
 from routing.policies.verdict import crashed
+from routing.queues import Offer
 
 log = structlog.get_logger(__name__)
 
 _REAPER = "reaper"
 _AT_ONCE = 8
+OFTEN = 6
+"""How often a job's offers are met unstarted, each after `offer_ms` or a lease, until that is worth a word."""
 # The reaper looks twice a second; Redis, or beat, was away if it could not for so long.
 _NOT_LOOKED_S = 2.5
 # Redis' clock and ours go apart by more than this only if one of them was set.
@@ -123,10 +126,22 @@ def _reap_offer(dispatcher: Dispatcher, held: Held) -> bool:
     """
     job = dispatcher.store.get(held.job_id)
     resumes = job is not None and job.server == held.server
-    if job is not None and job.state is State.QUEUED and dispatcher.leases.keep(held, resumes=resumes) != "closed":
-        return False
+    if job is not None and job.state is State.QUEUED:
+        kept = dispatcher.leases.keep(held, resumes=resumes)
+        if kept == "kept":
+            _note_unstarted(dispatcher, held, job)
+        if kept != "closed":
+            return False
     _put_back(dispatcher, held, job)
     return True
+
+
+def _note_unstarted(dispatcher: Dispatcher, held: Held, job: Job) -> None:
+    """Wake workers once more where an offer is met again and again, as long as any has room for it."""
+    times = dispatcher.seen.note_unstarted(job.id, job.attempt)
+    if times % OFTEN == 0 and dispatcher.queues.room():
+        log.warning("offered_and_never_started", job_id=job.id, slot=held.slot, times=times)
+        dispatcher.publish([Offer(held.fleet, job.id, held.lease, held.slot, held.server, job.model, 0)])
 
 
 def _reap_lease(dispatcher: Dispatcher, held: Held) -> bool:
@@ -142,6 +157,8 @@ def _reap_lease(dispatcher: Dispatcher, held: Held) -> bool:
     if job is not None and job.state is State.RUNNING and (job.lease == held.tag or held.owner == _REAPER):
         _end_lost_run(dispatcher, mine, job)
     else:  # Its holder died before the start or after the end was written.
+        if job is not None and job.state is State.QUEUED:
+            dispatcher.seen.note_unstarted(job.id, job.attempt)
         _put_back(dispatcher, mine, job)
     return True
 

@@ -194,6 +194,8 @@ def reconcile(dispatcher: Dispatcher) -> int:
     for fleet in [fleet for fleet, room in rooms.items() if not room.open]:
         with alone("reconcile", fleet=fleet):
             found += rebuild(dispatcher, fleet)
+    for fleet in dispatcher.slots.forget_gone(dispatcher.fleet.refresh().fleets()):
+        log.info("room_removed", fleet=fleet)
     return found
 
 

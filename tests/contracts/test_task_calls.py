@@ -130,6 +130,14 @@ def test_times_are_seconds_or_moments():
     assert _read("zimg", eta=datetime.now(UTC) - timedelta(days=1)).delay_s == 0
 
 
+def test_celerys_times_go_by_the_common_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host whose clock is an hour behind that of the record expires nothing an hour late."""
+    monkeypatch.setattr(asking, "now_ms", lambda: now_ms() + 3_600_000)
+    when = datetime.now(UTC) + timedelta(seconds=3_700)
+    asked = _read("zimg", expires=when, eta=when)
+    assert asked.ttl_s == pytest.approx(100, abs=30) and asked.delay_s == pytest.approx(100, abs=30)
+
+
 @pytest.mark.parametrize("name", ["expires", "eta"])
 @pytest.mark.parametrize("when", ["tomorrow", [], True, object()])
 def test_a_time_that_is_none_is_refused_by_name(name, when):

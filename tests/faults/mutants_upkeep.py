@@ -7,6 +7,7 @@ _OUTAGES = "tests/faults/test_outages.py::"
 _BERTHS = "tests/unit/test_berths.py::"
 _LINES = "tests/unit/test_lines.py::"
 _CLOCK = "tests/unit/jobs/test_clock.py::"
+_AUDIT = "tests/faults/test_audit.py::"
 _STANDING = "tests/contracts/test_api_standing.py::"
 _DELIVERIES = "tests/faults/test_deliveries.py::"
 
@@ -145,6 +146,41 @@ UPKEEP = [
         'if string.match(field, "^busy:") then',
         'if field == "" then',
         (f"{_STANDING}test_a_reset_wakes_slots_that_rest_because_they_were_busy",),
+    ),
+    Mutant(
+        "offers that nobody starts are seen by nobody",
+        "SLOT-2",
+        "routing/seen.py",
+        "        times = times + 1 if known == attempt else 1",
+        "        times = 1",
+        (
+            f"{_AUDIT}test_a_job_that_is_offered_and_never_started_is_found_and_workers_are_woken_once_more",
+            f"{_AUDIT}test_a_job_under_which_workers_die_before_its_start_is_found",
+        ),
+    ),
+    Mutant(
+        "workers are woken again and again where there are none",
+        "SLOT-2",
+        "routing/reconcile/reaper.py",
+        "if times % OFTEN == 0 and dispatcher.queues.room():",
+        "if times % OFTEN == 0:",
+        (f"{_AUDIT}test_nobody_is_woken_once_more_while_no_worker_has_room",),
+    ),
+    Mutant(
+        "a room that is gone is forgotten with its leases",
+        "LEASE-1",
+        "routing/slots.py",
+        "        empty = [fleet for fleet in gone if fleet not in holding]",
+        "        empty = gone",
+        (f"{_UPKEEP}test_the_keys_of_a_fleet_that_is_gone_stay_while_it_holds_a_lease",),
+    ),
+    Mutant(
+        "Celery's times go by the host's clock",
+        "R122",
+        "tasks/asking.py",
+        "when.timestamp() - now_ms() / 1000",
+        "when.timestamp() - __import__('time').time()",
+        ("tests/contracts/test_task_calls.py::test_celerys_times_go_by_the_common_clock",),
     ),
     Mutant(
         "each idle fleet's leases are read",

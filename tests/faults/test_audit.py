@@ -15,8 +15,9 @@ from routing import audit, reconcile
 from routing.audit import Check, Finding
 from routing.outcome import Kind
 from routing.policies.identity import ServerReport
+from routing.reconcile.reaper import OFTEN
 from tasks import maintenance
-from tests.lua.stage import SETTINGS, UP_AND_IDLE, Stage, client, stage, valkey
+from tests.lua.stage import LEASE_MS, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage, client, stage, valkey
 from tests.support.builders import an_ended_job
 
 __all__ = ["client", "stage", "valkey"]
@@ -79,6 +80,39 @@ def test_a_running_job_without_a_lease_is_found_until_it_has_one_again(busy):
 def test_a_lease_without_its_run_is_found(busy, column):
     _execute(busy, f"UPDATE jobs SET {column} WHERE id = 'j0'")
     assert Finding(Check.LEASE, "j0") in look(busy, {})
+
+
+def test_a_job_that_is_offered_and_never_started_is_found_and_workers_are_woken_once_more(stage):
+    stage.register()
+    job_id = stage.submit()
+    for _ in range(OFTEN):
+        assert look(stage, {}) == set() and len(stage.told.offers) == 1
+        stage.later(OFFER_MS)
+        reconcile.reap(stage.dispatcher)
+    assert look(stage, {}) == {Finding(Check.START, job_id)}
+    assert [offer.job_id for offer in stage.told.offers] == [job_id] * 2
+    stage.start()
+    assert look(stage, {}) == set()
+
+
+def test_nobody_is_woken_once_more_while_no_worker_has_room(stage, monkeypatch):
+    monkeypatch.setattr(stage.dispatcher.queues, "room", lambda: 0)
+    stage.register()
+    job_id = stage.submit()
+    for _ in range(2 * OFTEN):
+        stage.later(OFFER_MS)
+        reconcile.reap(stage.dispatcher)
+    assert stage.offered() == [job_id] and look(stage, {}) == {Finding(Check.START, job_id)}
+
+
+def test_a_job_under_which_workers_die_before_its_start_is_found(stage):
+    stage.register()
+    job_id = stage.submit()
+    for _ in range(OFTEN):
+        assert stage.dispatcher.leases.claim(stage.told.offers.pop(), "w1")
+        stage.later(LEASE_MS)
+        reconcile.reap(stage.dispatcher)
+    assert look(stage, {}) == {Finding(Check.START, job_id)}
 
 
 def test_slot_1_a_slot_whose_server_does_not_know_the_job_is_found(busy):

@@ -320,6 +320,45 @@ def _redis_is_away(*_: Any) -> NoReturn:
     raise ConnectionError("away")
 
 
+# -- what is gone ----------------------------------------------------------------------------------------------
+
+
+def _keys_of(stage: Stage, fleet: str) -> list[bytes]:
+    return [key for pattern in Keys("test").patterns(fleet) for key in stage.redis.keys(pattern)]
+
+
+def _forget(stage: Stage, model: str) -> None:
+    with stage.database.engine.begin() as connection:
+        for table, column in (("endpoints", "model"), ("servers", "fleet"), ("models", "name")):
+            connection.exec_driver_sql(f"DELETE FROM {table} WHERE {column} = '{model}'")
+        connection.exec_driver_sql("UPDATE counters SET value = value + 1 WHERE name = 'catalog_version'")
+
+
+def test_the_keys_of_a_fleet_that_is_gone_are_removed(stage) -> None:
+    stage.register(model="flux", server="other")
+    stage.register()
+    stage.submit("flux")
+    stage.settle(stage.start(), Kind.DONE)
+    job_id = stage.submit()
+    reconcile.sweep(stage.dispatcher)
+    assert _keys_of(stage, "flux")
+    _forget(stage, "flux")
+    reconcile.reconcile(stage.dispatcher)
+    assert _keys_of(stage, "flux") == [] and stage.run_all() == [job_id]
+    stage.register(model="flux", server="other")
+    assert stage.submit("flux") in stage.offered(), "it may come again"
+
+
+def test_the_keys_of_a_fleet_that_is_gone_stay_while_it_holds_a_lease(stage) -> None:
+    stage.register(model="flux", server="other")
+    stage.submit("flux")
+    stage.start()
+    reconcile.sweep(stage.dispatcher)
+    _forget(stage, "flux")
+    reconcile.reconcile(stage.dispatcher)
+    assert _keys_of(stage, "flux")
+
+
 # -- leases ------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ _OUTAGES = "tests/faults/test_outages.py::"
 _BERTHS = "tests/unit/test_berths.py::"
 _LINES = "tests/unit/test_lines.py::"
 _CLOCK = "tests/unit/jobs/test_clock.py::"
+_TELLINGS = "tests/faults/test_tellings.py::"
 _AUDIT = "tests/faults/test_audit.py::"
 _STANDING = "tests/contracts/test_api_standing.py::"
 _DELIVERIES = "tests/faults/test_deliveries.py::"
@@ -181,6 +182,14 @@ UPKEEP = [
         "when.timestamp() - now_ms() / 1000",
         "when.timestamp() - __import__('time').time()",
         ("tests/contracts/test_task_calls.py::test_celerys_times_go_by_the_common_clock",),
+    ),
+    Mutant(
+        "a worker that stops leaves what it tells just now",
+        "TELL-1",
+        "tasks/telling.py",
+        "wait_for(lambda: not self._waiting.unfinished_tasks, within_s)",
+        "wait_for(self._waiting.empty, within_s)",
+        (f"{_TELLINGS}test_a_worker_that_stops_in_order_waits_until_what_is_on_its_way_is_told",),
     ),
     Mutant(
         "each idle fleet's leases are read",

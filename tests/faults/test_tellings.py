@@ -1,5 +1,6 @@
 """What Celery's clients wait for is owed in the record until they have been told: after any death, after any outage."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -12,7 +13,8 @@ from celery.result import AsyncResult
 from jobs.db import Database
 from jobs.states import State, Why
 from jobs.store import Error, Store
-from jobs.tellings import FIRST_MS, Tellings
+from jobs.tellings import FIRST_MS, Telling, Tellings
+from tasks.telling import Teller
 from tests.faults.stage import Town, started_town, town
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, an_ended_job
 from tests.support.stack import eventually
@@ -94,6 +96,24 @@ def test_each_end_of_a_revived_job_is_owed(store: Store, owed: Tellings) -> None
     moved = store.end_waiting(job.id, Why.CANCEL_REQUESTED, T0)
     owed.told([first.id])
     assert moved is not None and moved.telling_id is not None and owed.owed(moved.telling_id)
+
+
+def test_a_worker_that_stops_in_order_waits_until_what_is_on_its_way_is_told(owed: Tellings) -> None:
+    let_go, told = threading.Event(), list[Telling]()
+
+    class Slow(Teller):
+        def tell(self, batch: list[Telling]) -> None:
+            let_go.wait(30)
+            told.extend(batch)
+            raise ValueError("what is wrong with one ends no thread")
+
+    teller = Slow(owed)
+    assert teller.flush(0.0), "nothing is on its way"
+    teller.soon(Telling("t1", "j1"))
+    assert not teller.flush(0.01)
+    let_go.set()
+    teller.soon(Telling("t2", "j2"))
+    assert teller.flush(30) and [it.id for it in told] == ["t1", "t2"]
 
 
 # -- deaths between the end and the telling --------------------------------------------------------------------

@@ -137,9 +137,10 @@ def _reap_offer(dispatcher: Dispatcher, held: Held) -> bool:
 
 
 def _note_unstarted(dispatcher: Dispatcher, held: Held, job: Job) -> None:
-    """Wake workers once more where an offer is met again and again, as long as any has room for it."""
+    """Wake workers once more where an offer is met again and again, if any has room for it; once only, so that
+    messages do not pile up at a broker that nobody reads."""
     times = dispatcher.seen.note_unstarted(job.id, job.attempt)
-    if times % OFTEN == 0 and dispatcher.queues.room():
+    if times == OFTEN and dispatcher.queues.room():
         log.warning("offered_and_never_started", job_id=job.id, slot=held.slot, times=times)
         dispatcher.publish([Offer(held.fleet, job.id, held.lease, held.slot, held.server, job.model, 0)])
 

@@ -18,7 +18,8 @@ __all__ = ["client", "stage", "valkey"]
 # -- reap ------------------------------------------------------------------------------------------------------
 
 
-def test_an_offer_that_nobody_takes_up_keeps_its_slot_and_its_message_for_days(stage):
+def test_an_offer_that_nobody_takes_up_keeps_its_slot_and_its_message_for_days(stage, monkeypatch):
+    monkeypatch.setattr(stage.dispatcher.queues, "room", lambda: 0)
     stage.register(2)
     first, second, third = stage.submit(), stage.submit(), stage.submit()
     made = list(stage.told.offers)

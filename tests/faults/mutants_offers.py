@@ -63,8 +63,8 @@ OFFERS = [
         "an offer that nobody takes up is made anew",
         "ORDER-1",
         "routing/reconcile/reaper.py",
-        'dispatcher.leases.keep(held, resumes=resumes) != "closed"',
-        'dispatcher.leases.keep(held, resumes=resumes) == "lost"',
+        '        if kept != "closed":',
+        '        if kept == "lost":',
         (f"{MAINTENANCE}test_an_offer_that_nobody_takes_up_keeps_its_slot_and_its_message_for_days",),
     ),
     Mutant(

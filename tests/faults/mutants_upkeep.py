@@ -8,6 +8,7 @@ _BERTHS = "tests/unit/test_berths.py::"
 _LINES = "tests/unit/test_lines.py::"
 _CLOCK = "tests/unit/jobs/test_clock.py::"
 _TELLINGS = "tests/faults/test_tellings.py::"
+_LETTING_GO = "tests/faults/test_letting_go.py::"
 _AUDIT = "tests/faults/test_audit.py::"
 _STANDING = "tests/contracts/test_api_standing.py::"
 _DELIVERIES = "tests/faults/test_deliveries.py::"
@@ -163,8 +164,8 @@ UPKEEP = [
         "workers are woken again and again where there are none",
         "SLOT-2",
         "routing/reconcile/reaper.py",
-        "if times % OFTEN == 0 and dispatcher.queues.room():",
-        "if times % OFTEN == 0:",
+        "if times == OFTEN and dispatcher.queues.room():",
+        "if times == OFTEN:",
         (f"{_AUDIT}test_nobody_is_woken_once_more_while_no_worker_has_room",),
     ),
     Mutant(
@@ -190,6 +191,18 @@ UPKEEP = [
         "wait_for(lambda: not self._waiting.unfinished_tasks, within_s)",
         "wait_for(self._waiting.empty, within_s)",
         (f"{_TELLINGS}test_a_worker_that_stops_in_order_waits_until_what_is_on_its_way_is_told",),
+    ),
+    Mutant(
+        "every server's yes to a cancel frees its slot",
+        "SLOT-1",
+        "tasks/runner.py",
+        'self._let_go = said_yes and self._frees_slot == "immediate"',
+        "self._let_go = said_yes",
+        (
+            f"{_LETTING_GO}test_slot_1_whatever_ends_a_run_its_server_never_runs_two_in_one_slot",
+            f"{_LETTING_GO}test_what_a_cancel_frees_is_as_the_server_is_described",
+            f"{_LETTING_GO}test_a_run_that_took_too_long_lingers_unless_a_yes_frees_its_slot",
+        ),
     ),
     Mutant(
         "each idle fleet's leases are read",

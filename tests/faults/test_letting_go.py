@@ -1,0 +1,199 @@
+"""A slot is given to the next job when its server has let go of the last run, as the server itself counts (SLOT-1).
+
+The server is a real one, over HTTP, that goes on with a run whatever it is told.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jobs.states import State
+from routing import reconcile
+from routing.dispatcher import Task
+from routing.explain import explain
+from routing.outcome import Kind, Outcome
+from routing.policies.identity import YOUNG_MS
+from tasks import maintenance, runner, settlement
+from tasks.heartbeat import Hold
+from tests.lua.stage import Stage, client, stage, valkey
+from tests.support.fake_fleet import FakeRun, FakeServer, Hang, _status_body
+from tests.support.stack import eventually
+
+__all__ = ["client", "stage", "valkey"]
+
+sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+
+
+class Stubborn(FakeServer):
+    """Hears a cancel, and goes on.  It would run more than it has slots, so that it can count."""
+
+    def __init__(self) -> None:
+        super().__init__(slots=1, mode="async", strict=False)
+
+    def _cancel(self, name: str, reply: Any) -> None:
+        reply.json(200, _status_body(self._known[name]))
+
+    @property
+    def at_once(self) -> int:
+        """How many it ran at the same moment, at most."""
+
+        def under_way(at_ns: int, run: FakeRun) -> bool:
+            return run.started_ns <= at_ns and (run.ended_ns is None or at_ns < run.ended_ns)
+
+        return max(sum(under_way(one.started_ns, run) for run in self.runs) for one in self.runs)
+
+
+@pytest.fixture
+def server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stubborn]:
+    for module in ("tasks.runner", "tasks.maintenance", "tasks.settlement"):
+        monkeypatch.setattr(f"{module}.now_ms", lambda: stage.now)
+    monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
+    monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
+    monkeypatch.setattr(runner, "_CANCEL_PATIENCE_S", 0.05)
+    with Stubborn() as found:
+        stage.catalog.register("zimg", "gpu", found.endpoint, 1, stage.now)
+        stage.catalog.configure("zimg", {"model_type": "async", "poll_interval": 0.01}, stage.now)
+        reconcile.refresh_fleet(stage.dispatcher, "zimg")
+        yield found
+
+
+def _look(stage: Stage) -> int:
+    """What maintenance does: ask the server, and heed its report."""
+    report = maintenance._report(stage.dispatcher.fleet.snapshot().servers["gpu"])
+    return reconcile.heed_reports(stage.dispatcher, {"gpu": report})
+
+
+def _run(stage: Stage, task: Task, meanwhile: Callable[[Hold], None] | None = None) -> State | None:
+    """Run it as a worker does; `meanwhile`: what happens once the server is at it.  Answers where that led."""
+    hold = Hold(task.held)
+    watch = runner.Watch(task, hold, stage.store, stage.dispatcher.fleet)
+    ended: list[Outcome] = []
+    thread = threading.Thread(target=lambda: ended.append(watch.outcome()))
+    thread.start()
+    try:
+        if meanwhile is not None:
+            eventually(lambda: stage.job(task.run.job.id).remote_id, "the server is at it")
+            meanwhile(hold)
+    finally:
+        thread.join(30)
+    moved = settlement.settle(task, ended[0], canceling=hold.cancel, taker="").moved
+    return None if moved is None else moved.to
+
+
+def _times_out(stage: Stage) -> str:
+    stage.catalog.configure("zimg", {"model_type": "async", "poll_interval": 0.01, "max_poll_time": 0.3}, stage.now)
+    job_id = stage.submit(id="first")
+    assert _run(stage, stage.start()) is State.DELAYED
+    return job_id
+
+
+def _is_canceled(stage: Stage) -> str:
+    job_id = stage.submit(id="first")
+
+    def cancel(hold: Hold) -> None:
+        stage.dispatcher.cancel(job_id)
+        hold.ask_to_cancel()
+
+    assert _run(stage, stage.start(), cancel) is State.CANCELED
+    return job_id
+
+
+def _passes_its_deadline(stage: Stage) -> str:
+    job_id = stage.submit(id="first", ttl_s=600)
+    task = stage.start()
+
+    def expire(hold: Hold) -> None:
+        stage.later(600_000)
+        assert reconcile.expire_overdue(stage.dispatcher) == 1
+        hold.ask_to_cancel()
+
+    assert _run(stage, task, expire) is None, "maintenance has ended it"
+    return job_id
+
+
+@sqlite
+@pytest.mark.parametrize(
+    ("ends", "how"),
+    [(_times_out, "timed out"), (_is_canceled, "was canceled"), (_passes_its_deadline, "passed its deadline")],
+)
+def test_slot_1_whatever_ends_a_run_its_server_never_runs_two_in_one_slot(stage, server, ends, how) -> None:
+    server.script("first", Hang())
+    first = ends(stage)
+    second = stage.submit(id="second")
+    stage.told.offers.clear()
+    stage.later(YOUNG_MS)
+    assert _look(stage) == 0 and stage.told.offers == [], "its server is at it"
+    said = explain(stage.dispatcher, stage.job(second)).sentence
+    assert f"slot gpu-slot0 is withheld: job {first!r} {how} here" in said and "its server has not let go" in said
+
+    server.release(first)
+    eventually(lambda: not server.active, "the server's run ends")
+    assert _look(stage) == 1
+    assert [offer.job_id for offer in stage.told.offers if offer.job_id == second] == [second]
+    task = stage.start()
+    assert _run(stage, task) is State.COMPLETED
+    assert server.at_once == 1 and len(server.runs) == 2
+
+
+# -- what a server's yes to a cancel is worth, by its description ------------------------------------------------
+
+
+class Polite:
+    """Says yes to a cancel, and then what `goes_on` has it say of the run."""
+
+    def __init__(self, frees_slot: str | None, goes_on: bool) -> None:
+        self.description = SimpleNamespace(cancel=frees_slot and SimpleNamespace(frees_slot=frees_slot))
+        self._goes_on, self.told = goes_on, False
+
+    def submit(self, _: object) -> Outcome:
+        return Outcome(Kind.PENDING, remote_id="r1")
+
+    def status(self, *_: object) -> Outcome:
+        return Outcome(Kind.CANCELED if self.told and not self._goes_on else Kind.PENDING)
+
+    def cancel(self, *_: object) -> bool:
+        self.told = True
+        return True
+
+
+def _outcome(stage: Stage, monkeypatch: pytest.MonkeyPatch, polite: Polite, *, canceled: bool) -> Outcome:
+    config = {"model_type": "async", "poll_interval": 0.01, "max_poll_time": 600.0 if canceled else 0.05}
+    stage.register(**config)
+    stage.submit()
+    monkeypatch.setattr(runner, "now_ms", lambda: stage.now)
+    monkeypatch.setattr(runner, "_CANCEL_PATIENCE_S", 0.05)
+    monkeypatch.setattr(runner, "_find_server", lambda *_: polite)
+    task = stage.start()
+    hold = Hold(task.held)
+    watch = runner.Watch(task, hold, stage.store, stage.dispatcher.fleet)
+    if canceled:
+        status = polite.status
+        monkeypatch.setattr(polite, "status", lambda *a: (hold.cancel or hold.ask_to_cancel(), status(*a))[1])
+    return watch.outcome()
+
+
+@sqlite
+@pytest.mark.parametrize(
+    ("frees_slot", "goes_on", "lingers"),
+    [
+        ("immediate", True, False),  # its yes is enough
+        ("eventual", True, True),  # its yes is a promise, and its own status says when
+        ("eventual", False, False),
+        ("no", True, True),  # neither says anything of the slot
+        ("no", False, True),
+        (None, True, True),  # it cannot be told
+    ],
+)
+def test_what_a_cancel_frees_is_as_the_server_is_described(stage, monkeypatch, frees_slot, goes_on, lingers) -> None:
+    outcome = _outcome(stage, monkeypatch, Polite(frees_slot, goes_on), canceled=True)
+    assert (outcome.kind, outcome.lingers) == (Kind.CANCELED, lingers)
+
+
+@sqlite
+@pytest.mark.parametrize(("frees_slot", "lingers"), [("immediate", False), ("eventual", True), ("no", True)])
+def test_a_run_that_took_too_long_lingers_unless_a_yes_frees_its_slot(stage, monkeypatch, frees_slot, lingers) -> None:
+    outcome = _outcome(stage, monkeypatch, Polite(frees_slot, goes_on=True), canceled=False)
+    assert (outcome.kind, outcome.code, outcome.lingers) == (Kind.RETRY, "timed_out", lingers)

@@ -12,9 +12,9 @@ import re
 # In this order every script gets them as KEYS; lua/lib/fleet.lua gives them their names there.
 FLEET_KEYS = (
     "classes",  # hash  class -> "<kinds>\n<needs>", see lua/lib/groups.lua; classes:<class> zset lane -> order key
-    "groups",  # set   of the groups that have work; groups:<group> zset class -> key of its first lane
+    "groups",  # hash  group -> "", of those that have work; groups:<group> zset class -> key of its first lane
     "kinds",  # hash  kind -> "\n<model>\n…\n@<attribute>=<value>\n…", as its servers' entries end
-    "lanes",  # hash  account -> jobs that wait; lanes:<account> set of the marks of its lanes, each "<tier>|<digest>";
+    "lanes",  # hash  account -> jobs that wait; lanes:<account> hash mark -> "" of its lanes, each "<tier>|<digest>";
     # lanes:<lane> zset job@created -> seq
     "rules",  # hash  "model <m>", "account <t>|<m>", "tenant <t>" -> what is configured, see lua/lib/order.lua
     "free",  # zset  slot -> since when it is free, ms
@@ -25,7 +25,8 @@ FLEET_KEYS = (
     "tags",  # tags:<model> zset tenant -> virtual ms at which its next job starts (policy fair)
     "stats",  # stats:server:<s>, stats:model:<m> hash of what runs have shown: breaker, penalty, means
     "held",  # hash  account -> slots that it holds
-    "meta",  # hash  epoch, offers (a count), catalog (a version), waiting:<model>, failures:<server>;
+    "meta",  # hash  epoch, copy, record, offers (a count), catalog (a version), waiting:<model>, failures:<server>,
+    # excess ("1": there is meta:excess);
     # meta:unsorted list of accounts whose lanes have to be given new keys after a change of rules;
     # meta:open zset job -> number of its offer, of the leases that nobody has claimed yet;
     # meta:excess hash server -> leases that it has no slot for, so many fewer of its slots are offered;
@@ -35,7 +36,7 @@ FLEET_KEYS = (
 
 # Of how the scripts keep a room.  Processes of another release have another room, which is filled from the record, so
 # that none reads or writes what it does not understand; raise it with any change of a key's type or meaning.
-FORMAT = 2
+FORMAT = 3
 
 
 class Keys:

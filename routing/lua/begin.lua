@@ -6,6 +6,7 @@
   Once it is ready, others who begin too forget nothing of what has been filled meanwhile
   Cost O(lanes + leases)    Upholds LEASE-1, ORDER-1 ]]
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/epoch
 
 local function forget(names, key_of)
@@ -17,7 +18,7 @@ local function forget_waiting()
     forget(redis.call("ZRANGE", class_key(class), 0, -1), lane_key)
     redis.call("UNLINK", class_key(class))
   end
-  forget(redis.call("SMEMBERS", GROUPS), group_key)
+  forget(redis.call("HKEYS", GROUPS), group_key)
   forget(redis.call("HKEYS", LANES), marks_key)
 end
 
@@ -30,7 +31,7 @@ local function forget_stats(all)
   for _, field in ipairs(redis.call("HKEYS", RULES)) do
     local model = string.match(field, "^model (.*)$")
     if model then redis.call("UNLINK", tags_key(model)) end
-    if model and all then redis.call("UNLINK", stats_key("model", model)) end
+    if model and all then redis.call("UNLINK", stats_key("model", model), STATS .. ":failed:model:" .. model) end
   end
 end
 

@@ -6,16 +6,17 @@
   Clock Redis TIME    Cost O(log leases)    Upholds LEASE-1 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/epoch
 -- @include lib/lease
 
 local job, lease, owner = ARGV[1], ARGV[2], ARGV[3]
-if is_held(job, lease, owner) then return { "yours" } end
-if not is_held(job, lease, "") then return { "lost" } end
-if not is_open() then return { "lost" } end -- the slot may be another's by now
+local held, now = read_lease(job), now_ms()
+if holds(held, lease, owner) then return { "yours" } end
+if not holds(held, lease, "") then return { "lost" } end
+if not is_open(now) then return { "lost" } end -- the slot may be another's by now
 
 redis.call("HSET", lease_key(job), "owner", owner)
-redis.call("ZADD", LEASES, exact(now_ms() + tonumber(ARGV[4])), job)
+redis.call("ZADD", LEASES, exact(now + tonumber(ARGV[4])), job)
 note_owner(job, owner)
-local held = redis.call("HMGET", lease_key(job), "slot", "offer")
-return { "claimed", held[1], server_of(held[1]), tonumber(held[2]) }
+return { "claimed", held.slot, server_of(held.slot), tonumber(held.offer) }

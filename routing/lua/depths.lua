@@ -3,6 +3,7 @@
   Returns {open 0|1, free, resting, taken, {model, jobs}…}      Writes nothing
   Cost O(models) ]]
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/epoch
 
 local waiting = {}

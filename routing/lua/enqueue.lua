@@ -10,6 +10,7 @@
   Clock Redis TIME    Cost O(log n) a job    Upholds ORDER-1, SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/epoch
 -- @include lib/slots
 -- @include lib/order
@@ -21,18 +22,29 @@
 -- @include lib/placement
 -- @include lib/offer
 
-local added, longer = 0, {}
-for i = 5, #ARGV, 5 do
-  local lane, needs, seq, job, created = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]
-  local it = longer[lane] and longer[lane].it or read_lane(lane)
-  local owner = redis.call("HGET", lease_key(job), "owner")
-  if owner then
+local jobs, lanes, added = {}, {}, 0
+for i = 5, #ARGV, 5 do jobs[#jobs + 1] = ARGV[i + 3] end
+local leased = #jobs > 0 and redis.call("ZMSCORE", LEASES, unpack(jobs)) or {}
+for n, job in ipairs(jobs) do
+  local i = 5 * n
+  local lane, needs, seq, created = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 4]
+  if leased[n] then
     -- Its last run has ended in the record and not freed its slot yet: the job goes to its place when that happens.
-    if owner ~= "" then redis.call("HSET", lease_key(job), "again", "1") end
-  elseif add_to_lane(it, seq, job, created) then
-    longer[lane] = { it = it, needs = needs }
-    added = added + 1
+    if redis.call("HGET", lease_key(job), "owner") ~= "" then redis.call("HSET", lease_key(job), "again", "1") end
+  else
+    lanes[lane] = lanes[lane] or { it = read_lane(lane), needs = needs, members = {} }
+    local members = lanes[lane].members
+    members[#members + 1], members[#members + 2] = seq, member_of(job, created)
   end
 end
-for _, one in pairs(longer) do reindex(one.it, one.needs) end
-return { added, make_offers(tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[1], now_ms(), tonumber(ARGV[4]), "", 0) }
+for _, lane in pairs(lanes) do
+  local more = add_to_lane(lane.it, unpack(lane.members))
+  if more > 0 then
+    read_rules(lane.it)
+    reindex(lane.it, lane.needs)
+  end
+  added = added + more
+end
+local offers = make_offers(tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[1], now_ms(), tonumber(ARGV[4]), "", 0)
+write_fields()
+return { added, offers }

@@ -7,6 +7,7 @@
   Clock Redis TIME    Cost O(log leases)    Upholds LEASE-1, ORDER-1 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/slots
 -- @include lib/order
 -- @include lib/lease
@@ -18,7 +19,7 @@ if not is_held(job, ARGV[2], "") then return { "lost" } end
 local held = redis.call("HMGET", lease_key(job), "slot", "lane")
 local lane = read_lane(held[2])
 local closed = not is_online_slot(held[1]) or is_stopped(rules_of(lane.model).state)
-  or is_stopped(redis.call("HGET", RULES, "tenant " .. lane.tenant))
+  or is_stopped(field(RULES, "tenant " .. lane.tenant))
 if closed and ARGV[4] ~= "1" then return { "closed" } end
 
 redis.call("ZADD", LEASES, exact(now_ms() + tonumber(ARGV[3])), job)

@@ -9,6 +9,7 @@
   Clock Redis TIME    Cost O(offers (groups + free slots + log n))    Upholds SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/epoch
 -- @include lib/slots
 -- @include lib/order
@@ -36,4 +37,5 @@ local oldest = taker ~= "" and limit > 0 and claim_oldest(taker, now, lease_ms) 
 if oldest then limit, taker = limit - 1, "" end
 local offers = make_offers(limit, tonumber(ARGV[3]), ARGV[1], now, tonumber(ARGV[4]), taker, lease_ms)
 if oldest then table.insert(offers, 1, oldest) end
+write_fields()
 return offers

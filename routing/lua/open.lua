@@ -5,6 +5,7 @@
   Writes only on "opened"
   Cost O(1)    Upholds ORDER-1 ]]
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/epoch
 
 local known = redis.call("HMGET", META, "copy", "lost")

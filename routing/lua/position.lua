@@ -5,6 +5,7 @@
     run_ms   mean slot time of the model's latest runs, ms; 0: not known yet
   Cost O(lanes before it log n), of about 512 lanes; with more of them `ahead` is an estimate ]]
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/order
 -- @include lib/groups
 -- @include lib/lanes

@@ -19,6 +19,7 @@
   Clock Redis TIME    Cost O(log n + groups + free slots)    Upholds LEASE-4, SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/epoch
 -- @include lib/slots
 -- @include lib/order
@@ -31,56 +32,58 @@
 -- @include lib/offer
 
 -- A moving mean of what runs that end well take of a slot, in ms.
-local function note_duration(stats, field, took_ms)
-  local mean = tonumber(redis.call("HGET", stats, field) or took_ms)
-  redis.call("HSET", stats, field, string.format("%.3f", mean + SMOOTHING * (took_ms - mean)))
+local function note_duration(stats, name, took_ms)
+  local mean = tonumber(read_hash(stats)[name] or took_ms)
+  set_field(stats, name, string.format("%.3f", mean + SMOOTHING * (took_ms - mean)))
 end
 
-local function note_run(job, was, outcome, now)
-  if redis.call("HEXISTS", SERVERS, server_of(was.slot)) == 0 then return end -- it has been removed meanwhile
+local function note_run(was, outcome, now)
+  if not field(SERVERS, server_of(was.slot)) then return end -- it has been removed meanwhile
   local server, model = stats_key("server", server_of(was.slot)), stats_key("model", was.lane.model)
   local settings = { failures = tonumber(ARGV[13]), rate = tonumber(ARGV[14]), open_ms = tonumber(ARGV[15]),
     open_max_ms = tonumber(ARGV[16]) }
-  note_outcome(server, job, outcome, now, settings)
+  note_outcome(server, was.job, outcome, now, settings)
   local failures = rules_of(was.lane.model).failures
   if failures > 0 then
     settings.failures, settings.rate = failures, 2 -- of a model only the streak counts: other servers may be well
-    note_outcome(model, job, outcome, now, settings)
+    note_outcome(model, was.job, outcome, now, settings)
   end
   if outcome == "ok" then
-    note_duration(model, "run_ms", was.held_ms)
-    note_duration(server, "run_ms:" .. was.lane.model, was.held_ms)
+    note_duration(model, "run_ms", now - was.since)
+    note_duration(server, "run_ms:" .. was.lane.model, now - was.since)
   end
 end
 
 -- A slot whose server said "busy", again and again, is tried less and less often; health may wake it before.
 local function rest_of(slot, outcome)
-  local stats, field, rest_ms = stats_key("server", server_of(slot)), "busy:" .. slot, tonumber(ARGV[5])
+  local stats, name, rest_ms = stats_key("server", server_of(slot)), "busy:" .. slot, tonumber(ARGV[5])
+  read_hash(stats)
   if outcome ~= "busy" or not is_online_slot(slot) then
-    redis.call("HDEL", stats, field)
+    set_field(stats, name, false)
     return rest_ms
   end
-  local times = redis.call("HINCRBY", stats, field, 1)
+  local times = add_to_field(stats, name, 1)
   return math.min(rest_ms * 2 ^ math.min(times - 1, 30), math.max(rest_ms, tonumber(ARGV[17])))
 end
 
-local job, now = ARGV[1], now_ms()
+local now, was = now_ms(), read_lease(ARGV[1])
 local answer = "lost"
-if is_held(job, ARGV[2], ARGV[3]) then
-  local again = redis.call("HEXISTS", lease_key(job), "again") == 1
-  local was = drop_lease(job, now)
-  if ARGV[4] == "1" or again then
-    add_to_lane(was.lane, was.seq, job, was.created)
+if holds(was, ARGV[2], ARGV[3]) then
+  local is_let_go = drop_lease(was, now)
+  if ARGV[4] == "1" or was.again then
+    add_to_lane(was.lane, was.seq, member_of(was.job, was.created))
     reindex(was.lane, was.needs)
   end
   if (ARGV[18] or "") ~= "" then
     write_lease(ARGV[18], ARGV[19], ARGV[20], was.slot, was.lane, was.needs, was.seq, was.created, 0, 0, now,
       now + tonumber(ARGV[11]))
   else
-    return_slot(was.slot, now, rest_of(was.slot, ARGV[12]))
+    return_slot(was.slot, now, rest_of(was.slot, ARGV[12]), is_let_go)
   end
-  note_run(job, was, ARGV[12] == "busy" and "" or ARGV[12], now)
+  note_run(was, ARGV[12] == "busy" and "" or ARGV[12], now)
   answer = "released"
 end
 local limit, room, offer_ms, lease_ms = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[11])
-return { answer, make_offers(limit, room, ARGV[6], now, offer_ms, ARGV[10], lease_ms) }
+local offers = make_offers(limit, room, ARGV[6], now, offer_ms, ARGV[10], lease_ms)
+write_fields()
+return { answer, offers }

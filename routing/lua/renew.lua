@@ -10,6 +10,7 @@
   Clock Redis TIME    Cost O(jobs log leases)    Upholds LEASE-4 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/epoch
 -- @include lib/order
 -- @include lib/groups
@@ -29,7 +30,7 @@ end
 
 local owner, now, answers = ARGV[1], now_ms(), {}
 heed_loss(ARGV[3], tonumber(ARGV[4]))
-local is_complete = is_open()
+local is_complete = is_open(now)
 for i = 5, #ARGV, 2 do
   local job, lease = ARGV[i], ARGV[i + 1]
   local answer
@@ -42,5 +43,6 @@ for i = 5, #ARGV, 2 do
   end
   answers[#answers + 1] = answer
 end
-local found = redis.call("HMGET", META, "epoch", "offers")
-return { found[1] or "", tonumber(found[2] or "0"), answers }
+local epoch, offers = field(META, "epoch") or "", number_in_field(META, "offers")
+write_fields()
+return { epoch, offers, answers }

@@ -5,10 +5,12 @@
   Clock Redis TIME    Cost O(slots log slots) ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/slots
 
 local now, stats, moved = now_ms(), stats_key(ARGV[1], ARGV[2]), 0
-redis.call("HDEL", stats, "open_until", "why", "opened", "probe", "streak", "rate", "runs", "penalty", "penalty_at")
+redis.call("HDEL", stats, "open_until", "why", "opened", "probe", "streak", "rate", "runs", "failing",
+  "penalty", "penalty_at")
 redis.call("UNLINK", STATS .. ":failed:" .. ARGV[1] .. ":" .. ARGV[2])
 if ARGV[1] ~= "server" then return moved end
 

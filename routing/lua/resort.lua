@@ -5,6 +5,7 @@
   Returns how many accounts and classes are left      Jobs stay where they are inside their lanes
   Cost O(limit log lanes)    Upholds ORDER-1, SLOT-2 ]]
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/order
 -- @include lib/groups
 -- @include lib/lanes

@@ -6,6 +6,7 @@
   Clock Redis TIME    Cost O(slots log slots) ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/slots
 
 local server, first, now = ARGV[1], tonumber(ARGV[2]), now_ms()

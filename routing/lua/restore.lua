@@ -6,6 +6,7 @@
   Clock Redis TIME    Cost O(jobs log leases)    Upholds LEASE-1, SLOT-1 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/epoch
 -- @include lib/slots
 -- @include lib/order
@@ -14,7 +15,8 @@
 -- @include lib/lease
 -- @include lib/holding
 
-local now, restored, is_complete = now_ms(), 0, is_open()
+local now, restored = now_ms(), 0
+local is_complete = is_open(now)
 for i = 2, #ARGV, 8 do
   local job, slot, it = ARGV[i], ARGV[i + 3], read_lane(ARGV[i + 4])
   -- One that waits has ended its run since the record was read; while the room is filled it may have begun it.
@@ -24,8 +26,10 @@ for i = 2, #ARGV, 8 do
   if not waits and redis.call("EXISTS", lease_key(job)) == 0 then
     write_lease(job, ARGV[i + 1], ARGV[i + 2], slot, it, ARGV[i + 5], ARGV[i + 6], ARGV[i + 7], 0, 0, now,
       now + tonumber(ARGV[1]))
-    if is_beyond(slot) then count_excess(server_of(slot), 1) end
+    redis.call("ZREM", FREE, slot)
+    redis.call("ZREM", RESTING, slot)
     restored = restored + 1
   end
 end
+write_fields()
 return restored

@@ -11,6 +11,7 @@
   Clock Redis TIME    Cost O(slots + servers models) ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/slots
 -- @include lib/breaker
 -- @include lib/placement
@@ -45,7 +46,7 @@ end
 local function passing_since(stats, entry)
   local first = math.huge
   for model in models_in(entry) do
-    first = math.min(first, tonumber(redis.call("HGET", stats, "passing:" .. model) or first))
+    first = math.min(first, tonumber(read_hash(stats)["passing:" .. model] or first))
   end
   return first == math.huge and 0 or first
 end
@@ -56,10 +57,10 @@ local servers = redis.call("HGETALL", SERVERS)
 for i = 1, #servers, 2 do
   local server, stats = servers[i], stats_key("server", servers[i])
   local breaker = breaker_of(stats)
-  local said = redis.call("HMGET", stats, "taken", "why", "opened", "loaded", "swaps")
-  found[#found + 1] = { server, free[server] or 0, resting[server] or 0, tonumber(said[1] or "0"),
-    tonumber(rested[server] or "0"), breaker_state(breaker, now), breaker.until_ms, said[2] or "",
-    tonumber(said[3] or "0"), said[4] or "", tonumber(said[5] or "0"), passing_since(stats, servers[i + 1]),
+  local has = read_hash(stats)
+  found[#found + 1] = { server, free[server] or 0, resting[server] or 0, tonumber(has.taken or "0"),
+    tonumber(rested[server] or "0"), breaker_state(breaker, now), breaker.until_ms, has.why or "",
+    tonumber(has.opened or "0"), has.loaded or "", tonumber(has.swaps or "0"), passing_since(stats, servers[i + 1]),
     scores(server, servers[i + 1]) }
 end
 return { now, found }

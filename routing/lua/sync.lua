@@ -10,6 +10,7 @@
   Clock Redis TIME    Cost O(slots log slots); O(accounts + classes) after a change    Upholds LEASE-1, SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/epoch
 -- @include lib/slots
 -- @include lib/order
@@ -51,6 +52,7 @@ local function count_leases()
   end
   redis.call("DEL", excess_key())
   for server, count in pairs(excess) do redis.call("HSET", excess_key(), server, count) end
+  set_field(META, "excess", next(excess) and "1" or false)
 end
 
 -- A rule's text was `old` and is `new`, "": there is none.
@@ -141,4 +143,5 @@ if next(changed) then
     end
   end
 end
+write_fields()
 return { "synced" }

@@ -13,7 +13,7 @@ local function count_own(class)
   own[class] = true
 end
 
-for _, mark in ipairs(redis.call("SMEMBERS", marks_key(ARGV[1]))) do
+for _, mark in ipairs(redis.call("HKEYS", marks_key(ARGV[1]))) do
   local digest = string.match(mark, "|(%w+)$")
   if digest then count_own(digest .. "|" .. model_of(ARGV[1])) end
 end

@@ -11,6 +11,7 @@
   Clock Redis TIME    Cost as position ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/order
 -- @include lib/groups
 -- @include lib/lanes

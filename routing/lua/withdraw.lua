@@ -6,6 +6,7 @@
   Clock Redis TIME    Cost O(log n) ]]
 -- @include lib/now_ms
 -- @include lib/fleet
+-- @include lib/fields
 -- @include lib/slots
 -- @include lib/order
 -- @include lib/groups
@@ -14,15 +15,19 @@
 -- @include lib/holding
 
 local job = ARGV[1]
-if take_from_lane(read_lane(ARGV[2]), member_of(job, ARGV[3])) then return { "withdrawn" } end
+if take_from_lane(read_lane(ARGV[2]), member_of(job, ARGV[3])) then
+  write_fields()
+  return { "withdrawn" }
+end
 -- One that is offered again may still run at its server: whoever takes it up finds out.
-local held = redis.call("HMGET", lease_key(job), "owner", "offer")
-if held[1] == "" and held[2] ~= "0" then
+local held = read_lease(job)
+if held and held.owner == "" and held.offer ~= "0" then
   local now = now_ms()
-  return_slot(drop_lease(job, now).slot, now, 0)
+  return_slot(held.slot, now, 0, drop_lease(held, now))
+  write_fields()
   return { "freed" }
 end
-if held[1] then
+if held then
   redis.call("HSET", lease_key(job), "cancel", "1")
   redis.call("HDEL", lease_key(job), "again") -- it would come back to the room when its last run frees the slot
   return { "asked" }

@@ -243,8 +243,8 @@ def test_lease_1_and_4_every_history_of_a_lease_is_linearizable(client: Redis, s
 @pytest.mark.parametrize(
     ("guard", "without"),
     [
-        pytest.param("held[2] == owner", "true", id="the owner is not compared"),
-        pytest.param("held[1] == lease", "true", id="the lease's name is not compared"),
+        pytest.param("held.owner == owner", "true", id="the owner is not compared"),
+        pytest.param("held.lease == lease", "true", id="the lease's name is not compared"),
     ],
 )
 def test_a_script_without_its_guard_is_found(client: Redis, guard: str, without: str):

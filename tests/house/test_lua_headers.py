@@ -32,7 +32,7 @@ READS = {
     "ZSCORE",
 }
 # Words that scripts write into Redis, or compare with what stands there; they are never answers of a script.
-_FIELDS = {"epoch", "copy", "record", "catalog", "offers", "charged", "model", "server", "run_ms"}
+_FIELDS = {"epoch", "copy", "record", "catalog", "offers", "excess", "charged", "model", "server", "run_ms"}
 _NOT_ANSWERS = _FIELDS | frozenset(
     {
         "open_until",

@@ -52,6 +52,17 @@ def test_a_redis_that_was_started_again_offers_nothing_until_the_room_is_filled(
         assert [offer.job for offer in room.enqueue(a("j1", 1))] == ["j1"]
 
 
+def test_a_redis_that_was_a_replica_in_between_offers_nothing_until_the_room_is_filled(own):
+    with own.client() as client:
+        room = Room(client).with_slots(2)
+        assert [offer.job for offer in room.enqueue(a("j1", 1))] == ["j1"]
+        client.replicaof("127.0.0.1", "1")
+        client.replicaof("NO", "ONE")
+        room.later(100)
+        assert room.enqueue(a("j2", 2)) == [] and room.offer() == []
+        assert room.begin() == "cleared"
+
+
 def test_a_room_is_not_opened_if_redis_was_started_again_while_it_was_filled(own):
     with own.client() as client:
         room = Room(client)
@@ -125,6 +136,16 @@ def test_what_a_caller_saw_of_the_catalog_must_still_hold_for_it_to_close_the_ro
     room.with_slots(1)
     assert room.run("close", room.version - 1) == ["changed"] and room.run("depths")[0] == 1
     assert room.run("close", room.version) == ["closed"] and room.run("depths")[0] == 0
+
+
+def test_slot_1_who_gets_a_slot_that_its_server_has_lost_still_costs_it_another_one(room):
+    room.with_slots(2)
+    held = {offer.slot: offer for offer in room.enqueue(a("one", 1), a("two", 2))}
+    room.restore((a("old", 3), "x-1", "w1", "gpu-slot1"))
+    room.sync(Server("gpu", 1))
+    assert room.release(held["gpu-slot0"], "")[1] == [] and room.enqueue(a("next", 4)) == []
+    assert room.release(held["gpu-slot1"], "")[1] == [], "the one slot that is left is what the older run costs"
+    assert room.taken() == {"gpu-slot1": "old"}
 
 
 # -- leases that were lost -------------------------------------------------------------------------------------------

@@ -1,11 +1,24 @@
 """How scripts are put together and run."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from redis import Redis
+from redis.exceptions import ResponseError
 
 from routing.keys import FORMAT, Keys
 from routing.scripts import Scripts, assemble, names, source
-from tests.lua.room import CLOCK, FRAGMENTS, Room
+from tests.house.test_lua_headers import called_functions
+from tests.lua.room import CLOCK, FRAGMENTS, Room, a
+from tests.support.valkey import Valkey
+
+
+@pytest.fixture
+def own_valkey(tmp_path: Path) -> Iterator[Valkey]:
+    """A server whose settings a test may change."""
+    with Valkey(tmp_path) as server:
+        yield server
 
 
 @pytest.mark.parametrize("name", names())
@@ -18,20 +31,61 @@ def test_a_fragment_is_replaced_by_its_name_and_nothing_else_is(name):
 
 def test_a_script_is_sent_once_and_then_named_by_its_hash(client: Redis):
     scripts = Scripts(client, Keys("test"))
+    client.function_flush()
     client.config_resetstat()
     for _ in range(3):
         scripts.run("depths", "zimg")
     calls = client.info("commandstats")
-    assert calls["cmdstat_eval"]["calls"] == 1
-    assert calls["cmdstat_evalsha"]["calls"] == 2
+    assert calls["cmdstat_function|load"]["calls"] == 1
+    assert calls["cmdstat_fcall"]["calls"] == 4, "the first finds no function"
 
 
 def test_a_redis_that_forgot_the_scripts_is_told_them_again(client: Redis):
     room = Room(client)
     room.with_slots(1)
-    client.script_flush()
+    client.function_flush()
     assert room.run("depths")[1] == 1
+    client.function_flush()
+    assert len(room.scripts.run_all("depths", [("zimg", ()), ("flux", ())])) == 2
     assert room.offer() == []
+
+
+def test_what_a_call_remembers_is_gone_with_the_next(client: Redis):
+    """A function's fragments live longer than a call: two fleets in turn, each with rules and servers of its own."""
+    one, two = Room(client, "zimg").configure(policy="fair"), Room(client, "flux").configure("zimg", tenant_slots=1)
+    one.with_slots(2)
+    two.with_slots(3)
+    jobs = [a(f"j{n}", n) for n in range(4)]
+    assert [len(one.enqueue(*jobs)), len(two.enqueue(*jobs)), len(one.offer()), len(two.offer())] == [2, 1, 0, 0]
+    assert (len(one.waiting()), len(two.waiting())) == (2, 3)
+
+
+@pytest.mark.parametrize("name", names())
+def test_nothing_that_a_script_changes_is_left_unwritten(name):
+    """Changes of fields that are not written at the end are lost."""
+    text = assemble(name)
+    body = text.rsplit(source("lib/fields"), 1)[-1] if "lib/fields" in source(name) else ""
+    changes = any(f"{change}(" in called_functions(name) for change in ("set_field", "add_to_field"))
+    assert ("write_fields()" in body) == changes
+
+
+def test_a_full_redis_takes_no_new_jobs_and_lets_those_that_it_has_go_on(own_valkey):
+    with own_valkey.client() as client:
+        room = Room(client).with_slots(1)
+        (held,) = room.enqueue(a("j1", 1), a("j2", 2), limit=1)
+        assert room.run("depths")[0] == 1
+        assert [room.claim(held, "w0"), room.renew("w1", held), room.release(held, "w2")[0]] == [
+            "claimed",
+            ["lost"],
+            "lost",
+        ]
+        client.config_set("maxmemory", 1)
+        with pytest.raises(ResponseError, match="maxmemory"):
+            room.enqueue(a("j3", 3))
+        assert room.claim(held, "w0") == "yours" and room.renew("w0", held) == ["renewed"]
+        answer, (following,) = room.release(held, "w0", taker="w1")
+        assert (answer, following.job) == ("released", "j2")
+        assert room.run("depths")[0] == 1
 
 
 @pytest.mark.parametrize("fleet", ["zimg", "stable-diffusion", "org/model.v2", "a-slot3"])

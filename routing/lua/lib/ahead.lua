@@ -17,7 +17,7 @@ end
 -- What no server here can run is in nobody's way but that of its own class.
 local function classes_before(it, key)
   local classes = {}
-  for _, group in ipairs(redis.call("SMEMBERS", GROUPS)) do
+  for _, group in ipairs(redis.call("HKEYS", GROUPS)) do
     if group == "|" .. it.model then
       classes[group] = 1
     elseif model_of(group) == it.model then
@@ -78,7 +78,7 @@ local function count_fair(it, seq)
     if other.tier < it.tier then own = own + redis.call("ZCARD", lane_key(lane)) end
     if other.tier == it.tier then own = own + count_before(lane, seq) end
   end
-  local run_ms = math.max(tonumber(redis.call("HGET", stats_key("model", it.model), "run_ms") or "1000"), 1)
+  local run_ms = math.max(tonumber(field(stats_key("model", it.model), "run_ms") or "1000"), 1)
   local rules = rules_of(it.model)
   local turn = start_of(it) + own * run_ms / terms_of(it.account, rules)
   local jobs, turns = {}, {}

@@ -7,8 +7,8 @@ local RATE_RUNS = 20 -- runs before a rate means anything
 local REMEMBERED = 100 -- jobs that failed
 
 local function breaker_of(stats)
-  local found = redis.call("HMGET", stats, "open_until", "probe")
-  return { until_ms = tonumber(found[1] or "0"), probe = found[2] or "" }
+  local has = read_hash(stats)
+  return { until_ms = tonumber(has.open_until or "0"), probe = has.probe or "" }
 end
 
 -- "closed"; "open" until a moment; "half_open": one probe may go, "probing": it is under way.
@@ -19,52 +19,66 @@ local function breaker_state(breaker, now)
   return "half_open"
 end
 
+local function is_closed(stats) return not read_hash(stats).open_until end
+
 local function lets_through(stats, now)
+  if is_closed(stats) then return true end
   local state = breaker_state(breaker_of(stats), now)
   return state == "closed" or state == "half_open"
 end
 
 -- A job was offered: with an open breaker it is the probe.
 local function note_probe(stats, job)
-  if redis.call("HEXISTS", stats, "open_until") == 1 then redis.call("HSET", stats, "probe", job) end
+  if not is_closed(stats) then set_field(stats, "probe", job) end
 end
 
 local function penalty(stats, now)
-  local found = redis.call("HMGET", stats, "penalty", "penalty_at")
-  if not found[1] then return 0 end
-  return tonumber(found[1]) * 0.5 ^ ((now - tonumber(found[2])) / HALF_LIFE_MS)
+  local has = read_hash(stats)
+  if not has.penalty then return 0 end
+  return tonumber(has.penalty) * 0.5 ^ ((now - tonumber(has.penalty_at)) / HALF_LIFE_MS)
 end
 
--- The jobs that failed when they last ran there, the latest REMEMBERED of them, by when.
+-- The jobs that failed when they last ran there, the latest REMEMBERED of them, by when; the field `failing` says how
+-- many.
 local function failed_key(stats) return STATS .. ":failed" .. string.sub(stats, #STATS + 1) end
 
-local function has_failed(stats, job) return redis.call("ZSCORE", failed_key(stats), job) ~= false end
+local function has_failed(stats, job)
+  return read_hash(stats).failing and redis.call("ZSCORE", failed_key(stats), job) ~= false
+end
+
+local function count_failing(stats)
+  local count = redis.call("ZCARD", failed_key(stats))
+  set_field(stats, "failing", count > 0 and exact(count))
+end
 
 -- Whether a job would be the probe although it failed there when it last ran: it, and not the server, may be to blame.
 local function would_probe_again(stats, job, now)
-  return breaker_state(breaker_of(stats), now) == "half_open" and has_failed(stats, job)
+  return not is_closed(stats) and breaker_state(breaker_of(stats), now) == "half_open" and has_failed(stats, job)
 end
 
 -- Leave it alone for a while, longer each time that a job proves anew that it does not work.  `why`: its runs failed
 -- one after another ("failures"), too many of them did ("rate"), or the one that was to try it did ("probe").
 local function open_breaker(stats, now, settings, is_proof, why)
-  local times = redis.call("HINCRBY", stats, "opened", is_proof and 1 or 0)
+  local times = add_to_field(stats, "opened", is_proof and 1 or 0)
   local rest_ms = math.min(settings.open_ms * 2 ^ math.min(times - 1, 30), settings.open_max_ms)
-  redis.call("HSET", stats, "open_until", exact(now + rest_ms), "why", why)
-  redis.call("HDEL", stats, "probe", "streak")
+  set_field(stats, "open_until", exact(now + rest_ms))
+  set_field(stats, "why", why)
+  set_field(stats, "probe", false)
+  set_field(stats, "streak", false)
 end
 
 -- One more failure.  `is_proof`: the job's first in a row.  One that fails again and again counts once.
 local function note_failure(stats, job, now, settings, is_proof)
-  local found = redis.call("HMGET", stats, "open_until", "probe", "rate", "runs")
+  local has = read_hash(stats)
   if is_proof then
-    redis.call("HSET", stats, "penalty", string.format("%.6f", penalty(stats, now) + 1), "penalty_at", exact(now))
+    set_field(stats, "penalty", string.format("%.6f", penalty(stats, now) + 1))
+    set_field(stats, "penalty_at", exact(now))
   end
-  if found[1] then
-    if found[2] == job then open_breaker(stats, now, settings, is_proof, "probe") end
+  if has.open_until then
+    if has.probe == job then open_breaker(stats, now, settings, is_proof, "probe") end
   elseif is_proof then
-    local streak = redis.call("HINCRBY", stats, "streak", 1)
-    local often = tonumber(found[4] or "0") >= RATE_RUNS and tonumber(found[3] or "0") >= settings.rate
+    local streak = add_to_field(stats, "streak", 1)
+    local often = tonumber(has.runs or "0") >= RATE_RUNS and tonumber(has.rate or "0") >= settings.rate
     local why = streak >= settings.failures and "failures" or (often and streak > 1 and "rate") or nil
     if why then open_breaker(stats, now, settings, true, why) end
   end
@@ -72,24 +86,29 @@ end
 
 -- What became of a run: "ok", "failed", or "" for what says nothing of the server.
 local function note_outcome(stats, job, outcome, now, settings)
+  local has = read_hash(stats)
   if outcome == "" then
-    if redis.call("HGET", stats, "probe") == job then redis.call("HDEL", stats, "probe") end
+    if has.probe == job then set_field(stats, "probe", false) end
     return
   end
   local failed, failed_before = outcome == "failed", has_failed(stats, job)
   if not (failed and failed_before) then
-    local rate = tonumber(redis.call("HGET", stats, "rate") or "0")
-    redis.call("HSET", stats, "rate", string.format("%.6f", rate + SMOOTHING * ((failed and 1 or 0) - rate)))
-    redis.call("HINCRBY", stats, "runs", 1)
+    local rate = tonumber(has.rate or "0")
+    set_field(stats, "rate", string.format("%.6f", rate + SMOOTHING * ((failed and 1 or 0) - rate)))
+    add_to_field(stats, "runs", 1)
   end
   if failed then
     note_failure(stats, job, now, settings, not failed_before)
     redis.call("ZADD", failed_key(stats), exact(now), job)
     redis.call("ZREMRANGEBYRANK", failed_key(stats), 0, -1 - REMEMBERED)
-  else
-    local probed = redis.call("HGET", stats, "probe") == job
-    if failed_before then redis.call("ZREM", failed_key(stats), job) end
-    redis.call("HDEL", stats, "streak")
-    if probed then redis.call("HDEL", stats, "open_until", "why", "opened", "probe", "rate", "runs") end
+    count_failing(stats)
+    return
   end
+  if failed_before then
+    redis.call("ZREM", failed_key(stats), job)
+    count_failing(stats)
+  end
+  set_field(stats, "streak", false)
+  if has.probe ~= job then return end
+  for _, name in ipairs({ "open_until", "why", "opened", "probe", "rate", "runs" }) do set_field(stats, name, false) end
 end

@@ -68,7 +68,7 @@ local function leave_group(group, class)
 end
 
 local function drop_if_empty(group)
-  if redis.call("EXISTS", group_key(group)) == 0 then redis.call("SREM", GROUPS, group) end
+  if redis.call("EXISTS", group_key(group)) == 0 then redis.call("HDEL", GROUPS, group) end
 end
 
 -- Set a class's place in its group by its first lane.
@@ -85,7 +85,7 @@ local function add_class(class, needs)
   if redis.call("HEXISTS", CLASSES, class) == 1 then return end
   local kinds = asks_nothing(class) and "" or kinds_for(model_of(class), needs)
   redis.call("HSET", CLASSES, class, kinds .. "\n" .. needs)
-  if kinds ~= NOWHERE then redis.call("SADD", GROUPS, kinds .. "|" .. model_of(class)) end
+  if kinds ~= NOWHERE then redis.call("HSET", GROUPS, kinds .. "|" .. model_of(class), "") end
 end
 
 -- No job of a class waits any more.
@@ -110,7 +110,7 @@ local function regroup(class)
   end
   redis.call("HSET", CLASSES, class, kinds .. "\n" .. needs)
   if group then
-    redis.call("SADD", GROUPS, group)
+    redis.call("HSET", GROUPS, group, "")
     rank_class(class)
   end
 end

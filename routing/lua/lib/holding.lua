@@ -6,39 +6,41 @@ local function charge_use(it, since, charged, now)
   return now - since
 end
 
--- Leases of a server beyond its slots have become more, or less: so many fewer of those are offered (SLOT-1).
+-- Leases of a server that have no slot have become more, or less: so many fewer of its slots are offered (SLOT-1).
 local function count_excess(server, change)
   if redis.call("HINCRBY", excess_key(), server, change) <= 0 then redis.call("HDEL", excess_key(), server) end
+  set_field(META, "excess", redis.call("EXISTS", excess_key()) == 1 and "1")
 end
 
 -- A slot has one holder.  Only after Redis has lost what it knew, a run can come back to a slot that was given away
 -- meanwhile: its lease stands beside the holder's, and gets the slot as soon as that is dropped.
 local function hold_slot(slot, job)
-  local holder = redis.call("HGET", SLOTS, slot)
-  if holder and holder ~= job then
-    redis.call("RPUSH", beside_key(slot), job)
-    count_excess(server_of(slot), 1)
-  end
-  if not holder then redis.call("HSET", SLOTS, slot, job) end
+  local is_holder = redis.call("HSETNX", SLOTS, slot, job) == 1
+  if not is_holder and redis.call("HGET", SLOTS, slot) == job then return end
+  if not is_holder then redis.call("RPUSH", beside_key(slot), job) end
+  if not is_holder or is_beyond(slot) then count_excess(server_of(slot), 1) end
 end
 
+-- One lease less of a slot that has several, or is none any more: one less that has no slot.  Answers whether it holds
+-- none now.
 local function let_slot_go(slot, job)
-  if redis.call("EXISTS", excess_key()) == 1 and is_beyond(slot) then count_excess(server_of(slot), -1) end
-  if redis.call("HGET", SLOTS, slot) ~= job then
-    if redis.call("LREM", beside_key(slot), 0, job) > 0 then count_excess(server_of(slot), -1) end
-    return
+  local may_have_beside = field(META, "excess")
+  if may_have_beside and (redis.call("LLEN", beside_key(slot)) > 0 or is_beyond(slot)) then
+    count_excess(server_of(slot), -1)
   end
-  local heir = redis.call("LPOP", beside_key(slot))
-  if heir then count_excess(server_of(slot), -1) end
+  if redis.call("HGET", SLOTS, slot) ~= job then
+    redis.call("LREM", beside_key(slot), 0, job)
+    return false
+  end
+  local heir = may_have_beside and redis.call("LPOP", beside_key(slot))
   if heir then redis.call("HSET", SLOTS, slot, heir) else redis.call("HDEL", SLOTS, slot) end
+  return not heir
 end
 
 -- Of a server that is not here nothing is kept once it holds no lease.
 local function count_taken(server, change)
   local stats = stats_key("server", server)
-  if redis.call("HINCRBY", stats, "taken", change) <= 0 and redis.call("HEXISTS", SERVERS, server) == 0 then
-    redis.call("UNLINK", stats)
-  end
+  if add_to_field(stats, "taken", change) <= 0 and not field(SERVERS, server) then forget_hash(stats) end
 end
 
 -- Write a lease: `job` holds `slot` from now on.
@@ -47,23 +49,21 @@ local function write_lease(job, lease, owner, slot, it, needs, seq, created, num
     "seq", seq, "created", created, "offer", number, "since", exact(now), "charged", exact(charged))
   redis.call("ZADD", LEASES, exact(expires), job)
   hold_slot(slot, job)
-  redis.call("ZREM", FREE, slot)
-  redis.call("ZREM", RESTING, slot)
   count_taken(server_of(slot), 1)
-  note_owner(job, owner, number)
+  if owner == "" then note_owner(job, owner, number) end
   count_held(it, 1)
 end
 
--- Remove the lease; answers where the job stood, which slot it had, and for how long.
-local function drop_lease(job, now)
-  local was = redis.call("HMGET", lease_key(job), "slot", "lane", "needs", "seq", "created", "since", "charged")
-  local it, since = read_lane(was[2]), tonumber(was[6])
-  redis.call("DEL", lease_key(job))
-  redis.call("ZREM", LEASES, job)
-  redis.call("ZREM", open_key(), job)
-  let_slot_go(was[1], job)
-  count_taken(server_of(was[1]), -1)
-  charge_use(it, since, tonumber(was[7]), now)
-  count_held(it, -1)
-  return { slot = was[1], lane = it, needs = was[3], seq = was[4], created = was[5], held_ms = now - since }
+-- Remove a lease, as read_lease has answered it.  Answers whether its slot holds none now.
+local function drop_lease(was, now)
+  read_fields(META, "epoch", "copy", "offers", "excess", "waiting:" .. was.lane.model)
+  read_rules(was.lane)
+  redis.call("DEL", lease_key(was.job))
+  redis.call("ZREM", LEASES, was.job)
+  if was.owner == "" then note_owner(was.job, "gone") end
+  local is_let_go = let_slot_go(was.slot, was.job)
+  count_taken(server_of(was.slot), -1)
+  charge_use(was.lane, was.since, was.charged, now)
+  count_held(was.lane, -1)
+  return is_let_go
 end

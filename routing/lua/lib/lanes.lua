@@ -2,22 +2,22 @@
 -- server) holds the class's lanes by key, and one for each group its classes, so that an offer finds the next job
 -- however many lanes there are.
 
-local BLOCKED = math.huge -- the key of a lane that waits for something other than its turn
+local BLOCKED = 1 / 0 -- the key of a lane that waits for something other than its turn
 
 -- The names of an account's lanes that hold jobs.
 local function lanes_of(account)
-  local lanes = redis.call("SMEMBERS", marks_key(account))
+  local lanes = redis.call("HKEYS", marks_key(account))
   for i, mark in ipairs(lanes) do lanes[i] = mark .. "|" .. account end
   return lanes
 end
 
 local function note_lane(it, needs)
-  redis.call("SADD", marks_key(it.account), it.mark)
+  redis.call("HSET", marks_key(it.account), it.mark, "")
   add_class(it.class, needs)
 end
 
 local function forget_lane(it)
-  redis.call("SREM", marks_key(it.account), it.mark)
+  redis.call("HDEL", marks_key(it.account), it.mark)
   if redis.call("EXISTS", class_key(it.class)) == 0 then drop_class(it.class) else rank_class(it.class) end
 end
 
@@ -42,9 +42,10 @@ end
 
 local function key_text(key) return key == BLOCKED and "+inf" or string.format("%.17g", key) end
 
--- Set a lane's place in its class by the job at its head; drop the lane when it is empty.
-local function reindex(it, needs)
-  local head = redis.call("ZRANGE", lane_key(it.name), 0, 0, "WITHSCORES")
+-- Set a lane's place in its class by the job at its head; drop the lane when it is empty.  `head`: member and seq of
+-- that job, if they are known; empty: it has none.
+local function reindex(it, needs, head)
+  head = head or redis.call("ZRANGE", lane_key(it.name), 0, 0, "WITHSCORES")
   if not head[1] then
     if redis.call("ZREM", class_key(it.class), it.name) == 1 then forget_lane(it) end
     return
@@ -89,25 +90,25 @@ end
 
 local function count_waiting(it, change)
   if redis.call("HINCRBY", LANES, it.account, change) == 0 then redis.call("HDEL", LANES, it.account) end
-  local field = "waiting:" .. it.model
-  if redis.call("HINCRBY", META, field, change) == 0 then
-    redis.call("HDEL", META, field)
+  local name = "waiting:" .. it.model
+  if add_to_field(META, name, change) == 0 then
+    set_field(META, name, false)
     forget_shares(it.model)
   end
 end
 
--- Answers whether it was not there yet.  The caller reindexes the lane.
-local function add_to_lane(it, seq, job, created)
-  if redis.call("ZADD", lane_key(it.name), seq, member_of(job, created)) == 0 then return false end
-  count_waiting(it, 1)
-  return true
+-- Put jobs into a lane: seq and member of each; answers how many were not there yet.  The caller reindexes the lane.
+local function add_to_lane(it, ...)
+  local added = redis.call("ZADD", lane_key(it.name), ...)
+  if added > 0 then count_waiting(it, added) end
+  return added
 end
 
--- Answers whether it was there.
-local function take_from_lane(it, member)
+-- Answers whether it was there.  `head`: of the lane without it, as for reindex.
+local function take_from_lane(it, member, head)
   if redis.call("ZREM", lane_key(it.name), member) == 0 then return false end
   count_waiting(it, -1)
-  reindex(it)
+  reindex(it, "", head)
   return true
 end
 
@@ -115,8 +116,8 @@ end
 -- other lanes move with its tag.
 local function count_held(it, change)
   local rules = rules_of(it.model)
-  local held = redis.call("HINCRBY", HELD, it.account, change)
-  if held <= 0 then redis.call("HDEL", HELD, it.account) end
+  local held = add_to_field(HELD, it.account, change)
+  if held <= 0 then set_field(HELD, it.account, false) end
   local _, limit = terms_of(it.account, rules)
   local turns = limit > 0 and math.max(held, held - change) == limit
   if rules.policy == "fair" or turns then reindex_account(it.account) end

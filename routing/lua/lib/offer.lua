@@ -2,6 +2,7 @@
 
 -- server -> how many of its free slots are not offered, since it has as many leases that have no slot (SLOT-1).
 local function withheld_slots()
+  if not field(META, "excess") then return {} end
   local found, withheld = redis.call("HGETALL", excess_key()), {}
   for i = 1, #found, 2 do withheld[found[i]] = tonumber(found[i + 1]) end
   return withheld
@@ -39,10 +40,11 @@ local function turn_of(lane, rules, now)
   return tier * TIER_STEP + tonumber(redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")[2])
 end
 
--- The models whose jobs may be offered now, in the order of their turn, each with the first lane of its groups.
-local function next_of_models(now)
+-- The models of these groups whose jobs may be offered now, in the order of their turn, each with the first lane of its
+-- groups.
+local function next_of_models(groups, now)
   local models, by_name = {}, {}
-  for _, group in ipairs(redis.call("SMEMBERS", GROUPS)) do
+  for _, group in ipairs(groups) do
     local model = model_of(group)
     local rules = rules_of(model)
     if by_name[model] == nil then
@@ -76,11 +78,11 @@ end
 -- it passes jobs over for `affinity` ms at most, counted from the first time.
 local function stays_with_loaded(server, model, by_name, now)
   if model.rules.affinity == 0 then return false end
-  local stats = stats_key("server", server.name)
-  local found = redis.call("HMGET", stats, "loaded", "passing:" .. model.name)
-  if not found[1] or found[1] == model.name or not has_work(server, by_name[found[1]]) then return false end
-  if not found[2] then redis.call("HSET", stats, "passing:" .. model.name, exact(now)) end
-  return now - tonumber(found[2] or now) < model.rules.affinity
+  local stats, passing = stats_key("server", server.name), "passing:" .. model.name
+  local has = read_hash(stats)
+  if not has.loaded or has.loaded == model.name or not has_work(server, by_name[has.loaded]) then return false end
+  if not has[passing] then set_field(stats, passing, exact(now)) end
+  return now - tonumber(has[passing]) < model.rules.affinity
 end
 
 -- The best server for a lane's job; and whether one was left out because the job failed there when it last ran, and
@@ -112,17 +114,15 @@ end
 -- The server takes a job of `model`.  Other models that have work for it go on being passed over.
 local function note_loaded(server, model, by_name)
   local stats = stats_key("server", server.name)
-  local loaded = redis.call("HGET", stats, "loaded")
+  local loaded = read_hash(stats).loaded
   if loaded ~= model then
-    redis.call("HSET", stats, "loaded", model)
-    if loaded then redis.call("HINCRBY", stats, "swaps", 1) end
+    set_field(stats, "loaded", model)
+    if loaded then add_to_field(stats, "swaps", 1) end
   end
   if not serves_several(server.entry) then return end
-  local over = { "passing:" .. model }
   for other in models_in(server.entry) do
-    if not has_work(server, by_name[other]) then over[#over + 1] = "passing:" .. other end
+    if other == model or not has_work(server, by_name[other]) then set_field(stats, "passing:" .. other, false) end
   end
-  redis.call("HDEL", stats, unpack(over))
 end
 
 -- Take the head of the lane and the server's first free slot, and write the lease.  `owner` "" leaves it open for
@@ -130,17 +130,19 @@ end
 local function take(lane, server, by_name, prefix, owner, now, lease_ms)
   local it = read_lane(lane.name)
   local job, created = read_member(lane.member)
-  local slot, number, charged = server.slots[server.next], redis.call("HINCRBY", META, "offers", 1), 0
+  local slot, number, charged = server.slots[server.next], add_to_field(META, "offers", 1), 0
   local lease, stats = prefix .. "-" .. number, stats_key("model", it.model)
   server.next = server.next + 1
+  read_rules(it)
   if rules_of(it.model).policy == "fair" then
     local start = start_tag(it.tenant, it.model)
-    charged = tonumber(redis.call("HGET", stats, "run_ms") or "0")
-    redis.call("HSET", stats, "virtual", string.format("%.17g", start))
+    charged = number_in_field(stats, "run_ms")
+    set_field(stats, "virtual", string.format("%.17g", start))
     forget_tags(it.model, number)
     charge(it.tenant, it.model, charged, start)
   end
-  take_from_lane(it, lane.member)
+  take_from_lane(it, lane.member, lane.following)
+  redis.call("ZREM", FREE, slot)
   write_lease(job, lease, owner, slot, it, lane.needs, lane.seq, exact(created), number, charged, now, now + lease_ms)
   note_loaded(server, it.model, by_name)
   note_probe(stats, job)
@@ -152,9 +154,12 @@ local function with_job(lane, member, seq)
   return { name = lane.name, needs = lane.needs, member = member, seq = seq, job = read_member(member) }
 end
 
+-- With the job at the head of its lane, and what will be its head without that.
 local function with_head(lane)
-  local head = redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")
-  return with_job(lane, head[1], head[2])
+  local head = redis.call("ZRANGE", lane_key(lane.name), 0, 1, "WITHSCORES")
+  local found = with_job(lane, head[1], head[2])
+  found.following = { head[3], head[4] }
+  return found
 end
 
 -- Jobs of a group that may probe in the place of its first one, in order, some of its first classes and lanes.
@@ -200,8 +205,8 @@ end
 
 -- The next offer; nil: no waiting job fits a free slot.  A breaker is probed with a job that failed there last only if
 -- no other waits that could.
-local function take_next(servers, prefix, owner, now, lease_ms)
-  local models, by_name = next_of_models(now)
+local function take_next(groups, servers, prefix, owner, now, lease_ms)
+  local models, by_name = next_of_models(groups, now)
   local lane, server, passed_over = next_pair(servers, models, by_name, now, false)
   if passed_over then lane, server = next_pair(servers, models, by_name, now, true) end
   if server then return take(lane, server, by_name, prefix, owner, now, lease_ms) end
@@ -210,19 +215,22 @@ end
 -- Up to `limit` offers.  The first goes straight to `owner`, if there is one, for `lease_ms`; the others are
 -- open for `offer_ms`, and no more than `room` are open at once, lest they wait where nobody looks.
 local function make_offers(limit, room, prefix, now, offer_ms, owner, lease_ms)
-  local offers = {}
+  local offers, open_left = {}, nil
   wake_rested(now)
-  if limit < 1 or redis.call("EXISTS", GROUPS) == 0 then return offers end
-  local open_left = math.max(room - redis.call("ZCARD", open_key()), 0)
-  local left = math.min(limit, open_left + (owner ~= "" and 1 or 0))
-  if left < 1 then return offers end
+  local groups = limit > 0 and is_open(now) and redis.call("HKEYS", GROUPS) or {}
+  if #groups == 0 then return offers end
   local servers, free = free_servers()
-  if free == 0 or not is_open() then return offers end
-  while #offers < math.min(left, free) do
-    local first = #offers == 0 and owner ~= ""
-    local made = take_next(servers, prefix, first and owner or "", now, first and lease_ms or offer_ms)
+  while #offers < math.min(limit, free) and #groups > 0 do
+    local first, made = #offers == 0 and owner ~= "", nil
+    if first then
+      made = take_next(groups, servers, prefix, owner, now, lease_ms)
+    else
+      open_left = (open_left or room - redis.call("ZCARD", open_key())) - 1
+      made = open_left >= 0 and take_next(groups, servers, prefix, "", now, offer_ms)
+    end
     if not made then break end
     offers[#offers + 1] = made
+    groups = #offers < math.min(limit, free) and redis.call("HKEYS", GROUPS) or {}
   end
   return offers
 end

@@ -3,7 +3,7 @@
 -- A server's entry reads "<state> <slots> <weight>\n<model>\n…\n@<attribute>=<value>\n…", so that no script has
 -- to parse JSON.  Answers nil unless the server is online.
 local function online_server(server)
-  local entry = redis.call("HGET", SERVERS, server)
+  local entry = field(SERVERS, server)
   return entry and string.find(entry, "online ", 1, true) == 1 and entry or nil
 end
 
@@ -18,14 +18,14 @@ end
 
 -- Whether a server that is here has no slot of this number any more: the operator took it away under the lease.
 local function is_beyond(slot)
-  local entry = redis.call("HGET", SERVERS, server_of(slot))
+  local entry = field(SERVERS, server_of(slot))
   return entry and tonumber(string.match(slot, "(%d+)$")) >= slots_in(entry)
 end
 
 -- Let a slot be offered: now, or after it has rested.  One that holds a lease is not, until that is dropped, nor is
--- one of a server that is not online; sync brings it back.
-local function return_slot(slot, now, rest_ms)
-  if not is_online_slot(slot) or redis.call("HEXISTS", SLOTS, slot) == 1 then return end
+-- one of a server that is not online; sync brings it back.  `is_let_go`: it is known to hold none.
+local function return_slot(slot, now, rest_ms, is_let_go)
+  if not is_online_slot(slot) or (not is_let_go and redis.call("HEXISTS", SLOTS, slot) == 1) then return end
   if rest_ms > 0 then
     redis.call("ZADD", RESTING, exact(now + rest_ms), slot)
   else

@@ -1,0 +1,88 @@
+-- fields: hashes of which a script reads, and changes, several fields.  Each field is read once; what has changed is
+-- written at the end of the script, one command for each hash: by write_fields.
+
+local known = {}
+local whole = {}
+local stored = {}
+
+-- What is known of a hash: field -> text, false: it is not there.
+local function fields_of(key)
+  local has = known[key]
+  if not has then
+    has = {}
+    known[key] = has
+  end
+  return has
+end
+
+-- Read these fields in one step, if the first of them is not known.
+local function read_fields(key, first, ...)
+  local has = fields_of(key)
+  if has[first] ~= nil or whole[key] then return end
+  local names = { first, ... }
+  for i, text in ipairs(redis.call("HMGET", key, first, ...)) do
+    if has[names[i]] == nil then has[names[i]] = text end
+  end
+end
+
+-- All fields of a hash, by name; false or nil: it is not there.
+local function read_hash(key)
+  local has = fields_of(key)
+  if whole[key] then return has end
+  local found = redis.call("HGETALL", key)
+  for i = 1, #found, 2 do
+    if has[found[i]] == nil then has[found[i]] = found[i + 1] end
+  end
+  whole[key] = true
+  return has
+end
+
+-- The text of a field; false or nil: there is none.
+local function field(key, name)
+  local has = fields_of(key)
+  if has[name] == nil and not whole[key] then has[name] = redis.call("HGET", key, name) end
+  return has[name]
+end
+
+local function number_in_field(key, name) return tonumber(field(key, name) or "0") end
+
+-- Change a field; false: remove it.
+local function set_field(key, name, text)
+  local before = field(key, name) or false
+  if before == text then return end
+  local old = stored[key]
+  if not old then
+    old = {}
+    stored[key] = old
+  end
+  if old[name] == nil then old[name] = before end
+  known[key][name] = text
+end
+
+-- Answers the sum.
+local function add_to_field(key, name, change)
+  local sum = number_in_field(key, name) + change
+  set_field(key, name, exact(sum))
+  return sum
+end
+
+local function forget_hash(key)
+  redis.call("UNLINK", key)
+  known[key], whole[key], stored[key] = {}, true, nil
+end
+
+local function write_fields()
+  for key, old in pairs(stored) do
+    local set, gone = { "HSET", key }, { "HDEL", key }
+    for name, before in pairs(old) do
+      local text = known[key][name]
+      if text and text ~= before then
+        set[#set + 1], set[#set + 2] = name, text
+      elseif before and not text then
+        gone[#gone + 1] = name
+      end
+    end
+    if #set > 2 then redis.call(unpack(set)) end
+    if #gone > 2 then redis.call(unpack(gone)) end
+  end
+end

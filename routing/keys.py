@@ -62,6 +62,10 @@ class Keys:
         """hash: worker -> "<room> <until>": runs it has room for, and until when that is believed, ms."""
         return f"{self._prefix}:workers"
 
+    def pulse(self) -> str:
+        """string: there as long as maintenance has swept lately."""
+        return f"{self._prefix}:pulse"
+
     def open_offers(self, fleet: str) -> str:
         """zset: job -> number of its offer, of the fleet's leases that nobody has claimed yet."""
         return f"{self.of(fleet, 'meta')}:open"

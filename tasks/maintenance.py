@@ -19,13 +19,13 @@ from jobs.once import once
 from jobs.record import Server as ServerRow
 from jobs.record import now_ms
 from jobs.states import State
-from routing import audit, draining, reconcile, runs
+from routing import audit, draining, pulse, reconcile, runs
 from routing.policies.identity import ServerReport
 from tasks.celery_app import celery
 from tasks.rounds import Asked, Rounds
 from tasks.runner import Misconfigured, server_for
 from tasks.servers import HealthKind
-from tasks.wiring import database, dispatcher
+from tasks.wiring import database, dispatcher, scripts
 
 log = structlog.get_logger(__name__)
 
@@ -75,6 +75,7 @@ def _task(name: str, every_s: float) -> Callable[[Callable[..., None]], Any]:
 def sweep() -> None:
     """Every 2 s: offer what was missed; rebuild a room that turns out to be new."""
     reconcile.sweep(dispatcher())
+    pulse.leave(scripts())
 
 
 @_task("keep_time", 1)

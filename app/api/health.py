@@ -19,6 +19,7 @@ _PROBES: dict[str, Callable[[], str | None]] = {
     "database": probes.database,
     "redis": probes.redis,
     "broker": probes.broker,
+    "maintenance": probes.maintenance,
     "clocks": probes.clocks,
 }
 
@@ -35,8 +36,8 @@ def live() -> dict[str, str]:
 def ready() -> tuple[dict[str, Any], int]:
     """Say what this process can reach.
 
-    Without the database nothing can be accepted: 503.  Without Redis or the broker jobs are accepted and wait:
-    200, degraded.
+    Without the database nothing can be accepted: 503.  Without Redis, the broker or maintenance jobs are accepted
+    and wait: 200, degraded.
     """
     parts = {name: _part(probe()) for name, probe in _PROBES.items()}
     if not parts["database"]["ok"]:

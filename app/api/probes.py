@@ -11,6 +11,7 @@ from app.api.context import dispatcher
 from jobs import migrate
 from jobs.clock import TOLERATED_MS, clock
 from jobs.errors import SlotkeeperError
+from routing import pulse
 from routing.suitability import evicts
 from tasks.celery_app import celery
 from tasks.wiring import catalog, scripts
@@ -49,6 +50,19 @@ def broker() -> str | None:
         log.warning("broker_away", error=str(error))
         return "The broker does not answer; jobs are accepted, and start when it is back."
     return None
+
+
+def maintenance() -> str | None:
+    """Somebody does it: without, no deadline is kept and nothing that was lost is found."""
+    try:
+        if not pulse.has_stopped(scripts()):
+            return None
+    except RedisError:
+        return None  # It is said elsewhere.
+    return (
+        f"Maintenance has not run for {pulse.FADES_S} s: deadlines and retries wait for it.  "
+        "See that beat and a worker of the queue `maintenance` run."
+    )
 
 
 def clocks() -> str | None:

@@ -64,7 +64,7 @@ def heed_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport], *,
                 compared = identity.compare([*_views(jobs, report), *draining.views(lingering, report)], report)
                 ghosts = [job for job in jobs if job.id in compared.ghosts and (server.name, job.id) in silent]
                 freed += sum(free_ghost(dispatcher, job) for job in ghosts)
-                if strange := _strangers(dispatcher, compared, report):
+                if strange := _strangers(dispatcher, server, compared, report):
                     dispatcher.slots.occupy(fleet, server.name, strange, OCCUPIED_MS)
                 elif report.tells_what_runs and server.name in trouble.resting:
                     idle.append(server)
@@ -135,12 +135,14 @@ def _views(jobs: Sequence[Job], report: ServerReport) -> list[LeaseView]:
     ]
 
 
-def _strangers(dispatcher: Dispatcher, found: identity.Comparison, report: ServerReport) -> int:
-    """How many of the server's slots others use.  A job of ours that had only just ended when it was asked, or has
-    ended since, is none of them."""
+def _strangers(dispatcher: Dispatcher, server: Server, found: identity.Comparison, report: ServerReport) -> int:
+    """How many of the server's slots others use, of which it has no more than its slots, whatever it reports.  A job
+    of ours that had only just ended when it was asked, or has ended since, is none of them."""
     settled_before = identity.asked_ms(report, now_ms()) - _JUST_ENDED_MS
     strange = found.uncounted - len(found.strangers)
     for job_id in found.strangers:
+        if strange >= server.slots:
+            return server.slots
         job = dispatcher.store.get(job_id) or dispatcher.store.get(_ATTEMPT.sub("", job_id))
         if job is None or not (_has_slot(job) or (job.finished_ms or 0) >= settled_before):
             strange += 1

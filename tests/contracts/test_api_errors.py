@@ -3,6 +3,9 @@
 import pytest
 
 from jobs import ledger
+from routing import pulse
+from tasks import maintenance
+from tasks.wiring import scripts
 from tests.support.api import Api
 from tests.support.builders import T0, an_ended_job
 
@@ -32,9 +35,17 @@ def test_a_fault_of_ours_shows_nothing_of_itself(api: Api, monkeypatch: pytest.M
 
 
 def test_a_whole_process_is_ready(api: Api) -> None:
+    pulse.leave(scripts())
     answer = api.client.get("/health/ready")
     assert (answer.status_code, answer.json["status"]) == (200, "ok")
     assert all(part == {"ok": True, "why": None} for part in answer.json["parts"].values())
+
+
+def test_it_is_degraded_as_long_as_nobody_does_maintenance(api: Api) -> None:
+    answer = api.client.get("/health/ready").json
+    assert answer["status"] == "degraded" and "beat" in answer["parts"]["maintenance"]["why"]
+    maintenance.sweep()
+    assert api.client.get("/health/ready").json["status"] == "ok"
 
 
 def test_without_redis_it_is_ready_but_degraded(mortal_api: Api) -> None:

@@ -289,6 +289,18 @@ UPKEEP = [
         (f"{_DELIVERIES}test_what_has_become_due_just_now_does_not_wait_until_a_pile_has_been_read",),
     ),
     Mutant(
+        "a report costs as many looks as it names runs",
+        "SLOT-2",
+        "routing/reconcile/servers.py",
+        "if strange >= server.slots:",
+        "if strange < 0:",
+        (
+            "tests/faults/test_identity.py::"
+            "test_foreign_a_report_that_never_ends_costs_no_more_looks_than_the_server_has_slots",
+        ),
+        still="tests/faults/test_identity.py::test_foreign_and_ours_are_told_apart_by_name",
+    ),
+    Mutant(
         "a pile of messages hides what comes after it",
         "HOOK-1",
         "tasks/webhooks.py",

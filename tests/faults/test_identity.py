@@ -151,6 +151,14 @@ def test_foreign_slots_that_direct_calls_use_are_withheld_for_a_while(stage, rep
     assert stage.free() == 3
 
 
+def test_foreign_a_report_that_never_ends_costs_no_more_looks_than_the_server_has_slots(stage, monkeypatch):
+    stage.register(2)
+    looks, get = [], stage.store.get
+    monkeypatch.setattr(stage.store, "get", lambda job_id: looks.append(job_id) or get(job_id))
+    heed(stage, running(*(f"stranger-{n}" for n in range(10_000))))
+    assert stage.free() == 0 and len(looks) <= 2 * 2
+
+
 def test_foreign_and_ours_are_told_apart_by_name(stage):
     stage.register(3)
     stage.submit(id="one")

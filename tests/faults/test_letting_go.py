@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from jobs.states import State
+from jobs.states import State, Why
 from routing import reconcile
 from routing.dispatcher import Task
 from routing.explain import explain
 from routing.outcome import Kind, Outcome
 from routing.policies.identity import YOUNG_MS
-from tasks import maintenance, runner, settlement
+from tasks import inference, maintenance, runner, settlement
 from tasks.heartbeat import Hold
 from tests.lua.stage import Stage, client, stage, valkey
 from tests.support.fake_fleet import FakeRun, FakeServer, Hang, _status_body
@@ -136,6 +136,36 @@ def test_slot_1_whatever_ends_a_run_its_server_never_runs_two_in_one_slot(stage,
     task = stage.start()
     assert _run(stage, task) is State.COMPLETED
     assert server.at_once == 1 and len(server.runs) == 2
+
+
+# -- a worker that is told to stop -------------------------------------------------------------------------------
+
+
+@sqlite
+def test_a_call_that_a_stopping_worker_waits_in_is_handed_back_and_joined_by_the_next(stage, monkeypatch) -> None:
+    for module in ("tasks.runner", "tasks.settlement"):
+        monkeypatch.setattr(f"{module}.now_ms", lambda: stage.now)
+    for module in (inference, settlement):
+        monkeypatch.setattr(module, "dispatcher", lambda: stage.dispatcher)
+    with FakeServer(slots=1, mode="sync") as server:
+        stage.catalog.register("zimg", "gpu", server.endpoint, 1, stage.now)
+        reconcile.refresh_fleet(stage.dispatcher, "zimg")
+        server.script("first", Hang())
+        job_id, task = stage.submit(id="first"), stage.start()
+        hold = Hold(task.held)
+        watch = runner.Watch(task, hold, stage.store, stage.dispatcher.fleet)
+        stops = threading.Thread(target=lambda: (server.wait_for(job_id, 30), hold.end("stop")))
+        stops.start()
+        with pytest.raises(runner.HandBack):
+            watch.outcome()
+        stops.join(30)
+        inference._hand_back(task, hold)
+        job = stage.job(job_id)
+        assert (job.state, job.why, job.crashes, job.failures) == (State.QUEUED, Why.HANDED_BACK, 0, 0)
+        assert [(offer.job_id, offer.slot) for offer in stage.told.offers] == [(job_id, task.held.slot)]
+        server.release(job_id)
+        assert _run(stage, stage.start("w2")) is State.COMPLETED
+        assert len(server.runs) == 1, "the call is repeated under its key, and joined"
 
 
 # -- what a server's yes to a cancel is worth, by its description ------------------------------------------------

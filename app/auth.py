@@ -26,7 +26,10 @@ ADMIN = "admin"
 _EXTENSION = "slotkeeper_keys"
 _MOST_CACHED = 4096
 _CHANGES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
-_FORWARDED = re.compile(r"forwarded|via|x-forwarded(-.*)?|x-real-ip|x-client-ip|true-client-ip", re.IGNORECASE)
+_FORWARDED = re.compile(
+    r"forwarded|via|x-(original-)?forwarded(-.*)?|x-real-ip|x-(cluster-)?client-ip|(true-client|cf-connecting)-ip",
+    re.IGNORECASE,
+)
 # A page of another origin cannot send these without asking first, which nobody here answers.
 _SAFE_TYPES = frozenset({"application/json", "application/x-ndjson", "application/problem+json"})
 

@@ -38,6 +38,8 @@ class Guard:
     def _is_own(self, host: str) -> bool:
         if not host or self._any_name:
             return True
+        if "@" in host:
+            return False
         try:
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
         except ValueError:

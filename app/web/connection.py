@@ -60,6 +60,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.max_size = _AT_ONCE  # type: ignore[attr-defined]
+        self._transport.set_write_buffer_limits(high=0)  # `resume_writing` shall tell that all is sent.
         self._peer = (transport.get_extra_info("peername") or ("", 0))[:2]
         self.address = self._peer[0]
         self._door.crowd.enter(self)

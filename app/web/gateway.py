@@ -101,6 +101,8 @@ def environ_of(method: str, version: str, target: bytes, headers: Headers, peer:
         _add(environ, name, value)
     if version == "1.1" and "HTTP_HOST" not in environ:
         raise BadHead("the header Host is missing")
+    if environ.get("HTTP_TRANSFER_ENCODING", "chunked").lower() != "chunked":
+        raise BadHead("the body is coded in another way than chunked")
     if version == "1.0" and "HTTP_TRANSFER_ENCODING" in environ:
         raise BadHead("there are chunks, which HTTP/1.0 does not know")
     if host:  # of an address in full; it counts, whatever the header says

@@ -11,7 +11,18 @@ from tests.support.api import Api
 pytest_plugins = ("tests.support.api_fixtures",)
 
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true"}])
-FORWARDED = ["Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Real-IP"]
+FORWARDED = [
+    "CF-Connecting-IP",
+    "X-Cluster-Client-IP",
+    "X-Original-Forwarded-For",
+    "True-Client-IP",
+    "Forwarded",
+    "Via",
+    "X-Forwarded-For",
+    "X-Forwarded-Host",
+    "X-Forwarded-Proto",
+    "X-Real-IP",
+]
 PAGES = ["/docs", "/docs/swagger", "/openapi.json", "/health/live", "/health/ready"]
 
 

@@ -229,4 +229,22 @@ DOOR = [
         (f"{CONNECTION}test_made_up_keys_are_not_in_the_way_of_good_ones_and_nobody_is_a_stranger_for_lack_of_time",),
         still=f"{CONNECTION}test_an_answer_to_head_has_no_body",
     ),
+    Mutant(
+        "a coding before the chunks is passed over",
+        "framing",
+        "app/web/gateway.py",
+        'if environ.get("HTTP_TRANSFER_ENCODING", "chunked").lower() != "chunked":',
+        "if False:",
+        (f"{CONNECTION}test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_read",),
+        still=f"{CONNECTION}test_an_answer_to_head_has_no_body",
+    ),
+    Mutant(
+        "an answer that waited for its client keeps the next waiting",
+        "bounds",
+        "app/web/connection.py",
+        "self._transport.set_write_buffer_limits(high=0)",
+        "pass",
+        (f"{CONNECTION}test_when_all_of_an_answer_is_sent_the_next_request_is_read",),
+        still=f"{CONNECTION}test_an_answer_to_head_has_no_body",
+    ),
 ]

@@ -23,6 +23,7 @@ CASES = {
     "a rebound name": ("evil.test:9001", "http://evil.test:9001", "same-origin", JSON, 421),
     "a rebound name that reads": ("evil.test", None, None, JSON, 421),
     "a name with a user": ("127.0.0.1@evil.test", None, None, JSON, 421),
+    "our address with a user": ("evil@127.0.0.1", None, None, JSON, 421),
     "no host at all": ("", None, None, JSON, None),
 }
 

@@ -35,6 +35,8 @@ def _echo(environ: dict[str, Any], start: Any) -> list[bytes]:
         GATE.wait(20)
     body = environ["wsgi.input"].read().decode("latin-1")
     names = ("REQUEST_METHOD", "PATH_INFO", "QUERY_STRING", "HTTP_HOST", "CONTENT_LENGTH", "HTTP_X_A")
+    if environ["PATH_INFO"] == "/big":
+        body = "a" * int(environ["QUERY_STRING"])
     told = json.dumps({**{name: environ.get(name) for name in names}, "body": body}).encode()
     headers = [("Content-Type", "application/json"), ("Content-Length", str(len(told)))]
     if environ["PATH_INFO"] == "/inject":
@@ -99,6 +101,9 @@ TWO_WAYS = {
     "chunks and length": POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n" + HIDDEN,
     "chunks that are not the last coding": POST + b"Transfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n" + HIDDEN,
     "an unknown coding": POST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "a coding before the chunks": POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "chunks behind nothing": POST + b"Transfer-Encoding: , chunked\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "chunks twice": POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + HIDDEN,
     "chunks behind a tab": POST + b"Transfer-Encoding:\x0bchunked\r\n\r\n0\r\n\r\n" + HIDDEN,
     "chunks of a name with a blank": POST + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n" + HIDDEN,
     "a folded line": POST + b"X-A: b\r\n Content-Length: 5\r\n\r\n" + HIDDEN,
@@ -363,3 +368,18 @@ def test_made_up_keys_are_not_in_the_way_of_good_ones_and_nobody_is_a_stranger_f
             GATE.set()
             for one in held:
                 one.close()
+
+
+@pytest.mark.parametrize("size", range(10_000, 400_000, 60_000))
+def test_when_all_of_an_answer_is_sent_the_next_request_is_read(address: tuple[str, int], size: int) -> None:
+    """However much of it waited for the client."""
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.settimeout(8)
+        one.connect(address)
+        one.sendall(b"GET /big?%d HTTP/1.1\r\nHost: x\r\n\r\n" % size)
+        left = b""
+        while left.count(b"a") < size:
+            left += one.recv(1 << 16)
+        one.sendall(GET + b"Connection: close\r\n\r\n")
+        assert _statuses(b"".join(iter(lambda: one.recv(1 << 16), b""))) == [200]

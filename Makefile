@@ -59,7 +59,7 @@ lock: ## Write requirements*.txt anew from setup.cfg, with all hashes (LOCK_ARGS
 	lock --constraint requirements.txt --extra dev --output-file requirements-dev.txt
 
 clean: ## Remove .venv and what tools have left; the state in var/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .schemathesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup-dev: $(VENV)/.installed-dev

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import BigInteger, Text, delete, func, insert, literal_column, select, text, union_all
+from sqlalchemy import BigInteger, Text, cast, delete, func, insert, literal_column, select, text, union_all
 
 from jobs import events
 from jobs.db import Database, Transaction
-from jobs.models import counters, jobs
+from jobs.models import accepted, counters, jobs
 from jobs.states import State
 
 _PURGED, _DOUBLED, _FOUND = "purged.", "doubled", "found."
@@ -15,18 +15,29 @@ _STANDING = select(jobs.c.state, func.count()).group_by(jobs.c.state)
 _COUNTED = select(counters.c.name, counters.c.value).where(
     counters.c.name.like(f"{_PURGED}%") | (counters.c.name == _DOUBLED)
 )
-# How many numbers were given: one for each accepted job, and one for each doubled message.  SQLite takes a number
-# back when its transaction is; PostgreSQL does not, so there it proves nothing.
-_GIVEN = (
-    select(literal_column("'given'", Text), literal_column("seq", BigInteger))
+# What was accepted, by something else than the jobs that are there.  SQLite: how many numbers were given, one for each
+# accepted job and one for each doubled message; it takes a number back when its transaction is.  PostgreSQL does not,
+# so a trigger counts there.
+_ACCEPTED = {
+    "sqlite": select(literal_column("'given'", Text), literal_column("seq", BigInteger))
     .select_from(text("sqlite_sequence"))
-    .where(text("name = 'jobs'"))
+    .where(text("name = 'jobs'")),
+    "postgresql": select(
+        literal_column("'accepted'", Text), cast(func.coalesce(func.sum(accepted.c.jobs), 0), BigInteger)
+    ),
+}
+_MOST_PARTS = 1000
+_PARTS = select(func.count()).select_from(accepted)
+# One statement: who reads sees the parts or their sum.  Of two at once the second does nothing, and waits for nobody.
+_FOLD = text(
+    "WITH parts AS (DELETE FROM accepted WHERE (SELECT pg_try_advisory_xact_lock(5571702)) RETURNING jobs) "
+    "INSERT INTO accepted (jobs) SELECT sum(jobs) FROM parts HAVING count(*) > 0"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """`accepted`: on SQLite counted independently of the jobs that are there; on PostgreSQL their sum."""
+    """`accepted` is counted apart from the jobs that are there, so that one that vanishes is missed."""
 
     accepted: int
     by_state: dict[State, int]
@@ -39,20 +50,25 @@ class Ledger:
 
 def read(database: Database) -> Ledger:
     """The balance at one moment: one statement, so that no job is seen twice or missed on its way."""
-    parts = [_STANDING, _COUNTED]
-    if database.engine.dialect.name == "sqlite":
-        parts.append(_GIVEN)
+    parts = union_all(_STANDING, _COUNTED, _ACCEPTED[database.engine.dialect.name])
     with database.read() as connection:
-        return _ledger(tuple(row) for row in connection.execute(union_all(*parts)))
+        return _ledger(tuple(row) for row in connection.execute(parts))
+
+
+def fold(database: Database, most: int = _MOST_PARTS) -> None:
+    """Add up the parts of what was accepted, if there are more than `most`.  On SQLite there are none."""
+    with database.read() as connection:
+        parts = connection.execute(_PARTS).scalar_one()
+    if parts > most:
+        database.write(lambda tx: tx.connection.execute(_FOLD))
 
 
 def _ledger(rows: Iterable[tuple[str, int]]) -> Ledger:
     found = dict(rows)
     by_state = {state: found.get(state.value, 0) for state in State}
     purged = {state: found.get(f"{_PURGED}{state.value}", 0) for state in State}
-    total = sum(by_state.values()) + sum(purged.values())
-    accepted = found["given"] - found.get(_DOUBLED, 0) if "given" in found else total
-    return Ledger(accepted, by_state, purged)
+    given = found.get("given", 0) - found.get(_DOUBLED, 0)
+    return Ledger(found.get("accepted", given), by_state, purged)
 
 
 def note_findings(database: Database, counts: Mapping[str, int], subjects: Mapping[str, str], now: int) -> None:

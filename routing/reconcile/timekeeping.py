@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jobs import ledger
 from jobs.crash import crash_at
 from jobs.record import now_ms
 from jobs.store import Moved
@@ -49,6 +50,7 @@ def expire_overdue(dispatcher: Dispatcher, within_s: float = float("inf")) -> in
 def purge(dispatcher: Dispatcher, retention_s: int, within_s: float = float("inf")) -> int:
     """Remove what ended longer ago than `retention_s`; answers how many jobs.  `within_s`: as above."""
     dispatcher.store.forget_keys(now_ms())
+    ledger.fold(dispatcher.store.database)
     until, removed = time.monotonic() + within_s, 0
     while gone := dispatcher.store.purge(now_ms() - retention_s * 1000, _CHUNK):
         removed += gone

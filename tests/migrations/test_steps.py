@@ -8,7 +8,7 @@ import pytest
 from alembic import command, op
 from sqlalchemy import Connection, Engine, create_engine, text
 
-from jobs import migrate
+from jobs import ledger, migrate
 from jobs.catalog import Catalog
 from jobs.config import ModelConfig
 from jobs.db import Database
@@ -151,6 +151,19 @@ def test_the_new_release_understands_what_the_first_one_wrote(empty_url, engine)
     assert (waiting.id, waiting.needs) == ("j-queued", "")
     assert a_queued_job(store).seq > waiting.seq  # numbers go on where they were
     database.close()
+
+
+def test_job_3_jobs_of_an_older_release_are_in_the_ledger_whether_they_came_before_or_after(empty_url, engine):
+    _use(engine)
+    migrate.upgrade(empty_url)
+    late = {**_FIRST[0][1][0], "id": "j-late"}
+    with engine.begin() as connection:
+        _write(connection, "jobs", [late])
+    database = Database(empty_url)
+    found = ledger.read(database)
+    database.close()
+    assert found.balanced
+    assert found.accepted == len(_FIRST[0][1]) + 1
 
 
 def test_the_first_release_goes_on_writing_while_the_new_one_starts(empty_url, engine):

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import orjson
 import structlog
-from sqlalchemy import Table, Update, delete, func, insert, null, select, update
+from sqlalchemy import Table, Update, delete, func, insert, select, update
 
 from jobs.clock import clock
 from jobs.config import ModelConfig, understood
@@ -24,6 +24,7 @@ from jobs.models import counters, endpoints, jobs, models, servers, tenant_state
 from jobs.record import Server, TenantState, storable
 from jobs.removal import count
 from jobs.states import ACTIVE, Standing, State
+from jobs.steady_time import SteadyTime
 
 log = structlog.get_logger(__name__)
 
@@ -36,7 +37,6 @@ _VERSION = "catalog_version"
 _IDENTITY = "record_identity"
 _SELECT_IDENTITY = select(counters.c.value).where(counters.c.name == _IDENTITY)
 _SELECT_VERSION = select(counters.c.value).where(counters.c.name == _VERSION)
-_VERSION_ALONE = select(_SELECT_VERSION.scalar_subquery(), null())
 _VERSION_AND_TIME = select(_SELECT_VERSION.scalar_subquery(), func.extract("epoch", func.clock_timestamp()) * 1000)
 
 
@@ -101,17 +101,20 @@ class Catalog:
 
     def __init__(self, database: Database) -> None:
         self.database = database
+        self._time = None if database.engine.dialect.name == "postgresql" else SteadyTime(database)
         self._warned: set[tuple[str, ...]] = set()
 
     def version(self) -> int:
-        """Raised by each change.  Where the database has a clock of its own, the time is heard with it."""
-        hears = self.database.engine.dialect.name == "postgresql"
+        """Raised by each change.  With it the common time is heard."""
         with self.database.read() as connection:
             asked = time.monotonic()
-            version, common_ms = connection.execute(_VERSION_AND_TIME if hears else _VERSION_ALONE).one()
-            if hears:
+            if self._time is None:
+                version, common_ms = connection.execute(_VERSION_AND_TIME).one()
                 clock.note(float(common_ms), asked, time.monotonic())
-            return version or 0
+                return version or 0
+            version, ahead_ms = connection.execute(_SELECT_VERSION).scalar(), self._time.read(connection)
+        self._time.agree(ahead_ms)
+        return version or 0
 
     def identity(self) -> str:
         """What tells this record from all others: a number by chance, made when it is asked for first.

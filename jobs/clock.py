@@ -2,8 +2,8 @@
 
 Deadlines, due times and retries stand in the record, and processes on several hosts compare them with the time.  So
 all go by one clock, PostgreSQL's, measured by whoever asks for the catalog's version (once a second at most), and
-counted on by this process's own steady clock while the database is away.  A record on SQLite lies on one machine,
-whose clock is the common one.
+counted on by this process's own steady clock while the database is away.  For a record on SQLite, which lies on one
+machine, see jobs/steady_time.py.
 """
 
 import time

@@ -1,7 +1,8 @@
 """What lies in the state folder is for its owner only, whoever makes it first: it holds payloads and secrets.
 
 Folders have the mode 0700, files 0600, whatever the umask.  A folder that is too open is closed if it is ours, and
-refused if it is not: a shared folder such as /tmp is no state folder.
+refused if it is not: a shared folder such as /tmp is no state folder.  Nor is one that belongs to somebody else, who
+could have put a secret of his own there: only root and whom the process runs as are believed.
 """
 
 import os
@@ -16,12 +17,13 @@ from jobs.errors import SlotkeeperError
 
 _OTHERS = 0o077
 _STRANGERS = 0o007
+_ROOT = 0
 # One of these in it shows that a folder is a state folder.
 _MARKS = ("record.db", "secret", "up.lock", "flower-password", "valkey")
 
 
 class HomeNotPrivate(SlotkeeperError):
-    """Others can read the state folder."""
+    """Others can read the state folder, or have made it."""
 
     code = "home_not_private"
 
@@ -31,6 +33,11 @@ def private_folder(path: Path) -> Path:
     with suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
     found = path.stat()
+    if found.st_uid not in (os.geteuid(), _ROOT):
+        raise HomeNotPrivate(
+            f"The folder {path.absolute()}, which shall hold payloads and secrets, belongs to another user (number "
+            f"{found.st_uid}): set SLOTKEEPER_HOME to a folder of your own, or change its owner with chown."
+        )
     if not found.st_mode & _OTHERS:
         return path
     if found.st_uid == os.geteuid() and _is_state_folder(path, found):

@@ -3,7 +3,7 @@
 Revision: 0007, after: 0006
 
 A trigger counts, so that what the release before accepts beside this one is counted, too.  It is made before the jobs
-that are there are counted, and holds up whoever writes jobs for as long as that takes: about a second for ten million.
+that are there are counted, and holds up whoever writes jobs for as long as that takes: seconds for millions.
 """
 
 import sqlalchemy as sa

@@ -137,6 +137,15 @@ SECRETS = [
         still=f"{HOME}test_all_who_ask_first_get_the_same_text",
     ),
     Mutant(
+        "a folder of somebody else is believed",
+        "home",
+        "jobs/home.py",
+        "if found.st_uid not in (os.geteuid(), _ROOT):",
+        "if found.st_uid < 0:",
+        (f"{HOME}test_a_folder_of_somebody_else_is_refused_however_private_it_is",),
+        still=f"{HOME}test_a_sticky_folder_is_never_ours",
+    ),
+    Mutant(
         "a folder that is too open stays so",
         "home",
         "jobs/home.py",

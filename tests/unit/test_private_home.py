@@ -105,6 +105,18 @@ def test_a_shared_folder_is_refused_with_a_sentence(tmp_path: Path, mode: int) -
     assert stat.S_IMODE(shared.stat().st_mode) == mode, "what is not ours is left as it is"
 
 
+def test_a_folder_of_somebody_else_is_refused_however_private_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = private_folder(tmp_path / "made")
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    monkeypatch.setattr(home, "_ROOT", folder.stat().st_uid + 2)
+    with pytest.raises(HomeNotPrivate, match="another user"):
+        private_folder(folder)
+    monkeypatch.setattr(home, "_ROOT", folder.stat().st_uid)
+    assert private_folder(folder) == folder
+
+
 def test_a_sticky_folder_is_never_ours(tmp_path: Path) -> None:
     """As root with a record in /tmp: closing it would stop everybody else."""
     (tmp_path / "record.db").touch()

@@ -1,0 +1,122 @@
+"""One time for all processes of a machine, whatever happens to its time of day."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from jobs import migrate, steady_time
+from jobs.catalog import Catalog
+from jobs.clock import Clock
+from jobs.db import Database
+
+START_MS = 1_800_000_000_000
+MINUTE_S = 61.0
+
+
+class Process:
+    """One process on the machine: the steady clock is everybody's, the time of day may be its own."""
+
+    def __init__(self, machine: "Machine") -> None:
+        self.machine, self.wrong_by_ms, self.clock = machine, 0, Clock()
+        self.catalog = Catalog(machine.database)
+
+    def hears(self) -> "Process":
+        self.machine.acts = self
+        self.catalog.version()
+        return self
+
+    def now_ms(self) -> int:
+        self.machine.acts = self
+        return self.clock.now_ms()
+
+
+class Machine:
+    """Its two clocks, which the test sets."""
+
+    def __init__(self, database: Database) -> None:
+        self.database, self.steady_s, self.set_by_ms = database, 1_000.0, 0
+        self.acts: Process
+
+    def later(self, seconds: float) -> None:
+        self.steady_s += seconds
+
+    def right_ms(self) -> int:
+        return START_MS + round(self.steady_s * 1000) + self.set_by_ms
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    url = f"sqlite:///{tmp_path}/record.db"
+    migrate.upgrade(url)
+    with closing(Database(url)) as database:
+        found = Machine(database)
+        monkeypatch.setattr(steady_time.time, "monotonic", lambda: found.steady_s)
+        monkeypatch.setattr(
+            steady_time.time, "time_ns", lambda: (found.right_ms() + found.acts.wrong_by_ms) * 1_000_000
+        )
+        monkeypatch.setattr(steady_time, "boot", lambda: "a-boot")
+        monkeypatch.setattr(steady_time.clock, "note", lambda *heard: found.acts.clock.note(*heard))
+        yield found
+
+
+def _two(machine: Machine) -> tuple[Process, Process]:
+    one, other = Process(machine), Process(machine)
+    for process in (one, other, one):  # The first says it, and hears it the next time.
+        process.hears()
+    return one, other
+
+
+@pytest.mark.parametrize("wrong_by_ms", [30_000, -30_000, 3_600_000])
+def test_a_process_that_takes_the_time_for_another_goes_by_the_common_one(machine: Machine, wrong_by_ms: int) -> None:
+    one, other = _two(machine)
+    one.wrong_by_ms = wrong_by_ms
+    machine.later(10)
+    one.hears()
+    assert one.now_ms() == other.now_ms() == machine.right_ms()
+
+
+def test_a_step_of_the_time_of_day_that_does_not_last_changes_nothing(machine: Machine) -> None:
+    one, other = _two(machine)
+    before = one.now_ms()
+    machine.set_by_ms = 3_600_000
+    for _ in range(3):
+        machine.later(10)
+        one.hears()
+    assert one.now_ms() == other.hears().now_ms() == before + 30_000
+    machine.set_by_ms = 0
+    machine.later(MINUTE_S)
+    assert one.hears().now_ms() == machine.right_ms()
+
+
+def test_a_step_that_lasts_is_followed_by_all(machine: Machine) -> None:
+    one, other = _two(machine)
+    machine.set_by_ms = 3_600_000
+    one.hears()
+    machine.later(MINUTE_S)
+    for process in (one, one, other):
+        process.hears()
+    assert one.now_ms() == other.now_ms() == machine.right_ms()
+
+
+def test_between_two_runs_of_the_machine_nothing_is_carried_over(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _two(machine)
+    monkeypatch.setattr(steady_time, "boot", lambda: "another-boot")
+    machine.steady_s, machine.set_by_ms = 5.0, 7_000_000
+    late = Process(machine).hears().hears()
+    assert late.now_ms() == machine.right_ms()
+    with machine.database.read() as connection:
+        rows = connection.exec_driver_sql("SELECT name FROM counters WHERE name LIKE 'clock:%'").scalars().all()
+    assert rows == ["clock:another-boot"]
+
+
+def test_a_machine_that_does_not_name_its_runs_goes_by_its_time_of_day(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steady_time, "boot", lambda: "")
+    one, _ = _two(machine)
+    machine.set_by_ms = 3_600_000
+    assert one.hears().now_ms() == machine.right_ms()

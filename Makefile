@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 WANTED := setup.cfg pyproject.toml requirements.txt requirements-dev.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 PYTEST_ARGS ?=
+# Two processes, each with servers of its own; one file's tests stay together.
+side-by-side := -n 2 --dist loadfile
 LOCK_ARGS ?=
 
 .PHONY: help setup setup-dev run demo test attack check format bench lock clean
@@ -26,8 +28,8 @@ run: setup ## Start everything on this machine, with two demo servers; Ctrl-C st
 demo: setup ## Start everything, run 20 mixed jobs, print the results, stop
 	@exec $(BIN)/slotkeeper up --exit-after-demo --demo-jobs 20
 
-test: setup-dev ## Install what the tests need and run them all (PYTEST_ARGS="-k lease")
-	@exec $(BIN)/python -m pytest $(PYTEST_ARGS)
+test: setup-dev ## Install what the tests need and run them all (PYTEST_ARGS="-k lease", PYTEST_ARGS="-n 0 --pdb")
+	@exec $(BIN)/python -m pytest $(side-by-side) $(PYTEST_ARGS)
 
 check: setup-dev ## Format, lint, types, import contracts, Lua lint, tests
 	@step() { echo "== $$*"; "$$@"; }
@@ -36,7 +38,7 @@ check: setup-dev ## Format, lint, types, import contracts, Lua lint, tests
 	step $(BIN)/mypy
 	step $(BIN)/lint-imports
 	$(lint-lua)
-	step $(BIN)/python -m pytest $(PYTEST_ARGS)
+	step $(BIN)/python -m pytest $(side-by-side) $(PYTEST_ARGS)
 
 attack: setup-dev ## Attack a Slotkeeper of its own, for minutes, and print a score card (ATTACKS="bodies")
 	@exec $(BIN)/python -m tests.attacks $(ATTACKS)

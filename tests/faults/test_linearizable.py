@@ -170,9 +170,9 @@ class Game:
     def __init__(self, redis: Redis, fragments: dict[str, str] | None = None) -> None:
         self.scripts = Scripts(redis, Keys("game"), fragments)
         self.leases, queues = Leases(self.scripts, SETTINGS), Queues(self.scripts, SETTINGS)
-        queues.begin(FLEET, "")
+        queues.begin_all([FLEET], "")
         self.scripts.run("sync", FLEET, ["", 1, 1, "gpu", f"online 1 1.0\n{FLEET}\n", 1])
-        queues.open(FLEET)
+        queues.open_all([FLEET])
         (offer,) = queues.enqueue(FLEET, [Waiting(JOB, 1, FLEET, 5, "default")])
 
         self.start = Lease(offer.lease, "")

@@ -21,7 +21,7 @@ from jobs.db import Database
 from jobs.errors import RecordUnavailable
 from jobs.record import now_ms
 from jobs.states import State, Why
-from routing import queues, reconcile
+from routing import pulse, queues, reconcile
 from routing.keys import Keys
 from routing.leases import Renewal
 from routing.outcome import Kind
@@ -265,6 +265,8 @@ def test_a_sweep_that_takes_longer_than_its_period_is_not_joined_by_the_next(mon
         maintenance.sweep()  # beat does not wait for it
 
     monkeypatch.setattr(maintenance, "dispatcher", lambda: None)
+    monkeypatch.setattr(maintenance, "scripts", lambda: None)
+    monkeypatch.setattr(pulse, "leave", lambda _: None)
     monkeypatch.setattr(reconcile, "sweep", slow)
     maintenance.sweep()
     assert swept == ["begun"]

@@ -62,7 +62,7 @@ class SteadyTime:
 
     def _say(self, ahead_ms: int) -> None:
         def unit(tx: Transaction) -> None:
-            of_others = counters.c.name.startswith(_PREFIX), counters.c.name != self._name
+            of_others = counters.c.name.between(_PREFIX, f"{_PREFIX}~"), counters.c.name != self._name
             tx.connection.execute(delete(counters).where(*of_others))
             row = insert(counters).values(name=self._name, value=ahead_ms)
             tx.connection.execute(row.on_conflict_do_nothing())

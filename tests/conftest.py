@@ -17,6 +17,7 @@ import structlog
 from sqlalchemy import event
 
 from jobs import logs, migrate
+from jobs.clock import Clock, clock
 from jobs.db import Database
 from jobs.models import metadata
 from jobs.store import Store
@@ -46,6 +47,13 @@ def _own_logging() -> Iterator[None]:
     root.setLevel(level)
     structlog.configure(**before)
     threading.excepthook = hook
+
+
+@pytest.fixture(autouse=True)
+def _own_clock() -> Iterator[None]:
+    """The common time that a test's record has told ends with it."""
+    yield
+    vars(clock).update(vars(Clock()))
 
 
 @pytest.fixture(scope="session")

@@ -252,7 +252,7 @@ def test_a_list_of_servers_says_what_keeps_each_from_taking_jobs(api: HTTPServer
 
 
 def test_a_reset_is_asked_of_the_api(api: HTTPServer) -> None:
-    answers(api, "POST", "/admin/servers/gpu%2F1/reset", SERVER | {"standing": STANDING})
+    answers(api, "POST", "/admin/servers/gpu/1/reset", SERVER | {"standing": STANDING})
     assert run("servers", "reset", "gpu/1").stdout == "gpu/1 is paused; well.\n"
 
 

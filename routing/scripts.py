@@ -161,6 +161,13 @@ class Scripts:
 
     def _send(self, name: str, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
         known = self._function(name)
+        if len(calls) == 1:  # A pipeline would take a connection of its own.
+            ((fleet, args),) = calls
+            keys = self.keys.fleet(fleet)
+            try:
+                return [self.redis.fcall(known.name, len(keys), *keys, *args)]
+            except ResponseError as error:
+                return [error]
         with self.redis.pipeline(transaction=False) as pipe:
             for fleet, args in calls:
                 keys = self.keys.fleet(fleet)

@@ -22,9 +22,9 @@ _WITHIN_S = ((1, "1 s"), (10, "10 s"), (60, "1 min"), (600, "10 min"), (3600, "1
 
 def show(console: "Console", found: Sequence[Figures], outcomes: Sequence[Outcome]) -> None:
     """Print everything: one column for each variant."""
-    console.print(_compared(found))
-    console.print(_within(found, outcomes))
-    console.print(_over_time(found))
+    for table in (_compared(found), _within(found, outcomes), _over_time(found)):
+        console.print("", table)
+    console.print()
     for line in _remarks(found):
         console.print(line)
 
@@ -137,7 +137,7 @@ def _table(titles: Sequence[str]) -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(*titles, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(*titles, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for column in table.columns:
         column.no_wrap = True
     return table

@@ -59,7 +59,7 @@ class Standing:
     def __init__(self, room: Room) -> None:
         names = [key.decode() for key in room.client.keys(f"{room.key('')}*")]
         pipe, prefix = room.client.pipeline(transaction=False), room.key("")
-        reads = {"hash": pipe.hgetall, "list": lambda it: pipe.lrange(it, 0, -1), "set": pipe.smembers}
+        reads = {"hash": pipe.hgetall, "list": lambda it: pipe.lrange(it, 0, -1)}
         kinds = {name: self._kind(name.removeprefix(prefix)) for name in names}
         for name, kind in kinds.items():
             if kind == "zset":
@@ -73,7 +73,7 @@ class Standing:
         if name in ("meta:unsorted", "meta:ungrouped"):
             return "list"
         if name == "groups" or (name.startswith("lanes:") and name.count("|") == 1):
-            return "set"
+            return "hash"
         zsets = ("classes:", "groups:", "lanes:", "tags:", "free", "resting", "meta:open", "stats:failed:")
         return "zset" if name == "leases" or name.startswith(zsets) else "hash"
 

@@ -1,6 +1,7 @@
 """One Slotkeeper of real processes for all end-to-end tests; each test registers models of its own."""
 
 import itertools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ class Api:
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
         self.session = requests.Session()
+        self._tests: dict[str, str] = {}
 
     def call(self, method: str, path: str, **options: Any) -> requests.Response:
         return self.session.request(method, self.stack.url + path, timeout=70, **options)
@@ -40,6 +42,8 @@ class Api:
         return eventually(look, f"job {job_id} ends", within_s)
 
     def register(self, model: str, server: RefServer, **config: Any) -> None:
+        test = os.environ["PYTEST_CURRENT_TEST"].partition(" ")[0]
+        assert self._tests.setdefault(model, test) == test, "a server of that test would take jobs of this one"
         if config:
             answer = self.call("PUT", f"/admin/model-configs/{model}", json=config)
             assert answer.ok, answer.text

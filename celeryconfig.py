@@ -36,7 +36,7 @@ timezone = "UTC"
 enable_utc = True
 
 worker_consumer = "tasks.consumer:Consumer"
-worker_pool = "threads"
+worker_pool = "tasks.pool:Pool"
 worker_concurrency = _settings.threads
 worker_prefetch_multiplier = 1
 worker_disable_prefetch = True

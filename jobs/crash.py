@@ -18,6 +18,7 @@ POINTS = (
     "start_committed",  # running, nothing sent
     "run_sent",  # the server has answered or not, nothing is stored
     "run_remote_noted",  # the server's id is stored, not polled
+    "slot_passed_on",  # the server has let go, the slot is free or the next job's, the end is not stored
     "settle_committed",  # ended or back in the record, the slot still held
     "settle_released",  # the slot is free, the next job is ours and not started
     "slot_withheld",  # the run has ended, its slot drains, nothing else is done

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection, Engine, func, select
@@ -78,6 +79,23 @@ class Transaction:
 
 
 Unit = Callable[[Transaction], T | SlotkeeperError]
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Write(Generic[T]):
+    """A unit, to be committed alone or with others.  `relaxed`: as in Database.write.
+
+    `heard`, `unheard`: what is done when its commit was answered, or when it is not known whether it was stored.
+    """
+
+    unit: Unit[T]
+    relaxed: bool = False
+    heard: Callable[[], object] = _nothing
+    unheard: Callable[[], object] = _nothing
 
 
 class _Ticket(Generic[T]):
@@ -152,11 +170,43 @@ class Database:
         with self._lock:
             self._line.append(ticket)
             ticket.leads, self._led = not self._led, True
-        if not ticket.leads and not ticket.wait(limits.turn_s):
+        self._come_to(ticket)
+        return ticket.outcome()
+
+    def do(self, write: Write[T]) -> T:
+        """One write.  Raises as `write`."""
+        (answer,) = self.do_all([write])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def do_all(self, writes: Sequence[Write[Any]]) -> list[Any]:
+        """Several writes together, in one transaction if none spoils it; the result, or the error, of each."""
+        until = time.monotonic() + self.limits.turn_s
+        tickets: list[_Ticket[Any]] = [_Ticket(it.unit, it.relaxed, until) for it in writes]
+        with self._lock:
+            self._line.extend(tickets)
+            tickets[0].leads, self._led = not self._led, True
+        return [self._answer_to(*pair) for pair in zip(writes, tickets, strict=True)]
+
+    def _answer_to(self, write: Write[T], ticket: _Ticket[T]) -> T | Exception:
+        try:
+            self._come_to(ticket)
+            found = ticket.outcome()
+        except RecordUncertain as error:
+            write.unheard()
+            return error
+        except Exception as error:
+            return error
+        write.heard()
+        return found
+
+    def _come_to(self, ticket: _Ticket[Any]) -> None:
+        """Have a ticket done.  Raises RecordUnavailable: its turn does not come."""
+        if not ticket.leads and not ticket.wait(self.limits.turn_s):
             self._leave(ticket)
         if not ticket.done:
             self._lead()
-        return ticket.outcome()
 
     def _leave(self, ticket: _Ticket[Any]) -> None:
         """Give up the turn that did not come.  Raises RecordUnavailable, unless it has come just now."""

@@ -23,8 +23,8 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 from jobs import events, fate, history, idempotency, listings, moves, removal, tellings, webhooks, withheld
-from jobs.db import Database, Transaction
-from jobs.errors import IdempotencyConflict, RecordUncertain
+from jobs.db import Database, Transaction, Write
+from jobs.errors import IdempotencyConflict
 from jobs.models import IS_ACTIVE, MAY_EXPIRE, jobs
 from jobs.moves import UNFINISHED, WAITING_COLUMNS, Move, stands
 from jobs.prepared import Prepared
@@ -197,14 +197,26 @@ class Store:
 
     def start(self, job_id: str, server: str, slot: str, lease: str, now: int, offer: int = 0) -> Run | None:
         """Give a queued job to the caller; None: it is not queued (any more)."""
+        return self.database.do(self.starting(job_id, server, slot, lease, now, offer))
+
+    def starting(self, job_id: str, server: str, slot: str, lease: str, now: int, offer: int) -> Write[Run | None]:
+        """The write of `start`."""
         data = {"server": server, "slot": slot, "offer": offer}
         placed = {"p_id": job_id, "p_server": server, "p_slot": slot, "p_lease": lease}
         act = _Act(State.QUEUED, Why.STARTED, now, placed, data)
-        # A start is no promise: after a power cut the job is queued again, as it is after any crash.
-        row = self.database.write(lambda tx: self._transition(tx, act), relaxed=True)
-        return None if row is None else _run(row, server, slot)
 
-    def settle(
+        def unit(tx: Transaction) -> Run | None:
+            row = self._transition(tx, act)
+            return None if row is None else _run(row, server, slot)
+
+        # A start is no promise: after a power cut the job is queued again, as it is after any crash.
+        return Write(unit, relaxed=True)
+
+    def settle(self, job_id: str, attempt: int, why: Why, now: int, **ends: Any) -> Moved | None:
+        """End the run `attempt` for the reason `why`, see `settling`; None: it is over already, nothing was changed."""
+        return self.database.do(self.settling(job_id, attempt, why, now, **ends))
+
+    def settling(
         self,
         job_id: str,
         attempt: int,
@@ -215,8 +227,8 @@ class Store:
         error: Error | None = None,
         due_ms: int | None = None,
         withhold: Withholding | None = None,
-    ) -> Moved | None:
-        """End the run `attempt` for the reason `why`; None: that run is over already, nothing was changed.
+    ) -> Write[Moved | None]:
+        """The write that ends the run `attempt` for the reason `why`.
 
         A job that shall be canceled, and whose run comes to no result, is canceled, whatever `why` says.
         After a RecordUncertain it can be asked again, and answers as if the first time had succeeded, if it had.
@@ -240,13 +252,9 @@ class Store:
                 withheld.drop(tx, job_id, attempt)
             return moved
 
-        try:
-            moved = self.database.write(unit)
-        except RecordUncertain:
-            self._remember(run, act, instead)
-            raise
-        self._unheard.pop(run, None)
-        return moved
+        return Write(
+            unit, heard=lambda: self._unheard.pop(run, None), unheard=lambda: self._remember(run, act, instead)
+        )
 
     def _moved_if_canceled(self, tx: Transaction, act: _Act | None) -> Moved | None:
         if act is None or _CANCEL_WANTED.scalar(tx.connection, act.params) is None:
@@ -288,8 +296,12 @@ class Store:
 
     def note_remote(self, job_id: str, attempt: int, remote_id: str, now: int) -> bool:
         """Store the server's own id of the job, before the first poll.  False: this run is over."""
+        return self.database.do(self.noting_remote(job_id, attempt, remote_id, now))
+
+    def noting_remote(self, job_id: str, attempt: int, remote_id: str, now: int) -> Write[bool]:
+        """The write of `note_remote`."""
         params = {"p_id": job_id, "p_attempt": attempt, "p_remote_id": remote_id, "p_now": now}
-        return self.database.write(lambda tx: _NOTE_REMOTE.count(tx.connection, params) == 1)
+        return Write(lambda tx: _NOTE_REMOTE.count(tx.connection, params) == 1)
 
     def promote_due(self, now: int, limit: int = 1000) -> list[Waiting]:
         """Queue the delayed jobs whose time has come, soonest first; answer those that this call queued."""

@@ -238,10 +238,12 @@ class Dispatcher:
         held = Held(claimed.fleet, claimed.job_id, claimed.lease, owner, claimed.slot)
         run = self.store.start(claimed.job_id, claimed.server, claimed.slot, held.tag, now_ms(), claimed.number)
         crash_at("start_committed")
-        if run is None:
-            return None
+        return None if run is None else self.begun(claimed, run, held)
+
+    def begun(self, offer: Offer, run: Run, held: Held) -> Task:
+        """A job has been started."""
         if run.attempt == 1:
-            self._started.append((claimed.fleet, claimed.model, run.job.id, run.started_ms))
+            self._started.append((offer.fleet, offer.model, run.job.id, run.started_ms))
         return Task(run, held)
 
     # -- settle ----------------------------------------------------------------------------------------------
@@ -273,9 +275,8 @@ class Dispatcher:
             run.job.id, run.attempt, verdict.why, now, result=result, error=error, due_ms=due_ms, withhold=withhold
         )
         crash_at("settle_committed")
-        if moved is None and not lingers and withheld.forget(self.store.database, run.job.id, run.attempt):
-            # Whoever ended it did not know that its server had let go.
-            self.free(draining_lease(task.held.fleet, run.job.id, run.attempt, run.slot), back=False)
+        if moved is None and not lingers:
+            self.let_go(task)
         if moved is None:
             following = self.leave(task.held, run.job.id, run.attempt, taker=taker)
         elif withhold is not None:
@@ -287,6 +288,12 @@ class Dispatcher:
             self.announce_end(moved, by_worker=True)
         crash_at("settle_announced")
         return Settled(moved, following)
+
+    def let_go(self, task: Task) -> None:
+        """Whoever ended this run did not know that its server had let go.  Raises RecordUnavailable."""
+        run = task.run
+        if withheld.forget(self.store.database, run.job.id, run.attempt):
+            self.free(draining_lease(task.held.fleet, run.job.id, run.attempt, run.slot), back=False)
 
     def hand_back(self, task: Task) -> bool:
         """Let another worker resume a run that its server goes on with: the slot stays taken, the offer is open."""
@@ -324,7 +331,7 @@ class Dispatcher:
             log.warning("withholding_postponed", job_id=held.job_id, error=str(error))
             return None
         crash_at("slot_withheld")
-        return self._pass_on(offers, taker)
+        return self.pass_on(offers, taker)
 
     def offer_again(self, held: Held, model: str) -> None:
         """Open a lease for whoever resumes its job on the same slot."""
@@ -347,9 +354,10 @@ class Dispatcher:
         except RedisError as error:
             log.warning("release_postponed", job_id=held.job_id, error=str(error))
             return None
-        return self._pass_on(offers, taker)
+        return self.pass_on(offers, taker)
 
-    def _pass_on(self, offers: Sequence[Offer], taker: str) -> Offer | None:
+    def pass_on(self, offers: Sequence[Offer], taker: str) -> Offer | None:
+        """The offer that `taker` now owns; for the others workers are woken."""
         mine = next((offer for offer in offers if taker and offer.owner == taker), None)
         self.publish([offer for offer in offers if offer is not mine])
         return mine

@@ -30,6 +30,10 @@ class Fleet:
             return found
         return self.refresh()
 
+    def known(self) -> Snapshot:
+        """The catalog as it was last read, which somebody else keeps new; waits for nobody if it was ever read."""
+        return self._snapshot or self.refresh()
+
     def refresh(self) -> Snapshot:
         """The catalog as it stands now; the last one known while the database is away."""
         with self._lock:

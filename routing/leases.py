@@ -14,7 +14,7 @@ from jobs.record import Waiting
 from routing.config import RoutingSettings
 from routing.policies import order
 from routing.queues import Offer, new_prefix, offers
-from routing.scripts import Scripts, say_failed
+from routing.scripts import Command, Scripts, say_failed
 from routing.workers import Room, unbounded
 
 log = structlog.get_logger(__name__)
@@ -86,11 +86,25 @@ class Leases:
 
     def claim(self, offer: Offer, owner: str) -> Offer | None:
         """Make an open offer one's own; None: it is gone, another's, or one's own already."""
-        args = [offer.job_id, offer.lease, owner, self._settings.lease_ms]
-        answer = self._scripts.run("claim", offer.fleet, args)
-        if answer[0] != b"claimed":
-            return None
-        return replace(offer, owner=owner, slot=answer[1].decode(), server=answer[2].decode(), number=int(answer[3]))
+        return self._run(self.claiming(offer, owner))
+
+    def claiming(self, offer: Offer, owner: str) -> Command:
+        """The command of `claim`."""
+
+        def read(answer: Any) -> Offer | None:
+            if answer[0] != b"claimed":
+                return None
+            slot, server = answer[1].decode(), answer[2].decode()
+            return replace(offer, owner=owner, slot=slot, server=server, number=int(answer[3]))
+
+        return Command("claim", offer.fleet, [offer.job_id, offer.lease, owner, self._settings.lease_ms], read)
+
+    def _run(self, command: Command) -> Any:
+        return command.read(self._scripts.run(command.name, command.fleet, command.args))
+
+    def run_many(self, commands: Sequence[Command]) -> list[Any]:
+        """Run these in one round trip; the answer, or the RedisError, of each."""
+        return self._scripts.run_many(commands)
 
     def renew(self, fleet: str, owner: str, held: Sequence[Held]) -> list[Renewal]:
         """Renew all of one owner's leases in a fleet; one answer each, in order."""
@@ -116,32 +130,37 @@ class Leases:
         `back`: the job returns to its place in its lane.  `outcome`: what the run tells of its server and model.
         Answers whether the lease was still held, and the offers.
         """
-        return self._release(held, back, rest_ms, taker, limit, outcome, None)
+        return self._run(self.releasing(held, back=back, rest_ms=rest_ms, taker=taker, limit=limit, outcome=outcome))
 
     def withhold(
         self, held: Held, draining: Held, *, back: bool, taker: str, outcome: Outcome
     ) -> tuple[bool, list[Offer]]:
         """Give up a lease whose slot stays taken, by the lease `draining`.  Answers as `release`."""
-        return self._release(held, back, 0, taker, 8, outcome, draining)
+        return self._run(self.releasing(held, back=back, taker=taker, outcome=outcome, draining=draining))
 
-    def _release(
+    def releasing(
         self,
         held: Held,
+        *,
         back: bool,
-        rest_ms: int,
-        taker: str,
-        limit: int,
-        outcome: Outcome,
-        draining: Held | None,
-    ) -> tuple[bool, list[Offer]]:
+        rest_ms: int = 0,
+        taker: str = "",
+        limit: int = 8,
+        outcome: Outcome = "",
+        draining: Held | None = None,
+    ) -> Command:
+        """The command of `release` and of `withhold`.  It may have to ask Redis how much room there is."""
         settings = self._settings
         args = [held.job_id, held.lease, held.owner, int(back), rest_ms, new_prefix(), limit]
         args += [self._room(), settings.offer_ms, taker, settings.lease_ms, outcome, settings.breaker_failures]
         args += [settings.breaker_rate, settings.breaker_open_ms, settings.breaker_open_max_ms]
         args += [settings.busy_rest_max_ms]
         args += [draining.job_id, draining.lease, draining.owner] if draining else [""] * 3
-        answer, rows = self._scripts.run("release", held.fleet, args)
-        return answer == b"released", offers(held.fleet, rows)
+
+        def read(answer: Any) -> tuple[bool, list[Offer]]:
+            return answer[0] == b"released", offers(held.fleet, answer[1])
+
+        return Command("release", held.fleet, args, read)
 
     def keep(self, held: Held, *, resumes: bool) -> str:
         """Give an open offer more time: "kept"; "closed": nothing is started there now; "lost": it is not open.

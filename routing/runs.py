@@ -50,7 +50,9 @@ def task_of(dispatcher: Dispatcher, job: Job) -> Task | None:
 
 
 def restore_missing(dispatcher: Dispatcher) -> int:
-    """Give each running job that has no lease its lease again; answers how many had none.
+    """Give each running job its lease again that had none at two looks in a row; answers how many.
+
+    At one look it may be passing its slot on while its end is on the way to the record.
 
     Its worker, if it lives, renews it and goes on; if not, it expires and is reaped like any other: so a run always
     ends, whoever holds its slot by now.
@@ -65,7 +67,9 @@ def restore_missing(dispatcher: Dispatcher) -> int:
 
 
 def _restore(dispatcher: Dispatcher, fleet: str, runs: Sequence[Restored], leased: Collection[str]) -> int:
-    missing = [run for run in runs if run.held.job_id not in leased]
+    lacking = [run for run in runs if run.held.job_id not in leased]
+    before, dispatcher.seen.lacking[fleet] = dispatcher.seen.lacking.get(fleet, set()), {it.held for it in lacking}
+    missing = [run for run in lacking if run.held in before]
     if not missing:
         return 0
     written = dispatcher.leases.restore(fleet, missing)

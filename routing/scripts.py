@@ -7,7 +7,7 @@ its text, so releases do not disturb each other; a Redis that does not know it i
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -122,6 +122,16 @@ def connect(url: str, timeout_s: float) -> Redis:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A script that is to be run on a fleet's keys, and what its answer means."""
+
+    name: str
+    fleet: str
+    args: Sequence[Any]
+    read: Callable[[Any], Any]
+
+
 class Scripts:
     """Runs scripts on the keys of one fleet at a time."""
 
@@ -144,6 +154,23 @@ class Scripts:
         found = dict(zip(args, answers, strict=True))
         failed = {fleet: answer for fleet, answer in found.items() if isinstance(answer, RedisError)}
         return {fleet: answer for fleet, answer in found.items() if fleet not in failed}, failed
+
+    def run_many(self, commands: Sequence["Command"]) -> list[Any]:
+        """Run these, in order, in one round trip; what each reads in its answer, or its RedisError."""
+        with self.redis.pipeline(transaction=False) as pipe:
+            for it in commands:
+                keys = self.keys.fleet(it.fleet)
+                pipe.fcall(self._function(it.name).name, len(keys), *keys, *it.args)
+            answers = pipe.execute(raise_on_error=False)
+        return [self._read(it, answer) for it, answer in zip(commands, answers, strict=True)]
+
+    def _read(self, command: "Command", answer: Any) -> Any:
+        try:
+            if _is_missing(answer):
+                answer = self.run(command.name, command.fleet, command.args)
+        except RedisError as error:
+            return error
+        return answer if isinstance(answer, RedisError) else command.read(answer)
 
     def run_all(self, name: str, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
         """Run a script once for each (fleet, args), in few round trips; its answer, or the RedisError, of each."""

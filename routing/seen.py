@@ -4,6 +4,8 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from routing.leases import Held
+
 
 @dataclass(slots=True)
 class Seen:
@@ -21,6 +23,8 @@ class Seen:
     """Fleets whose room is being filled, up to which `seq`."""
     synced: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Fleet -> version of the catalog that its room got last, and when (monotonic s)."""
+    lacking: dict[str, set[Held]] = field(default_factory=dict)
+    """Fleet -> leases of running jobs that Redis did not have at the last look."""
     doubts: dict[str, "Doubt"] = field(default_factory=dict)
     """Fleets whose room holds fewer jobs than the record has queued."""
     unstarted: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -17,8 +17,8 @@ class TaskSettings(BaseSettings):
     """A broker of one's own; empty: the Redis of the waiting room."""
     result_url: str = ""
     """Celery's result backend; empty: the Redis of the waiting room."""
-    threads: int = Field(64, ge=1, le=2000)
-    """Jobs that one worker process runs at once."""
+    threads: int = Field(1000, ge=1, le=100_000)
+    """Runs that one worker process may have in flight."""
     secret: str = Field("", repr=False)
     """Base64 of at least 24 bytes, from which all keys are derived (tasks/keyring.py); the same on every host.
     Empty: one is kept in `home`."""

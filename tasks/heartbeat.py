@@ -4,10 +4,11 @@ A lease that cannot be renewed because Redis is away is kept on: the record deci
 run still counts.  So does a lease that Redis does not know: it is doubted, and lost only if the record says so too.
 """
 
+import asyncio
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Literal
 
 import structlog
@@ -17,65 +18,75 @@ from routing.leases import Held, Leases, Renewal
 
 log = structlog.get_logger(__name__)
 
+_STORED_WITHIN_S = 2.0  # else the record is away, and a lease says that the run is not given up
+
 
 class Hold:
-    """One lease while its job runs.  A run waits on it, and is woken when something happens to it."""
+    """One lease while its job runs.  Flags are raised by any thread; the run hears of them in its event loop."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: Held, soon: Callable[[Callable[[], None]], object] = lambda act: act()) -> None:
         self.held = held
         self.lost = False  # the run is not this worker's any more: whatever comes of it does not count
         self.cancel = False  # the job shall be canceled
         self.stop = False  # this worker is going down: hand the job back
         self.over = False  # the lease is not kept alive any more
-        self._on_cancel: Callable[[], None] | None = None
-        self._on_end: Callable[[], None] | None = None
-        self._wake = threading.Event()
+        self.restored = False  # the lease was written again
+        self.passed_on_s: float | None = None  # monotonic: since when its slot is the next run's, its end being stored
+        self._soon = soon
+        self._heard: Callable[[], None] = _nothing
+        self._waking: asyncio.Future[None] | None = None
 
-    def listen(self, on_cancel: Callable[[], None], on_end: Callable[[], None]) -> None:
-        """What to do, from another thread, when the job shall be canceled, and when nothing shall be waited for.
+    @property
+    def is_kept(self) -> bool:
+        """Whether the lease is renewed: not in the moment in which its end is stored, its slot being passed on."""
+        return self.passed_on_s is None or time.monotonic() - self.passed_on_s > _STORED_WITHIN_S
 
-        What has been raised before is heard, too.
-        """
-        self._on_cancel, self._on_end = on_cancel, on_end
-        if self.cancel:
-            self._tell_of_cancel()
-        if self.lost or self.stop:
-            on_end()
+    def listen(self, heard: Callable[[], None]) -> None:
+        """What to call, in the loop, when a flag is raised; at once, if one is."""
+        self._heard = heard
+        if self.cancel or self.lost or self.stop:
+            heard()
 
-    def wait(self, seconds: float) -> None:
-        """Sleep, but not past the moment in which one of the flags is raised."""
-        self._wake.wait(seconds)
-        self._wake.clear()
+    async def wait(self, seconds: float) -> None:
+        """Sleep, but not past the moment in which a flag is raised."""
+        loop = asyncio.get_running_loop()
+        self._waking = loop.create_future()
+        timer = loop.call_later(seconds, self._wake)
+        await self._waking
+        timer.cancel()
 
     def ask_to_cancel(self) -> None:
         """Somebody wants the job canceled: its run learns of it, and its server."""
-        if self.cancel:
-            return
         self._raise("cancel")
-        self._tell_of_cancel()
 
     def end(self, why: Literal["lost", "stop"]) -> None:
         """This run is over for this worker."""
-        if getattr(self, why):
-            return
         self._raise(why)
-        if self._on_end is not None:
-            self._on_end()
 
     def _raise(self, flag: str) -> None:
-        setattr(self, flag, True)
-        self._wake.set()
+        if not getattr(self, flag):
+            setattr(self, flag, True)
+            self._soon(self._tell)
 
-    def _tell_of_cancel(self) -> None:
-        if self._on_cancel is not None:
-            threading.Thread(target=self._on_cancel, name="cancel", daemon=True).start()
+    def _tell(self) -> None:
+        self._heard()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waking is not None and not self._waking.done():
+            self._waking.set_result(None)
+
+
+def _nothing() -> None:
+    pass
 
 
 class Heartbeat:
     """Renews the leases of one owner, and waits for nothing else.
 
     `doubt`: is given the holds whose leases Redis does not know.  `then`: is called after each beat to which Redis
-    answers, and told whether Redis was away since the last such beat.  Neither may wait for anything.
+    answers, and told whether Redis was away since the last such beat.  Neither may wait for anything.  `soon`: how
+    the loop in which the runs live is reached.
     """
 
     def __init__(
@@ -85,11 +96,12 @@ class Heartbeat:
         every_ms: int,
         doubt: Callable[[list[Hold]], None],
         then: Callable[[bool], None] = lambda was_away: None,
+        soon: Callable[[Callable[[], None]], object] = lambda act: act(),
     ) -> None:
         self._leases = leases
         self._owner = owner
         self._every_s = every_ms / 1000
-        self._doubt, self._then = doubt, then
+        self._doubt, self._then, self._soon = doubt, then, soon
         self._was_away = False
         self._holds: dict[str, Hold] = {}
         self._lock = threading.Lock()
@@ -108,7 +120,7 @@ class Heartbeat:
 
     def add(self, held: Held) -> Hold:
         """Keep this lease alive from now on."""
-        hold = Hold(held)
+        hold = Hold(held, self._soon)
         with self._lock:
             self._holds[held.job_id] = hold
         return hold
@@ -119,14 +131,6 @@ class Heartbeat:
             if self._holds.get(hold.held.job_id) is hold:
                 del self._holds[hold.held.job_id]
 
-    @contextmanager
-    def holding(self, held: Held) -> Iterator[Hold]:
-        hold = self.add(held)
-        try:
-            yield hold
-        finally:
-            self.remove(hold)
-
     def stop_all(self) -> None:
         """Tell all runs that this worker is going down."""
         for hold in self.holds():
@@ -135,7 +139,7 @@ class Heartbeat:
     def beat(self) -> None:
         """Renew everything once."""
         by_fleet: dict[str, list[Hold]] = defaultdict(list)
-        for hold in self.holds():
+        for hold in filter(lambda hold: hold.is_kept, self.holds()):
             by_fleet[hold.held.fleet].append(hold)
         answered, emptied = True, False
         for fleet, holds in by_fleet.items():
@@ -150,10 +154,6 @@ class Heartbeat:
         if answered:
             self._then(self._was_away or emptied)
             self._was_away = emptied
-
-    def renew(self, hold: Hold) -> None:
-        """Renew one lease, beside the beats.  Raises redis errors."""
-        self._heed([hold], self._leases.renew(hold.held.fleet, self._owner, [hold.held]))
 
     def _heed(self, holds: list[Hold], answers: list[Renewal]) -> None:
         for hold, answer in zip(holds, answers, strict=True):

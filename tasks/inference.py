@@ -12,25 +12,19 @@ from typing import Any, TypeVar
 
 import structlog
 from celery import Task as CeleryTask
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject
 from celery.result import AsyncResult
 from celery.worker.request import Request
 
-from jobs.crash import crash_at
-from jobs.errors import IdempotencyConflict, RecordUnavailable, SlotkeeperError
+from jobs.config import ModelConfig
+from jobs.errors import IdempotencyConflict, SlotkeeperError
 from jobs.record import new_job_id
-from jobs.states import State
-from routing import exact
-from routing.dispatcher import Settled, Task
-from routing.outcome import Kind, Outcome
 from routing.submission import Submission
 from tasks import asking, messages
 from tasks.celery_app import celery
-from tasks.heartbeat import Hold
 from tasks.revoking import cancels, is_revoked
-from tasks.runner import HandBack, LeaseLost, Misconfigured, Watch, when_stored
-from tasks.settlement import settle
-from tasks.telling import AWAY, JobFailed, tell_refusal
+from tasks.shown import ServerFault
+from tasks.telling import AWAY, tell_refusal
 from tasks.wiring import dispatcher
 from tasks.worker import this_worker
 
@@ -39,10 +33,6 @@ log = structlog.get_logger(__name__)
 
 _STORE_AGAIN_S = 1.0
 _ADMIT_TRIES = 30
-
-
-class ServerFault(Exception):
-    """The server answered with an error or with nonsense, and the job waits to be tried again: (code, message)."""
 
 
 class InferRequest(Request):
@@ -63,15 +53,15 @@ class InferRequest(Request):
 
 
 class InferTask(CeleryTask):
-    """`apply_async` submits, `retry` lets the job wait in the record; the rest is Celery's."""
+    """`apply_async` submits; the rest is Celery's."""
 
     Request = "tasks.inference:InferRequest"
-    # S1's figures (R95, R96).  A model's configuration overrides them; ±10 % of jitter is added by the policy.
+    # What a model's configuration says where it was not changed (R95, R96); jobs wait in the record, by the policy.
     autoretry_for = (ServerFault,)
-    retry_backoff = 1
-    retry_backoff_max = 30
-    retry_jitter = False
-    max_retries = 50
+    retry_backoff = ModelConfig().retry_backoff
+    retry_backoff_max = ModelConfig().retry_backoff_max
+    retry_jitter = True
+    max_retries = ModelConfig().max_retries
     acks_late = True  # see InferRequest
     typing = False
 
@@ -94,15 +84,6 @@ class InferTask(CeleryTask):
         if options.get("add_to_parent", True) and celery.current_worker_task is not None:
             celery.current_worker_task.add_trail(result)
         return result
-
-    def retry(  # type: ignore[override]
-        self, args: Any = None, kwargs: Any = None, exc: Any = None, **options: Any
-    ) -> Retry:
-        """Say that the job waits in the record; Celery's autoretry calls this.  Always raises Retry."""
-        if not isinstance(exc, ServerFault):
-            raise exc or RuntimeError("infer is retried by its own faults only")
-        crash_at("retry_committed")
-        raise Retry("The server answered wrongly; the job waits in the record.", exc)
 
 
 def _submit(submission: Submission, *, may_be_another: bool = False) -> str:
@@ -153,26 +134,12 @@ def _sentence() -> str:
 )
 @_described_by(asking.infer)
 def infer(self: InferTask, *args: Any, **kwargs: Any) -> Any:
-    """Run the job that this wake-up offers.  A second delivery finds nothing to start and ends."""
+    """Submit the job of a client that could not.  A wake-up is not run by this function, but by the pool (pool.py)."""
     if self.request.called_directly or self.request.is_eager:
         raise RuntimeError(_sentence())
     if not messages.is_wake_up(self.request.headers):
         _admit(self, args, kwargs)
-        raise Ignore
-    offer = messages.read_offer(str(self.request.id), args, self.request.headers)
-    if offer is None:
-        log.warning("wake_up_not_understood", job_id=self.request.id)
-        raise Ignore
-    worker = this_worker()
-    task = worker.start(offer)
-    if task is None:
-        raise Ignore
-    with worker.holding(task) as hold:
-        try:
-            return _conclude(self, task, hold, _carry_out(task, hold))
-        except RecordUnavailable as error:  # The lease is gone, or this worker is: another will run it again.
-            log.error("result_not_stored", job_id=task.run.job.id, error=str(error))
-            raise Ignore from None
+    raise Ignore
 
 
 def _admit(self: InferTask, args: Any, kwargs: Any) -> None:
@@ -238,82 +205,3 @@ def _options_of(request: Any) -> dict[str, Any]:
 def _tier_of(request: Any) -> int | None:
     priority = (request.delivery_info or {}).get("priority")
     return priority if priority in range(1, 10) else None
-
-
-def _carry_out(task: Task, hold: Hold) -> Outcome:
-    try:
-        if task.run.cancel_requested:
-            return Outcome(Kind.CANCELED, message="Canceled before it was sent.")
-        when_stored(lambda: this_worker().confirm(task, hold), hold)
-        watch = when_stored(lambda: Watch(task, hold, dispatcher().store, dispatcher().fleet), hold)
-        return watch.outcome()
-    except HandBack:
-        _hand_back(task, hold)
-        raise Ignore from None
-    except LeaseLost:
-        return Outcome(Kind.UNKNOWN, code="lease_lost")
-    except RecordUnavailable:
-        raise  # It says nothing of the server, nor of the job.
-    except Misconfigured as error:
-        return Outcome(Kind.RETRY, code="misconfigured", message=f"The model's configuration is wrong: {error}.")
-    except Exception as error:
-        log.exception("run_failed", job_id=task.run.job.id)
-        return Outcome(Kind.LOST, code="internal_error", message=f"The worker failed under it: {type(error).__name__}.")
-
-
-def _hand_back(task: Task, hold: Hold) -> None:
-    """Let another worker resume: the server goes on with the job, the slot stays taken."""
-    settled = when_stored(lambda: dispatcher().hand_back(task), hold)
-    log.info("handed_back", job_id=task.run.job.id, stored=settled)
-
-
-def _conclude(self: InferTask, task: Task, hold: Hold, outcome: Outcome) -> Any:
-    """Settle, hand on, and say in Celery's words what came of it."""
-    if outcome.kind is Kind.UNKNOWN:
-        return _ended_elsewhere(task)
-    settled = _settle(task, hold, outcome)
-    if settled.moved is None:
-        return _ended_elsewhere(task)
-    match settled.moved.to:
-        case State.COMPLETED:
-            return exact.unwritten(outcome.result)
-        case State.QUEUED:
-            raise Retry(f"Back to its place: {outcome.message or outcome.kind}")
-        case State.DELAYED:
-            # On to InferTask.retry, by Celery's autoretry.
-            raise ServerFault(outcome.code or "server_error", outcome.message)
-        case State.CANCELED | State.EXPIRED as ended:
-            _show_revoked(self, expired=ended is State.EXPIRED)
-            raise Ignore
-        case _:
-            raise JobFailed(outcome.code or outcome.kind.value, outcome.message)
-
-
-def _show_revoked(self: InferTask, *, expired: bool) -> None:
-    """To Flower.  That nobody can be shown it changes nothing."""
-    try:
-        self.send_event("task-revoked", terminated=False, signum=None, expired=expired)
-    except Exception as error:
-        log.warning("event_not_sent", error=str(error))
-
-
-def _settle(task: Task, hold: Hold, outcome: Outcome) -> Settled:
-    worker = this_worker()
-    canceling = hold.cancel or task.run.cancel_requested
-    settled = when_stored(lambda: settle(task, outcome, canceling=canceling, taker=worker.taker), hold)
-    worker.go_on(task.held.fleet, settled.next)
-    return settled
-
-
-def _ended_elsewhere(task: Task) -> Any:
-    """This run counts no more: its lease was lost, or the server's push was quicker than the poll.
-
-    Whoever ended it has told everybody.  Only the result of a push is left for this task to say.
-    """
-    worker = this_worker()
-    run = task.run
-    worker.go_on(task.held.fleet, dispatcher().leave(task.held, run.job.id, run.attempt, taker=worker.taker))
-    job = dispatcher().store.get(run.job.id)
-    if job is not None and job.state is State.COMPLETED and job.attempt == run.attempt:
-        return exact.plain(job.result) if job.result else None
-    raise Ignore

@@ -64,7 +64,7 @@ class Inquiry:
     def _tell(self, hold: Hold, found: Brief | None, doubted: bool) -> None:
         if found is not None and _runs_under(found, hold.held):
             if doubted:
-                self._write_again(hold.held, found)
+                self._write_again(hold, found)
             if found.cancel_requested:
                 hold.ask_to_cancel()
             return
@@ -74,14 +74,18 @@ class Inquiry:
         if doubted or not ended_for_good:
             hold.end("lost")
 
-    def _write_again(self, held: Held, found: Brief) -> None:
+    def _write_again(self, hold: Hold, found: Brief) -> None:
         """The record has the run under this very lease, so it is this worker's, whatever Redis has forgotten."""
+        held = hold.held
         try:
             written = self._leases.restore(held.fleet, [Restored(held, found.job)])
         except RedisError as error:  # The next renewal will ask once more.
             log.warning("lease_not_restored", job_id=held.job_id, error=str(error))
         else:
             log.warning("lease_was_lost", job_id=held.job_id, slot=held.slot, restored=bool(written))
+            hold.restored = True
+            if hold.over:  # It has ended meanwhile, and nobody else frees what was written just now.
+                self._leases.release(held, back=False)
 
 
 def _runs_under(found: Brief, held: Held) -> bool:

@@ -1,6 +1,6 @@
 """The wake-up message for an offer: a Celery task message that carries ids, never the job itself.
 
-The same message goes to the broker, or straight into this worker's own pool (handoff.py).
+The same message goes to the broker, or is told to this worker's own Celery of a run that is under way (worker.py).
 """
 
 from collections.abc import Mapping, Sequence

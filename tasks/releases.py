@@ -27,15 +27,19 @@ class PatientLeases(Leases):
         try:
             answer = super().release(held, back=back, rest_ms=rest_ms, **more)
         except RedisError:
-            with self._lock:
-                self._owed[held] = back, rest_ms
-                if len(self._owed) > _MOST:
-                    del self._owed[next(iter(self._owed))]
+            self.owe(held, back, rest_ms)
             raise
         if self._owed:
             with self._lock:
                 self._owed.pop(held, None)
         return answer
+
+    def owe(self, held: Held, back: bool = False, rest_ms: int = 0) -> None:
+        """This release was not answered."""
+        with self._lock:
+            self._owed[held] = back, rest_ms
+            if len(self._owed) > _MOST:
+                del self._owed[next(iter(self._owed))]
 
     def owed(self) -> dict[Held, tuple[bool, int]]:
         """Leases that are to be freed again, each with the `back` and the `rest_ms` of its release."""

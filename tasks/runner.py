@@ -1,28 +1,24 @@
 """One run: a job is handed to its server, and watched until something final can be said about it."""
 
-import threading
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from enum import Enum
 from functools import cache, lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import structlog
 
 from jobs.config import ModelConfig
 from jobs.crash import crash_at
-from jobs.errors import RecordUnavailable
 from jobs.record import Run, now_ms
-from jobs.store import Store
 from routing import exact
 from routing.dispatcher import Task
-from routing.fleet import Fleet
 from routing.outcome import Kind, Outcome
 from tasks import callbacks
 from tasks.heartbeat import Hold
-from tasks.servers import Call, Health, HealthKind, Line, Plan, Server, compile_plan, for_model
-
-T = TypeVar("T")
+from tasks.servers import Call, Health, HealthKind, Live, Plan, Server, compile_plan, for_model
 
 log = structlog.get_logger(__name__)
 
@@ -31,34 +27,17 @@ _DOWN_PATIENCE_S = 10.0
 _CANCEL_PATIENCE_S = 5.0
 _FIND_OUT_EVERY_S = 1.0
 _ASK_S = 30.0  # A question takes no longer than this, and may take as long although the run's own time is over.
-_STORE_AGAIN_S = 1.0
-_LAST_TRIES_S = 3.0  # A worker that is told to stop goes on trying for so long: another can resume what is stored.
+
+
+class Left(Enum):
+    """Why a worker does not go on with a run that goes on."""
+
+    LOST = "lost"  # Another worker has this job now, or nobody: what this one did is dropped.
+    STOPPED = "stopped"  # This worker is going down; another can go on with the job.
 
 
 class Misconfigured(Exception):
     """A model is configured, or a server registered, so that no request can be made of it: a fault of that one."""
-
-
-class LeaseLost(Exception):
-    """Another worker has this job now, or nobody: drop what this one did."""
-
-
-class HandBack(Exception):
-    """This worker is going down; another can go on with the job."""
-
-
-def when_stored(write: Callable[[], T], hold: Hold) -> T:
-    """Try until the record takes it, for as long as the run is this worker's.  Raises RecordUnavailable."""
-    ends: float | None = None
-    while True:
-        try:
-            return write()
-        except RecordUnavailable:
-            if hold.stop:
-                ends = ends or time.monotonic() + _LAST_TRIES_S
-            if hold.lost or (ends is not None and time.monotonic() >= ends):
-                raise
-            hold.wait(_STORE_AGAIN_S)
 
 
 @cache
@@ -79,67 +58,66 @@ def server_for(url: str, config: ModelConfig) -> Server:
         raise Misconfigured(str(error)) from error
 
 
-class Watch:
-    """One run while it lasts."""
+NoteRemote = Callable[[str], Awaitable[bool]]
+"""Stores the server's own id of the job; False: this run is over."""
 
-    def __init__(self, task: Task, hold: Hold, store: Store, fleet: Fleet) -> None:
+
+class Watch:
+    """One run while it lasts, in the event loop.  `live` None: its server was removed."""
+
+    def __init__(self, task: Task, hold: Hold, config: ModelConfig, live: Live | None, note_remote: NoteRemote) -> None:
         self._run: Run = task.run
         self._hold = hold
-        self._store = store
-        self._config = fleet.model(task.run.job.model).config
-        self._server = _find_server(fleet, task.run, self._config)
-        self._end = time.monotonic() + _seconds_left(task.run, self._config)
-        self._line = Line()
+        self._config = config
+        self._live = live
+        self._note_remote = note_remote
+        self._end = time.monotonic() + _seconds_left(task.run, config)
         self._call = self._new_call()
-        self._question = replace(self._call, deadline_s=max(self._call.deadline_s, _ASK_S))
         self._remote_id = task.run.remote_id
-        self._answered = threading.Event()
+        self._answered = False
+        self._canceling: asyncio.Task[None] | None = None
         self._cancel_until: float | None = None
         self._let_go = False  # The server has said yes to a cancel, and is described as one whose yes frees the slot.
         self._gone_since: float | None = None
         self._may_send_again = True  # once, if the server has been there all the time
 
-    def outcome(self) -> Outcome:
-        """Run the job and answer what came of it: never PENDING or UNKNOWN.
-
-        Raises LeaseLost, HandBack, RecordUnavailable.
-        """
-        if self._server is None:
+    async def outcome(self) -> Outcome | Left:
+        """Run the job and answer what came of it: never PENDING or UNKNOWN.  Raises RecordUnavailable."""
+        live = self._live
+        if live is None:
             return Outcome(Kind.UNREACHABLE, code="server_removed", message="The server was removed.")
-        self._hold.listen(on_cancel=self._end_by_cancel, on_end=self._line.cut)
-        outcome = self._begin(self._server)
-        while outcome.kind in (Kind.PENDING, Kind.UNKNOWN):
-            self._keep_remote_id(outcome)
-            step = self._poll if self._remote_id is not None else self._find_out
-            outcome = self._pause(outcome) or step(self._server)
-        return outcome if self._is_over(outcome) else replace(outcome, lingers=True)
+        self._hold.listen(self._hear)
+        found: Outcome | Left = await self._begin(live)
+        while isinstance(found, Outcome) and found.kind in (Kind.PENDING, Kind.UNKNOWN):
+            if not await self._keep_remote_id(found):
+                return Left.LOST
+            found = await self._pause(live, found) or await self._ask(live)
+        if isinstance(found, Left) or self._is_over(live, found):
+            return found
+        return replace(found, lingers=True)
 
-    def _is_over(self, outcome: Outcome) -> bool:
+    def _is_over(self, live: Live, outcome: Outcome) -> bool:
         """Whether the server has let go of a run that it calls canceled: some say so and go on."""
-        sent = self._answered.is_set() or self._remote_id is not None
-        return outcome.kind is not Kind.CANCELED or not sent or self._frees_slot != "no"
+        sent = self._answered or self._remote_id is not None
+        return outcome.kind is not Kind.CANCELED or not sent or _frees_slot(live) != "no"
 
-    @property
-    def _frees_slot(self) -> str:
-        cancel = self._server.description.cancel if self._server is not None else None
-        return "no" if cancel is None else cancel.frees_slot
-
-    def _begin(self, server: Server) -> Outcome:
+    async def _begin(self, live: Live) -> Outcome | Left:
         """Hand the job over; or ask for what an earlier worker began, which may have ended long ago."""
         if self._remote_id is not None:
-            return self._poll(server)
-        self._look_up()  # Nothing has been sent: who shall not go on has nothing to wait for.
+            return await self._poll(live, self._remote_id)
+        if (left := self._left()) is not None:  # Nothing has been sent: who shall not go on has nothing to wait for.
+            return left
         if self._hold.cancel:
             return Outcome(Kind.CANCELED, message="Canceled before it was sent.")
-        outcome = server.submit(self._call)
-        self._answered.set()
+        outcome = await live.submit(self._call)
+        self._answered = True
         crash_at("run_sent")
         return outcome
 
-    def _send_again(self, server: Server) -> Outcome:
+    async def _send_again(self, live: Live) -> Outcome:
         """Only the connection was lost: under its key the server answers from its recent results, or runs it now."""
         self._may_send_again = False
-        return server.submit(replace(self._call, deadline_s=max(self._end - time.monotonic(), 0.001)))
+        return await live.submit(replace(self._call, deadline_s=max(self._end - time.monotonic(), 0.001)))
 
     def _new_call(self) -> Call:
         run = self._run
@@ -150,39 +128,42 @@ class Watch:
             callback_url=callbacks.url(run.job.id),
             callback_token=callbacks.token(run.job.id, run.attempt),
             deadline_s=max(self._end - time.monotonic(), 0.001),
-            line=self._line,
         )
 
-    def _keep_remote_id(self, outcome: Outcome) -> None:
+    @property
+    def _question(self) -> Call:
+        return replace(self._call, payload=None, deadline_s=max(self._call.deadline_s, _ASK_S))
+
+    async def _keep_remote_id(self, outcome: Outcome) -> bool:
         """The server's id goes into the record before the first poll, so that another worker can resume."""
         found = outcome.remote_id
         if found is None or found == self._remote_id:
-            return
-        run = self._run
-        if not when_stored(lambda: self._store.note_remote(run.job.id, run.attempt, found, now_ms()), self._hold):
-            raise LeaseLost
+            return True
+        if not await self._note_remote(found):
+            return False
         self._remote_id = found
         crash_at("run_remote_noted")
+        return True
 
-    def _look_up(self) -> None:
-        """Raises LeaseLost, HandBack: this worker shall not go on with the run."""
+    def _left(self) -> Left | None:
+        """Why this worker shall not go on with the run."""
         if self._hold.lost:
-            raise LeaseLost
-        if self._hold.stop:
-            raise HandBack
+            return Left.LOST
+        return Left.STOPPED if self._hold.stop else None
 
-    def _pause(self, last: Outcome) -> Outcome | None:
-        """Wait one interval; answers an outcome if the waiting itself has come to an end."""
-        left = self._end - time.monotonic()
+    async def _pause(self, live: Live, last: Outcome) -> Outcome | Left | None:
+        """Wait one interval; answers what the waiting itself has come to, if it is over."""
+        left_s = self._end - time.monotonic()
         every_s = self._config.poll_interval if last.kind is Kind.PENDING else _FIND_OUT_EVERY_S
-        if not (self._hold.lost or self._hold.stop):
-            self._hold.wait(max(min(every_s, left), 0))
-        self._look_up()
+        if self._left() is None:
+            await self._hold.wait(max(min(every_s, left_s), 0))
+        if (left := self._left()) is not None:
+            return left
         if self._hold.cancel:
             return self._cancel()
         if time.monotonic() < self._end:
             return None
-        return self._give_up(last)
+        return await self._give_up(live, last)
 
     def _cancel(self) -> Outcome | None:
         """The server has been told, or is being told; watch for a moment whether it lets go."""
@@ -194,36 +175,48 @@ class Watch:
             return Outcome(Kind.CANCELED, message="Canceled; the server did not confirm it.", lingers=True)
         return None
 
-    def _end_by_cancel(self) -> None:
-        """Ask the server to let go, in a thread of its own: the run's own one may be waiting for the answer.
+    def _hear(self) -> None:
+        """A flag of the lease was raised."""
+        if self._live is None:
+            return
+        if self._left() is not None:
+            self._live.cut()
+        elif self._hold.cancel and self._canceling is None:
+            self._canceling = asyncio.get_running_loop().create_task(self._end_by_cancel(self._live))
+
+    async def _end_by_cancel(self, live: Live) -> None:
+        """Ask the server to let go, beside the run, which may be waiting for its answer.
 
         A server that goes on regardless is not waited for any longer.
         """
         self._cancel_until = time.monotonic() + _CANCEL_PATIENCE_S
-        self._tell_server()
-        if self._remote_id is None and not self._answered.wait(_CANCEL_PATIENCE_S):
-            self._line.cut()
+        await self._tell_server(live)
+        if self._remote_id is None and not self._answered:
+            await asyncio.sleep(_CANCEL_PATIENCE_S)
+            if not self._answered:
+                live.cut()
 
-    def _tell_server(self) -> None:
-        if self._server is not None:
-            said_yes = self._server.cancel(self._question, self._remote_id)
-            self._let_go = said_yes and self._frees_slot == "immediate"
+    async def _tell_server(self, live: Live) -> None:
+        said_yes = await live.cancel(self._question, self._remote_id)
+        self._let_go = said_yes and _frees_slot(live) == "immediate"
 
-    def _give_up(self, last: Outcome) -> Outcome:
-        self._tell_server()
+    async def _give_up(self, live: Live, last: Outcome) -> Outcome:
+        await self._tell_server(live)
         said = f" Last: {last.message}" if last.message else ""
         return Outcome(Kind.RETRY, code="timed_out", message=f"Exceeded max_poll_time.{said}", lingers=not self._let_go)
 
-    def _poll(self, server: Server) -> Outcome:
-        assert self._remote_id is not None
-        return server.status(self._question, self._remote_id)
+    async def _ask(self, live: Live) -> Outcome:
+        return await (self._find_out(live) if self._remote_id is None else self._poll(live, self._remote_id))
 
-    def _find_out(self, server: Server) -> Outcome:
+    async def _poll(self, live: Live, remote_id: str) -> Outcome:
+        return await live.status(self._question, remote_id)
+
+    async def _find_out(self, live: Live) -> Outcome:
         """The request was sent and never answered: the server may be running it, so its slot is kept.
 
         Only its own word, or its lasting absence, ends that.
         """
-        health = server.health()
+        health = await live.health()
         if health.kind is HealthKind.DOWN:
             self._may_send_again = False
             self._gone_since = self._gone_since or time.monotonic()
@@ -233,9 +226,14 @@ class Watch:
         self._gone_since = None
         if _knows(health, self._call) is False:
             if self._may_send_again:
-                return self._send_again(server)
+                return await self._send_again(live)
             return Outcome(Kind.LOST, code="server_lost", message="The server does not know the job any more.")
         return Outcome(Kind.UNKNOWN, message=health.message)
+
+
+def _frees_slot(live: Live) -> str:
+    cancel = live.description.cancel
+    return "no" if cancel is None else cancel.frees_slot
 
 
 def _knows(health: Health, call: Call) -> bool | None:
@@ -245,12 +243,6 @@ def _knows(health: Health, call: Call) -> bool | None:
     if health.active_jobs is not None and health.running_count:
         return None if health.active_jobs else False
     return None
-
-
-def _find_server(fleet: Fleet, run: Run, config: ModelConfig) -> Server | None:
-    found = fleet.snapshot().servers.get(run.server) or fleet.refresh().servers.get(run.server)
-    url = found.endpoints.get(run.job.model) if found else None
-    return None if url is None else server_for(url, config)
 
 
 def _seconds_left(run: Run, config: ModelConfig) -> float:

@@ -1,6 +1,9 @@
 """The end of a run, whoever brings it: the worker that watched it, or the server that pushes it."""
 
-from jobs.record import now_ms
+from dataclasses import dataclass
+
+from jobs.config import ModelConfig
+from jobs.record import Run, now_ms
 from jobs.states import Why
 from jobs.store import Error
 from routing import exact
@@ -9,24 +12,58 @@ from routing.outcome import Kind, Outcome
 from routing.policies.verdict import Verdict, judge
 from tasks.wiring import dispatcher
 
+# The server has answered and let go, and the job does not come back: the slot need not wait for the record.
+_PASSES_ON = frozenset({Why.FINISHED, Why.INVALID_REQUEST})
 
-def settle(task: Task, outcome: Outcome, *, canceling: bool, taker: str = "") -> Settled:
-    """Judge what came of a run, and store that.  `taker`: as in Dispatcher.settle.
 
-    Raises RecordUnavailable.
-    """
-    run = task.run
-    config = dispatcher().fleet.model(run.job.model).config
+@dataclass(frozen=True, slots=True)
+class End:
+    """What came of a run, judged."""
+
+    verdict: Verdict
+    result: str | None
+    error: Error | None
+    wish_s: float | None
+    lingers: str
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether the slot may be used again before the end is in the record."""
+        return not self.lingers and self.verdict.why in _PASSES_ON
+
+
+def judged(run: Run, outcome: Outcome, config: ModelConfig, *, canceling: bool) -> End:
+    """The end of a run; `canceling`: the job shall be canceled."""
     overdue = run.deadline_ms is not None and now_ms() >= run.deadline_ms
     verdict = judge(outcome, run.failures, run.crashes, canceling, config, overdue=overdue)
-    return dispatcher().settle(
-        task,
+    return End(
         verdict,
         result=exact.dumps(outcome.result).decode() if outcome.kind is Kind.DONE else None,
         error=_error(outcome, verdict),
         wish_s=outcome.retry_after_s,
-        taker=taker,
         lingers=(outcome.code or outcome.kind.value) if outcome.lingers else "",
+    )
+
+
+def settle(task: Task, outcome: Outcome, *, canceling: bool, taker: str = "") -> Settled:
+    """Judge what came of a run, and store that; its slot is free after it.  `taker`: as in Dispatcher.settle.
+
+    Raises RecordUnavailable.
+    """
+    end = judged(task.run, outcome, dispatcher().fleet.model(task.run.job.model).config, canceling=canceling)
+    return store(task, end, taker=taker)
+
+
+def store(task: Task, end: End, *, taker: str = "") -> Settled:
+    """Raises RecordUnavailable."""
+    return dispatcher().settle(
+        task,
+        end.verdict,
+        result=end.result,
+        error=end.error,
+        wish_s=end.wish_s,
+        taker=taker,
+        lingers=end.lingers,
     )
 
 

@@ -1,39 +1,55 @@
-"""A worker process: its name on leases, its heartbeat, and the hand-off of the next job to its own pool."""
+"""A worker process: its name on leases, its heartbeat, and the lives of its runs, from their offers to their ends."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import structlog
 from celery import bootsteps
-from celery.signals import worker_shutdown, worker_shutting_down
+from celery.exceptions import Ignore
+from celery.signals import worker_shutting_down
+from celery.worker.request import Request
 from redis.exceptions import RedisError
 
-from jobs.errors import RecordUncertain, SlotkeeperError
+from jobs.crash import crash_at
+from jobs.db import Write
+from jobs.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
 from jobs.once import once
 from jobs.record import now_ms
-from routing import draining
+from jobs.states import State
+from jobs.store import Moved
+from routing import draining, exact
 from routing.dispatcher import Dispatcher, Task, new_owner
 from routing.leases import Held
+from routing.outcome import Kind, Outcome
 from routing.queues import Offer
 from routing.workers import Workers
-from tasks import messages
+from tasks import messages, settlement
 from tasks.aside import Aside
 from tasks.celery_app import celery
 from tasks.config import TaskSettings
+from tasks.engine import Engine
 from tasks.heartbeat import Heartbeat, Hold
 from tasks.inquiry import Inquiry
 from tasks.poller import Poller
 from tasks.releases import PatientLeases
+from tasks.runner import Left, Misconfigured, Watch, server_for
+from tasks.servers import Live
+from tasks.settlement import End
+from tasks.shown import Shown, in_celerys_words
 from tasks.wiring import dispatcher, leases, workers
 
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 _WATCH_EVERY_S = 1.0
 _START_AGAIN_MS = 1_000
 _EVENTS_EVERY_S = 0.2
 _EVENTS_AT_ONCE = 500
+_STORE_AGAIN_S = 1.0
+_LAST_TRIES_S = 3.0  # A worker that is told to stop goes on trying for so long: another can resume what is stored.
 
 
 class _Message:
@@ -48,6 +64,19 @@ class _Message:
         self.payload = self.body = message.body
 
 
+@dataclass(frozen=True, slots=True)
+class ActiveRun:
+    """A run of this process: the job it runs, its lease, and the task that Celery shows."""
+
+    task: Task
+    hold: Hold
+    shown: Shown
+
+    @property
+    def canceling(self) -> bool:
+        return self.hold.cancel or self.task.run.cancel_requested
+
+
 class Worker:
     """What belongs to this process.  There is one, made when the first job comes."""
 
@@ -55,6 +84,7 @@ class Worker:
         self.dispatcher = dispatcher
         self.owner = new_owner("worker")
         self._leases = leases
+        self.engine = Engine(dispatcher.store.database, leases)
         self.inquiry = Inquiry(dispatcher.store, leases)
         self._chores = Aside("chores", self.do_chores)
         self.heartbeat = Heartbeat(
@@ -63,99 +93,268 @@ class Worker:
             dispatcher.settings.renew_every_ms,
             doubt=lambda holds: self.inquiry.ask(holds, doubted=True),
             then=self._after_beat,
+            soon=self.engine.soon,
         )
         self.heartbeat.start()
         self.consumer: Any = None  # Celery's consumer; None while there is none, or while draining
         self.poller = Poller(dispatcher, workers, self.owner, lambda: self.room, self.hand_on)
         self._capacity = capacity
         self._begun: set[str] = set()  # leases whose offers this process has taken up, until their runs end
-        self._started: dict[str, Task] = {}  # of these, the jobs that wait for a thread, by lease
+        self._untold: dict[str, Shown] = {}  # lease -> the task of a run of which Celery is being told
         self._lock = threading.Lock()
 
     @property
     def room(self) -> int:
-        """For how many more runs there are threads; none while draining."""
+        """For how many more runs there is room; none while draining."""
         return 0 if self.consumer is None else max(self._capacity - len(self._begun), 0)
 
     @property
     def taker(self) -> str:
-        """Who takes the next offer at once: this worker, or nobody, if it is full (see `go_on`) or draining."""
+        """Who takes the next offer at once: this worker, or nobody, if it is full (see `_go_on`) or draining."""
         return self.owner if self.room else ""
 
-    @contextmanager
-    def holding(self, task: Task) -> Iterator[Hold]:
-        """Keep the lease of a run alive as long as it lasts."""
-        try:
-            with self.heartbeat.holding(task.held) as hold:
-                yield hold
-        finally:
-            self._forget(task.held.lease)
+    # -- offers come in, from any thread ---------------------------------------------------------------------
 
-    def start(self, offer: Offer) -> Task | None:
-        """Begin an offered job, or find it begun by `hand_on`.  None: there is nothing to run.
+    def take(self, request: Request) -> None:
+        """Celery has a wake-up for this worker; or it has just been told of a run that is under way here.
 
         A message that comes twice finds its offer taken up, by this process or another, and changes nothing.
         """
-        task = self._started.pop(offer.lease, None)
-        if task is not None:
-            return task
-        if not self._note(offer.lease):
-            return None
-        try:
-            claimed = self.dispatcher.leases.claim(offer, self.owner)
-            task = None if claimed is None else self.dispatcher.start(claimed, self.owner)
-        except (SlotkeeperError, RedisError) as error:
-            self._forget(offer.lease)
-            self._put_back(offer, error)
-            return None
-        if task is None:
-            self._forget(offer.lease)
-        if claimed is not None and task is None:  # The job was gone, so the slot goes to the next.
-            self.go_on(offer.fleet, self._free(claimed))
-        return task
-
-    def go_on(self, fleet: str, offer: Offer | None) -> None:
-        """A run of this fleet is over: go on with the offer that came of it, or find another if this worker is full.
-
-        A full worker reads no messages, so each fleet with work in turn gets the thread that has become free.
-        """
-        if offer is None and self.consumer is not None and not self.room:
-            offer = self._offer_in_turn(fleet)
-        if offer is not None:
-            self.hand_on(offer)
-
-    def confirm(self, task: Task, hold: Hold) -> None:
-        """Let a run that has waited for a thread know whether it still may begin: nobody has renewed its lease.
-
-        Raises RecordUnavailable.
-        """
-        if now_ms() - task.run.started_ms < self.dispatcher.settings.renew_every_ms:
+        offer = messages.read_offer(str(request.id), request.args, request.request_dict)
+        shown = None if offer is None else self._untold.pop(offer.lease, None)
+        if shown is not None:
+            shown.heard_of(request)
             return
-        try:
-            self.heartbeat.renew(hold)
-        except RedisError as error:
-            log.warning("renewal_failed", job_id=task.run.job.id, error=str(error))
-        self.inquiry.look({hold: True})
+        if offer is None:
+            log.warning("wake_up_not_understood", job_id=request.id)
+            self.engine.soon(self._show_nothing, Shown(request))
+        else:
+            self.take_up(offer, Shown(request))
+
+    def take_up(self, offer: Offer, shown: Shown) -> None:
+        """Run the job of an open offer, unless this process has taken it up before."""
+        if self._note(offer.lease):
+            self.engine.live(self.begin(offer, shown))
+        else:
+            self.engine.soon(self._show_nothing, shown)
 
     def hand_on(self, offer: Offer | None) -> None:
-        """Run a job whose offer this worker holds, as a Celery task of its own, without the broker."""
-        while offer is not None:
-            consumer = self.consumer
-            if consumer is None:  # Draining has begun since the offer was taken.
-                self._reopen(offer)
-                return
-            self._note(offer.lease)
-            try:
-                task = self.dispatcher.start(offer, self.owner)
-            except (SlotkeeperError, RedisError) as error:
-                self._forget(offer.lease)
-                self._put_back(offer, error)
-                return
-            if task is not None:
-                self._to_pool(consumer, offer, task)
-                return
+        """Run a job whose offer this worker holds, without the broker."""
+        if offer is None:
+            return
+        if self.consumer is None:  # Draining has begun since the offer was taken.
+            self._reopen(offer)
+            return
+        self._note(offer.lease)
+        self.engine.live(self.begin(offer, Shown()))
+
+    # -- a run, in the loop ----------------------------------------------------------------------------------
+
+    async def begin(self, offer: Offer, shown: Shown) -> None:
+        """An offer's life: claimed if it is open, started, run, and settled."""
+        claimed: Offer | None = offer
+        try:
+            if offer.owner != self.owner:
+                claimed = await self.engine.ask_room(lambda: self._leases.claiming(offer, self.owner))
+            task = None if claimed is None else await self._start(claimed)
+        except (SlotkeeperError, RedisError) as error:
             self._forget(offer.lease)
-            offer = self._free(offer)
+            self._show_nothing(shown)
+            await self.engine.rarely(self._put_back, offer, error)
+            return
+        if task is not None:
+            await self._run(ActiveRun(task, self.heartbeat.add(task.held), shown))
+            return
+        self._forget(offer.lease)
+        self._show_nothing(shown)
+        if claimed is not None:  # The job was gone, so the slot goes to the next.
+            await self._go_on(offer.fleet, await self.engine.rarely(self._free, claimed))
+
+    async def _start(self, offer: Offer) -> Task | None:
+        crash_at("start_claimed")
+        held = self._held(offer)
+        run = await self.engine.store(
+            self.dispatcher.store.starting(offer.job_id, offer.server, offer.slot, held.tag, now_ms(), offer.number)
+        )
+        crash_at("start_committed")
+        return None if run is None else self.dispatcher.begun(offer, run, held)
+
+    async def _run(self, run: ActiveRun) -> None:
+        self.engine.loop.call_soon(self._show, run)  # once the request is on its way
+        try:
+            outcome = await self._outcome(run)
+            run.shown.ended(await self._end(run, outcome))
+        except RecordUnavailable as error:  # The lease is gone, or this worker is: another will run it again.
+            log.error("result_not_stored", job_id=run.task.run.job.id, error=str(error))
+            run.shown.ended(Ignore())
+        finally:
+            self.heartbeat.remove(run.hold)
+            self._forget(run.task.held.lease)
+        if run.hold.restored:  # Its lease was written again while its end was on the way to the record.
+            await self.engine.rarely(lambda: self.dispatcher.free(run.task.held, back=False))
+
+    async def _outcome(self, run: ActiveRun) -> Outcome | Left:
+        if run.task.run.cancel_requested:
+            return Outcome(Kind.CANCELED, message="Canceled before it was sent.")
+        try:
+            return await (await self._watch(run)).outcome()
+        except RecordUnavailable:
+            raise  # It says nothing of the server, nor of the job.
+        except Misconfigured as error:
+            return Outcome(Kind.RETRY, code="misconfigured", message=f"The model's configuration is wrong: {error}.")
+        except Exception as error:
+            log.exception("run_failed", job_id=run.task.run.job.id)
+            said = f"The worker failed under it: {type(error).__name__}."
+            return Outcome(Kind.LOST, code="internal_error", message=said)
+
+    async def _watch(self, run: ActiveRun) -> Watch:
+        """Raises Misconfigured, RecordUnavailable, UnknownModel."""
+        it, fleet = run.task.run, self.dispatcher.fleet
+        if it.job.model not in fleet.known().models or it.server not in fleet.known().servers:
+            await self.engine.rarely(fleet.refresh)
+        config = fleet.known().models[it.job.model].config
+        store = self.dispatcher.store
+
+        async def note_remote(remote_id: str) -> bool:
+            return await self._stored(store.noting_remote(it.job.id, it.attempt, remote_id, now_ms()), run.hold)
+
+        return Watch(run.task, run.hold, config, self._speak_to(run), note_remote)
+
+    def _speak_to(self, run: ActiveRun) -> Live | None:
+        it, catalog = run.task.run, self.dispatcher.fleet.known()
+        server = catalog.servers.get(it.server)
+        url = server.endpoints.get(it.job.model) if server is not None else None
+        return None if url is None else Live(server_for(url, catalog.models[it.job.model].config), self.engine.wires)
+
+    # -- its end ---------------------------------------------------------------------------------------------
+
+    async def _end(self, run: ActiveRun, outcome: Outcome | Left) -> Any:
+        """Settle what came of a run; answers what its task ends with.  Raises RecordUnavailable."""
+        if outcome is Left.STOPPED:
+            return await self._hand_back(run)
+        if isinstance(outcome, Left):
+            return await self._ended_elsewhere(run)
+        config = self.dispatcher.fleet.known().models[run.task.run.job.model].config
+        end = settlement.judged(run.task.run, outcome, config, canceling=run.canceling)
+        moved = await (self._settle_behind(run, end) if end.passes_on else self._settle(run, end))
+        return await self._ended_elsewhere(run) if moved is None else in_celerys_words(moved, outcome)
+
+    async def _settle_behind(self, run: ActiveRun, end: End) -> Moved | None:
+        """The server has let go: the slot goes to the next job, and the end is stored while that is on its way.
+
+        If this process dies in between, the record has a run without a lease: it gets one, which expires, and the job
+        is run again on the same server, which knows it by its key.
+        """
+        task, it, held = run.task, run.task.run, run.task.held
+        run.hold.passed_on_s = time.monotonic()
+        await self._go_on(held.fleet, await self._pass_on(held, end))
+        crash_at("slot_passed_on")
+        write = self.dispatcher.store.settling(
+            it.job.id, it.attempt, end.verdict.why, now_ms(), result=end.result, error=end.error
+        )
+        moved = await self._stored(write, run.hold)
+        crash_at("settle_committed")
+        if moved is None:
+            await self.engine.rarely(self.dispatcher.let_go, task)
+            return None
+        self.dispatcher.announce_end(moved, by_worker=True)
+        crash_at("settle_announced")
+        return moved
+
+    async def _pass_on(self, held: Held, end: End) -> Offer | None:
+        taker, outcome = self.taker, end.verdict.outcome
+        try:
+            _, offers = await self.engine.ask_room(
+                lambda: self._leases.releasing(held, back=False, taker=taker, outcome=outcome)
+            )
+        except RedisError as error:
+            log.warning("release_postponed", job_id=held.job_id, error=str(error))
+            self._leases.owe(held)
+            return None
+        return self.dispatcher.pass_on(offers, taker)
+
+    async def _settle(self, run: ActiveRun, end: End) -> Moved | None:
+        """First the record, then the slot: the job may come back, or its server may be at it still."""
+        settled = await self._patiently(lambda: settlement.store(run.task, end, taker=self.taker), run.hold)
+        await self._go_on(run.task.held.fleet, settled.next)
+        return settled.moved
+
+    async def _hand_back(self, run: ActiveRun) -> Ignore:
+        """Let another worker resume: the server goes on with the job, the slot stays taken."""
+        handed = await self._patiently(lambda: self.dispatcher.hand_back(run.task), run.hold)
+        log.info("handed_back", job_id=run.task.run.job.id, stored=handed)
+        return Ignore()
+
+    async def _ended_elsewhere(self, run: ActiveRun) -> Any:
+        """This run counts no more: its lease was lost, or the server's push was quicker than the poll.
+
+        Whoever ended it has told everybody.  Only the result of a push is left for this task to say.
+        """
+        it, held, taker = run.task.run, run.task.held, self.taker
+        following = await self.engine.rarely(lambda: self.dispatcher.leave(held, it.job.id, it.attempt, taker=taker))
+        await self._go_on(held.fleet, following)
+        job = await self.engine.rarely(self.dispatcher.store.get, it.job.id)
+        if job is not None and job.state is State.COMPLETED and job.attempt == it.attempt:
+            return exact.plain(job.result) if job.result else None
+        return Ignore()
+
+    async def _go_on(self, fleet: str, offer: Offer | None) -> None:
+        """A run of this fleet is over: go on with the offer that came of it, or find another if this worker is full.
+
+        A full worker reads no messages, so each fleet with work in turn gets the place that has become free.
+        """
+        if offer is None and self.consumer is not None and not self.room:
+            offer = await self.engine.rarely(self._offer_in_turn, fleet)
+        if offer is not None and self.consumer is None:
+            await self.engine.rarely(self._reopen, offer)
+        else:
+            self.hand_on(offer)
+
+    async def _stored(self, write: Write[T], hold: Hold) -> T:
+        return await self._until_stored(lambda: self.engine.store(write), hold)
+
+    async def _patiently(self, act: Callable[[], T], hold: Hold) -> T:
+        return await self._until_stored(lambda: self.engine.rarely(act), hold)
+
+    async def _until_stored(self, act: Callable[[], Any], hold: Hold) -> Any:
+        """Try until the record takes it, for as long as the run is this worker's.  Raises RecordUnavailable."""
+        ends: float | None = None
+        while True:
+            try:
+                return await act()
+            except RecordUnavailable:
+                now = self.engine.loop.time()
+                if hold.stop:
+                    ends = ends or now + _LAST_TRIES_S
+                if hold.lost or (ends is not None and now >= ends):
+                    raise
+                await hold.wait(_STORE_AGAIN_S)
+
+    # -- Celery ----------------------------------------------------------------------------------------------
+
+    def _show(self, run: ActiveRun) -> None:
+        """Tell Celery of a run that has begun; of one that was handed on it hears now for the first time."""
+        consumer = self.consumer
+        held = run.task.held
+        if run.shown.is_known or consumer is None:
+            run.shown.began()
+            return
+        self._untold[held.lease] = run.shown
+        offer = Offer(held.fleet, held.job_id, held.lease, held.slot, held.server, run.task.run.job.model, 0)
+        try:
+            # The consumer's own way of taking a message: Flower sees it received, started and ended.
+            message = _Message(messages.build_for_run(offer, run.task.run))
+            consumer.strategies[messages.TASK](message, None, _nothing, _nothing, None)
+        except Exception as error:
+            log.warning("task_not_shown", job_id=held.job_id, error=repr(error))
+        finally:
+            self._untold.pop(held.lease, None)
+
+    def _show_nothing(self, shown: Shown) -> None:
+        shown.began()
+        shown.ended(Ignore())
+
+    # -- what is rare ----------------------------------------------------------------------------------------
 
     def _offer_in_turn(self, fleet: str) -> Offer | None:
         try:
@@ -224,23 +423,6 @@ class Worker:
     def _held(self, offer: Offer) -> Held:
         return Held(offer.fleet, offer.job_id, offer.lease, self.owner, offer.slot)
 
-    def _to_pool(self, consumer: Any, offer: Offer, task: Task) -> None:
-        self._started[offer.lease] = task
-        message = _Message(messages.build_for_run(offer, task.run))
-        try:
-            # The consumer's own way of taking a message: Flower sees it received, started and ended.
-            consumer.strategies[messages.TASK](message, None, _nothing, _nothing, None)
-        except RuntimeError as error:  # The pool takes nothing any more.
-            log.info("handed_back", job_id=offer.job_id, reason=str(error))
-            self._hand_back(offer.lease)
-
-    def _hand_back(self, lease: str) -> None:
-        """A job was begun and no thread has come to it: another worker shall run it, at no cost to the job."""
-        task = self._started.pop(lease, None)
-        self._forget(lease)
-        if task is not None:
-            self.dispatcher.hand_back(task)
-
     def attend(self, consumer: Any) -> None:
         """Take jobs from now on, as tasks of this consumer of Celery's."""
         first, self.consumer = self.consumer is None, consumer
@@ -256,9 +438,9 @@ class Worker:
         timer.start()
 
     def end(self) -> None:
-        """The pool has stopped: what was still waiting for a thread goes to other workers."""
-        for lease in list(self._started):
-            self._hand_back(lease)
+        """The pool stops: all runs have their time to end, or are handed back."""
+        self.engine.wait()
+        self.engine.close()
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -333,9 +515,3 @@ celery.steps["consumer"].add(RunsJobs)
 def _drain(**_: object) -> None:
     if this_worker.made:
         this_worker().drain()
-
-
-@worker_shutdown.connect
-def _end(**_: object) -> None:
-    if this_worker.made:
-        this_worker().end()

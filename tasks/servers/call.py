@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from tasks.servers.line import Line
-
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -18,7 +16,6 @@ class Call:
     callback_token: str | None = None  # the secret that such a push must show
     traceparent: str | None = None  # W3C trace context
     deadline_s: float = 600.0  # seconds for one exchange in total, however it trickles
-    line: Line | None = None  # by which another thread can cut the submit short
 
     @property
     def attempt_id(self) -> str:

@@ -2,7 +2,8 @@
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from typing import NamedTuple, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import requests
@@ -11,7 +12,6 @@ from routing.outcome import Kind, Outcome
 from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.call import Call, Health, HealthKind
 from tasks.servers.description import DEFAULT, Description
-from tasks.servers.line import Line
 from tasks.servers.plan import Plan, Request, Step, compile_plan
 from tasks.servers.rules import About
 from tasks.servers.templates import SecretLookup, TemplateError, Values, to_json
@@ -25,9 +25,28 @@ _OURS = {"X-Source": "dispatcher"}
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}[!-~]{0,100}")
 _MAX_DEADLINE_S = 7 * 86_400.0  # sockets take no endless time-outs
 
+T = TypeVar("T")
+
+
+class Ask(NamedTuple):
+    """One exchange that is wanted."""
+
+    method: str
+    url: str
+    headers: dict[str, str]
+    body: bytes | None
+    limits: Limits
+
+
+Talk: TypeAlias = Generator[Ask, Answer | Broken, T]
+"""What is said to a server, one exchange after another, whoever carries them out; ends with what came of it."""
+
 
 class Server:
     """One inference server.  Safe to share between threads; keep it, since building it compiles.
+
+    submit, status, cancel, pushed and health wait for the server; the talks of the same names do not, and are carried
+    out by whoever has a way to (live.py).
 
     endpoint: the full URL a job is submitted to; other paths are below its scheme, host and port.
     session: from new_session(); the process's own one by default.
@@ -67,13 +86,14 @@ class Server:
         """Hand the job over, once.
 
         UNREACHABLE: certainly nothing was sent, or a gateway said 502/504 (`bad_gateway`).
-        UNKNOWN: it may be running there; do not send it again before that is known.  The same if `call.line` was
-        cut before the answer was there.
+        UNKNOWN: it may be running there; do not send it again before that is known.
         """
-        asked = self.known_id(call)
-        values = Values(call, asked, self._secret)
+        return self._carry_out(self.submit_talk(call))
+
+    def submit_talk(self, call: Call) -> Talk[Outcome]:
+        values = Values(call, self.known_id(call), self._secret)
         try:
-            outcome = self._ask(self._plan.submit, values, _end_of(call))
+            outcome = yield from self._ask(self._plan.submit, values, _end_of(call))
         except TemplateError as error:
             return Outcome(error.kind, code=error.code, message=str(error))
         return outcome or Outcome(Kind.RETRY, code="bad_answer")
@@ -84,10 +104,13 @@ class Server:
         If the description says so, a finished job's result is fetched here.  Reading it may destroy
         it on the server, so store it before anything else.
         """
+        return self._carry_out(self.status_talk(call, remote_id))
+
+    def status_talk(self, call: Call, remote_id: str) -> Talk[Outcome]:
         values, end = Values(call, remote_id, self._secret), _end_of(call)
         try:
-            outcome = self._first_verdict(values, end)
-            return self._with_result(outcome, values, end)
+            outcome = yield from self._first_verdict(values, end)
+            return (yield from self._with_result(outcome, values, end))
         except TemplateError as error:
             return Outcome(Kind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
 
@@ -97,11 +120,14 @@ class Server:
         A yes is not a promise: whether it frees the slot stands in description.cancel.frees_slot.
         Without the server's id, the job's own is used, which it was told in X-Job-Id.
         """
+        return self._carry_out(self.cancel_talk(call, remote_id))
+
+    def cancel_talk(self, call: Call, remote_id: str | None) -> Talk[bool]:
         if self._plan.cancel is None:
             return False
         values = Values(call, remote_id or self.known_id(call) or call.job_id, self._secret)
         try:
-            outcome = self._ask(self._plan.cancel, values, _end_of(call))
+            outcome = yield from self._ask(self._plan.cancel, values, _end_of(call))
         except TemplateError:
             return False
         return outcome is not None and outcome.kind is Kind.CANCELED
@@ -116,66 +142,68 @@ class Server:
         values = Values(call, remote_id or self.known_id(call), self._secret)
         outcome = self._plan.callback.outcome(Answer(200, headers or {}, body), self._about(values))
         try:
-            return self._with_result(outcome, values, _end_of(call))
+            return self._carry_out(self._with_result(outcome, values, _end_of(call)))
         except TemplateError as error:
             return Outcome(Kind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
 
     def health(self) -> Health:
         """The server's own report.  DOWN says that nobody answers, not that no job runs there."""
+        return self._carry_out(self.health_talk())
+
+    def health_talk(self) -> Talk[Health]:
         if self._plan.health is None:
             return Health(HealthKind.UNKNOWN, message="this server's description has no health check")
         request, judge = self._plan.health
         end = time.monotonic() + request.connect_s + min(request.read_s, 60.0)
         values = Values(None, None, self._secret)
         try:
-            reply = self._send(request, values, dict(_OURS), end, MAX_HEALTH_BYTES)
+            reply = yield self._wanted(request, values, dict(_OURS), end, MAX_HEALTH_BYTES)
             if isinstance(reply, Broken) and reply.how is Break.RESET:
                 # Perhaps only a kept connection that the server was closing: ask once more.
-                reply = self._send(request, values, dict(_OURS), end, MAX_HEALTH_BYTES)
+                reply = yield self._wanted(request, values, dict(_OURS), end, MAX_HEALTH_BYTES)
         except TemplateError as error:
             return Health(HealthKind.UNKNOWN, message=str(error))
         return judge.health(reply)
 
-    def _first_verdict(self, values: Values, end: float) -> Outcome:
+    def _first_verdict(self, values: Values, end: float) -> Talk[Outcome]:
         for step in self._plan.status:
-            outcome = self._ask(step, values, end)
+            outcome = yield from self._ask(step, values, end)
             if outcome is not None:
                 return outcome
         return Outcome(Kind.PENDING, code="bad_answer", remote_id=values.remote_id)
 
-    def _with_result(self, outcome: Outcome | None, values: Values, end: float) -> Outcome:
+    def _with_result(self, outcome: Outcome | None, values: Values, end: float) -> Talk[Outcome]:
         if outcome is None:
             return Outcome(Kind.PENDING, code="bad_answer", remote_id=values.remote_id)
         if outcome.kind is not Kind.DONE or self._plan.result is None:
             return outcome
-        return self._ask(self._plan.result, values, end) or outcome
+        return (yield from self._ask(self._plan.result, values, end)) or outcome
 
-    def _ask(self, step: Step, values: Values, end: float) -> Outcome | None:
+    def _ask(self, step: Step, values: Values, end: float) -> Talk[Outcome | None]:
         """One step, asked and judged.  Raises TemplateError; then nothing was sent."""
         assert values.call is not None
-        headers, line = _job_headers(values.call), None
+        headers = _job_headers(values.call)
         if step is self._plan.submit:
-            headers, line = headers | _submit_headers(values.call), values.call.line
-        reply = self._send(step.request, values, headers, end, self._max_bytes, line)
-        if isinstance(reply, Broken) and line is not None and line.is_cut:
-            return Outcome(Kind.UNKNOWN, code="cut_short", message="The call was cut short.")
+            headers |= _submit_headers(values.call)
+        reply = yield self._wanted(step.request, values, headers, end, self._max_bytes)
         return step.judge.outcome(reply, self._about(values))
 
-    def _send(
-        self,
-        request: Request,
-        values: Values,
-        headers: dict[str, str],
-        end: float,
-        max_bytes: int,
-        line: Line | None = None,
-    ) -> Answer | Broken:
+    def _wanted(self, request: Request, values: Values, headers: dict[str, str], end: float, max_bytes: int) -> Ask:
         url = self._endpoint if request.path is None else self._base + request.path.fill(values)
         body = self._body(request, values, headers)
         if request.headers is not None:
             headers |= request.headers.fill(values)
-        limits = Limits(request.connect_s, request.read_s, end, max_bytes)
-        return exchange(self._session or shared_session(), request.method, url, headers, body, limits, line)
+        return Ask(request.method, url, headers, body, Limits(request.connect_s, request.read_s, end, max_bytes))
+
+    def _carry_out(self, talk: Talk[T]) -> T:
+        """Wait for each exchange in turn."""
+        session = self._session or shared_session()
+        try:
+            ask = next(talk)
+            while True:
+                ask = talk.send(exchange(session, *ask))
+        except StopIteration as ended:
+            return ended.value
 
     def _body(self, request: Request, values: Values, headers: dict[str, str]) -> bytes | None:
         is_payload = request is self._plan.submit.request and request.body is None and request.method != "GET"

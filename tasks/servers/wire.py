@@ -21,7 +21,6 @@ from requests.adapters import HTTPAdapter
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from tasks.servers.answers import Answer, Break, Broken
-from tasks.servers.line import Line
 
 # A server that closes an idle connection may do so in the very moment in which we send on it, and
 # then nobody can tell whether it has read the request.  urllib3 sees connections that are closed
@@ -31,7 +30,7 @@ MAX_IDLE_S = 1.5
 _CHUNK = 256 * 1024  # bytes read at a time
 _SOON_S = 0.001  # a time-out of zero would mean "do not block"
 
-_MESSAGES = {
+MESSAGES = {
     Break.CONNECT: "no connection to the server could be made",
     Break.TIMEOUT: "the server gave no whole answer in time",
     Break.RESET: "the connection broke before the whole answer was there",
@@ -62,7 +61,6 @@ class _State(threading.local):
     deadline: float | None = None
     read_s: float = float("inf")
     may_have_sent: bool = False
-    line: Line | None = None
 
     def left_s(self) -> float:
         return min(self.read_s, (self.deadline or 0.0) - time.monotonic())
@@ -98,8 +96,6 @@ class _Watched:
         return time.monotonic() - self._answered_at < MAX_IDLE_S and super().is_connected  # type: ignore[misc]
 
     def _about_to_send(self) -> None:
-        if _state.line is not None:
-            _state.line.use(self.sock)
         _state.may_have_sent = True
         if _state.deadline is not None:  # a server that does not read must not hold us up either
             self.sock.settimeout(max(_state.deadline - time.monotonic(), _SOON_S))
@@ -236,16 +232,15 @@ def exchange(
     headers: dict[str, str],
     body: bytes | None,
     limits: Limits,
-    line: Line | None = None,
 ) -> Answer | Broken:
-    """Ask once.  Never raises for what a server or a network can do.  `line`: by which it can be cut short.
+    """Ask once.  Never raises for what a server or a network can do.
 
     Name resolution is the one thing the deadline does not bound.
     """
     left_s = limits.deadline - time.monotonic()
     if left_s <= 0:
         return Broken(Break.CONNECT, "there was no time left to ask")
-    _state.deadline, _state.read_s, _state.line = limits.deadline, limits.read_s, line
+    _state.deadline, _state.read_s = limits.deadline, limits.read_s
     # A session that is not ours cannot tell when it sends: assume the worst.
     _state.may_have_sent = not isinstance(session, _Session)
     timeout = (min(limits.connect_s, left_s), min(limits.read_s, left_s))
@@ -256,11 +251,9 @@ def exchange(
         return _answer(response, limits.max_bytes)
     except _WHAT_CAN_HAPPEN as error:
         how = _how_it_broke(error)
-        return Broken(how, _MESSAGES[how])
+        return Broken(how, MESSAGES[how])
     finally:
-        _state.deadline = _state.line = None
-        if line is not None:
-            line.drop()
+        _state.deadline = None
 
 
 def _how_it_broke(error: Exception) -> Break:
@@ -281,7 +274,7 @@ def _answer(response: requests.Response, max_bytes: int) -> Answer | Broken:
         raise
     if body is None:
         raw.close()  # half-read, so not to be used again
-        return Broken(Break.TOO_LARGE, _MESSAGES[Break.TOO_LARGE])
+        return Broken(Break.TOO_LARGE, MESSAGES[Break.TOO_LARGE])
     raw.release_conn()
     return Answer(response.status_code, response.headers, body)
 

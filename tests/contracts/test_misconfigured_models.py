@@ -1,7 +1,7 @@
 """A model whose configuration no request can be made of: refused at the door, and where an older release has stored
 it, a fault of that model alone."""
 
-from types import SimpleNamespace
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,10 +9,12 @@ from structlog.testing import capture_logs
 
 from jobs.config import ModelConfig
 from jobs.record import now_ms
-from routing.outcome import Kind
-from tasks import callbacks, inference, maintenance, push
+from routing.outcome import Kind, Outcome
+from tasks import callbacks, maintenance, push
 from tasks.runner import Misconfigured, server_for
-from tasks.wiring import catalog
+from tasks.shown import Shown
+from tasks.wiring import catalog, leases, workers
+from tasks.worker import ActiveRun, Worker
 from tests.support.api import Api
 
 pytest_plugins = ("tests.support.api_fixtures",)
@@ -78,7 +80,12 @@ def test_maintenance_of_all_others_goes_on(stored: Api, monkeypatch: pytest.Monk
 
 def test_its_job_costs_a_retry_and_says_why(stored: Api) -> None:
     task = stored.started(model="broken")
-    outcome = inference._carry_out(task, SimpleNamespace(cancel=False, on_cancel=None))  # type: ignore[arg-type]
+    worker = Worker(stored.dispatcher, leases(), workers(), capacity=1)
+    worker.heartbeat.end()
+    run = ActiveRun(task, worker.heartbeat.add(task.held), Shown())
+    outcome = asyncio.run_coroutine_threadsafe(worker._outcome(run), worker.engine.loop).result(30)
+    worker.engine.close()
+    assert isinstance(outcome, Outcome)
     assert (outcome.kind, outcome.code) == (Kind.RETRY, "misconfigured")
     assert "poll_endpoint_template" in outcome.message
 

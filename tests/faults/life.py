@@ -4,8 +4,8 @@
     python -m tests.faults.life recover    # starts nothing new, brings to an end what is there
     python -m tests.faults.life nursery    # forks one life for each line that it reads: imports are paid for once
 
-Tasks run as in a worker: through Celery's tracer, from messages that went through the broker, or were handed on.
-There is one pair of hands, so whatever is passed is passed in the same order in every life.  A worker that falls
+Runs live in a worker's loop, from messages that went through the broker, or handed on.  There is one pair of hands, so
+what is passed is passed in much the same order in every life.  A worker that falls
 silent, a Redis that is emptied, and a client that asks again after no answer are part of the story.
 
 What a life leaves for others: `asked` and `told`, one line for each job before and after its submit; `emptied`, the
@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from urllib.request import Request, urlopen
 
 import celery.backends.redis  # noqa: F401  Imported before the fork, like everything that takes a while.
 import kombu.transport.redis  # noqa: F401
-from celery.app.trace import build_tracer
 
 from jobs import crash, tellings
 from jobs.errors import Conflict
@@ -46,7 +44,8 @@ from tasks.celery_app import celery as app
 from tasks.heartbeat import Hold
 from tasks.inference import infer
 from tasks.publisher import publisher
-from tasks.servers import Server
+from tasks.servers import Live
+from tasks.shown import Shown
 from tasks.worker import this_worker
 
 SERVER, SLOTS, SYNC, ASYNC = "gpu", 2, "zimg", "flux"
@@ -74,20 +73,17 @@ class Hands:
     """What a worker process does, one message after another."""
 
     def __init__(self) -> None:
-        self.put_aside: deque[tuple[dict[str, Any], Any]] = deque()
-        self.strategies = {messages.TASK: self._hand_on}
+        self.strategies = {messages.TASK: _shown_to_nobody}
         self._channel = app.connection_for_read().default_channel
-        self._tracers = {task.name: build_tracer(task.name, task, app=app) for task in (infer,)}
         this_worker().consumer = self
 
     def work(self) -> None:
         """Do whatever there is to be done."""
         while (found := self.next()) is not None:
             self.do(*found)
+        self.rest()
 
     def next(self) -> tuple[dict[str, Any], Any] | None:
-        if self.put_aside:
-            return self.put_aside.popleft()
         publisher().flush(_QUIET_WITHIN_S)
         for queue in _QUEUES:
             message = self._channel.basic_get(queue, no_ack=True)
@@ -96,12 +92,19 @@ class Hands:
         return None
 
     def do(self, headers: dict[str, Any], body: Any) -> None:
-        args, kwargs, embedded = body
-        request = {**headers, **embedded, "delivery_info": {}, "hostname": "life"}
-        self._tracers[headers["task"]](headers["id"], args, kwargs, request)
+        """Carry out the run that a wake-up asks for, and those that are handed on after it."""
+        offer = messages.read_offer(headers["id"], body[0], headers)
+        assert offer is not None
+        this_worker().take_up(offer, Shown())
+        self.rest()
 
-    def _hand_on(self, message: Any, *_: object) -> None:
-        self.put_aside.append((message.headers, message.body))
+    def rest(self) -> None:
+        """Until no run is under way."""
+        assert this_worker().engine.wait(_QUIET_WITHIN_S)
+
+
+def _shown_to_nobody(*_: object) -> None:
+    pass
 
 
 class Life:
@@ -155,10 +158,10 @@ class Life:
         """The job is canceled while its server runs it, and the server goes on all the same."""
         found, poll = self._come_to(job_id), runner.Watch._poll
 
-        def unwanted(watch: runner.Watch, server: Server) -> Outcome:
+        async def unwanted(watch: runner.Watch, live: Live, remote_id: str) -> Outcome:
             self._cancel(job_id)
             watch._hold.ask_to_cancel()
-            return poll(watch, server)
+            return await poll(watch, live, remote_id)
 
         with mock.patch.object(runner.Watch, "_poll", unwanted), mock.patch.object(runner, "_CANCEL_PATIENCE_S", 0.02):
             self.hands.do(*found)

@@ -6,27 +6,27 @@ RUN = [
     Mutant(
         "an unavailable record is taken for a run that the server lost",
         "LEASE-3",
-        "tasks/inference.py",
-        """    except RecordUnavailable:
-        raise  # It""",
-        """    except ZeroDivisionError:
-        raise  # It""",
+        "tasks/worker.py",
+        """        except RecordUnavailable:
+            raise  # It""",
+        """        except ZeroDivisionError:
+            raise  # It""",
         (f"{RUNS}test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody",),
     ),
     Mutant(
         "the server's id is stored at the first try or never",
         "LEASE-3",
-        "tasks/runner.py",
-        "if not when_stored(lambda: self._store.note_remote(run.job.id, run.attempt, found, now_ms()), self._hold):",
-        "if not self._store.note_remote(run.job.id, run.attempt, found, now_ms()):",
+        "tasks/worker.py",
+        "await self._stored(store.noting_remote(it.job.id, it.attempt, remote_id, now_ms()), run.hold)",
+        "await self.engine.store(store.noting_remote(it.job.id, it.attempt, remote_id, now_ms()))",
         (f"{RUNS}test_a_record_that_is_away_when_a_server_takes_the_job_up_costs_nothing",),
     ),
     Mutant(
         "a resumed run is given up unasked",
         "R113",
         "tasks/runner.py",
-        "            return self._poll(server)\n        self._look_up()",
-        "            return Outcome(Kind.PENDING, remote_id=self._remote_id)\n        self._look_up()",
+        "            return await self._poll(live, self._remote_id)\n        if",
+        "            return Outcome(Kind.PENDING, remote_id=self._remote_id)\n        if",
         (f"{RUNS}test_a_resumed_run_is_asked_for_once_before_it_is_given_up",),
     ),
     Mutant(
@@ -41,20 +41,16 @@ RUN = [
         "a run that is another's is sent all the same",
         "SLOT-1",
         "tasks/runner.py",
-        "        self._look_up()  # Nothing",
-        "        # Nothing",
+        "if (left := self._left()) is not None:  # Nothing",
+        "if (left := None) is not None:  # Nothing",
         (f"{RUNS}test_a_run_that_is_over_before_its_request_was_sent_does_not_send_it",),
     ),
     Mutant(
         "a stale worker tells what came of its run",
         "JOB-1",
-        "tasks/inference.py",
-        """    if settled.moved is None:
-        return _ended_elsewhere(task)
-    match settled.moved.to:""",
-        """    if settled.moved is None:
-        raise JobFailed(outcome.code, outcome.message)
-    match settled.moved.to:""",
+        "tasks/worker.py",
+        "return await self._ended_elsewhere(run) if moved is None else in_celerys_words(moved, outcome)",
+        "return outcome if moved is None else in_celerys_words(moved, outcome)",
         (f"{RUNS}test_a_stale_worker_says_nothing_to_anybody",),
     ),
     Mutant(
@@ -131,22 +127,6 @@ RUN = [
         "",
         (f"{RUNS}test_a_run_that_began_while_its_room_was_rebuilt_keeps_its_slot",),
     ),
-    Mutant(
-        "a run that has waited for a thread is sent without a look",
-        "SLOT-1",
-        "tasks/worker.py",
-        "        self.inquiry.look({hold: True})\n",
-        "",
-        (f"{RUNS}test_a_run_that_waited_long_for_a_thread_is_sent_only_if_it_is_still_ours",),
-    ),
-    Mutant(
-        "a call whose line was cut is judged as the server's own end of it",
-        "SLOT-1",
-        "tasks/servers/client.py",
-        "if isinstance(reply, Broken) and line is not None and line.is_cut:",
-        "if isinstance(reply, Broken) and line is not None and line.is_cut is None:",
-        ("tests/unit/servers/test_client.py::test_a_call_that_is_cut_ends_at_once_and_leaves_the_outcome_unknown",),
-    ),
     # -- slots that drain ------------------------------------------------------------------------------------
     Mutant(
         "a run that its server may be at frees its slot",
@@ -219,7 +199,7 @@ RUN = [
         "a call that lost its connection is a crash at once",
         "R113",
         "tasks/runner.py",
-        "            if self._may_send_again:\n                return self._send_again(server)\n",
+        "            if self._may_send_again:\n                return await self._send_again(live)\n",
         "",
         (f"{RUNS}test_a_call_that_only_lost_its_connection_is_sent_again_and_costs_nothing",),
     ),
@@ -230,5 +210,65 @@ RUN = [
         "        if health.kind is HealthKind.DOWN:\n            self._may_send_again = False\n",
         "        if health.kind is HealthKind.DOWN:\n",
         (f"{RUNS}test_a_call_whose_server_went_away_meanwhile_is_not_sent_again",),
+    ),
+    # -- the loop --------------------------------------------------------------------------------------------
+    Mutant(
+        "a call that was cut is judged as the server's own end of it",
+        "SLOT-1",
+        "tasks/servers/live.py",
+        "                if not self._is_cut:\n                    ask",
+        "                if self._wires:\n                    ask",
+        ("tests/unit/servers/test_client.py::test_a_call_that_is_cut_ends_at_once_and_leaves_the_outcome_unknown",),
+    ),
+    Mutant(
+        "libcurl sends again what may have been received",
+        "SLOT-1",
+        "tasks/servers/curl.py",
+        "if self._sent or self._is_stale:",
+        "if self._is_stale:",
+        (
+            "tests/unit/servers/test_client.py::"
+            "test_a_kept_connection_that_dies_under_a_submit_leaves_the_outcome_unknown",
+        ),
+    ),
+    Mutant(
+        "a request leaves by a connection that was closed",
+        "R113",
+        "tasks/servers/curl.py",
+        "        if self._sent or self._is_stale:\n",
+        "        if self._sent:\n",
+        ("tests/unit/servers/test_client.py::test_a_connection_that_the_server_has_closed_meanwhile_is_not_reused",),
+    ),
+    Mutant(
+        "a slot waits until the last result is stored",
+        "SLOT-2",
+        "tasks/settlement.py",
+        "return not self.lingers and self.verdict.why in _PASSES_ON",
+        "return False",
+        (f"{RUNS}test_the_slot_of_a_run_whose_server_has_answered_does_not_wait_for_the_record",),
+    ),
+    Mutant(
+        "a slot is passed on before its job has come back",
+        "SLOT-1",
+        "tasks/settlement.py",
+        "return not self.lingers and self.verdict.why in _PASSES_ON",
+        "return True",
+        (f"{RUNS}test_a_slot_whose_job_comes_back_or_whose_server_is_at_it_waits_for_the_record",),
+    ),
+    Mutant(
+        "a run whose end is being stored is taken for one without a lease",
+        "SLOT-2",
+        "routing/runs.py",
+        "    missing = [run for run in lacking if run.held in before]\n",
+        "    missing = lacking\n",
+        (f"{RUNS}test_a_run_whose_end_is_on_its_way_to_the_record_is_not_taken_for_one_without_a_lease",),
+    ),
+    Mutant(
+        "a lease that was written again while its run ended stays",
+        "SLOT-2",
+        "tasks/worker.py",
+        "        if run.hold.restored:  #",
+        "        if run.hold.restored is None:  #",
+        (f"{RUNS}test_a_lease_that_was_written_again_while_its_end_was_stored_is_freed",),
     ),
 ]

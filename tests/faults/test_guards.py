@@ -39,6 +39,10 @@ def test_r113_a_healthy_run_of_twenty_minutes_is_left_alone_by_all_maintenance(s
     assert stage.settle(task).moved.to is State.COMPLETED
 
 
+async def _not_noted(_: str) -> bool:
+    return False
+
+
 @pytest.mark.parametrize(("max_poll_time", "left_s"), [(1200, 540), (660, 0), (60, 0), (7200, 6540)])
 def test_r113_a_run_may_take_as_long_as_its_own_model_allows(stage, monkeypatch, max_poll_time, left_s):
     stage.register(max_poll_time=max_poll_time)
@@ -46,7 +50,7 @@ def test_r113_a_run_may_take_as_long_as_its_own_model_allows(stage, monkeypatch,
     task = stage.start()
     stage.later(11 * MINUTE)
     monkeypatch.setattr(runner, "now_ms", lambda: stage.now)
-    watch = runner.Watch(task, Hold(task.held), stage.store, stage.dispatcher.fleet)
+    watch = runner.Watch(task, Hold(task.held), stage.dispatcher.fleet.model("zimg").config, None, _not_noted)
     assert watch._call.deadline_s == pytest.approx(left_s, abs=1)
 
 

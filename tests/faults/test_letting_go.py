@@ -3,6 +3,7 @@
 The server is a real one, over HTTP, that goes on with a run whatever it is told.
 """
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -16,8 +17,9 @@ from routing.dispatcher import Task
 from routing.explain import explain
 from routing.outcome import Kind, Outcome
 from routing.policies.identity import YOUNG_MS
-from tasks import inference, maintenance, runner, settlement
+from tasks import maintenance, runner, settlement
 from tasks.heartbeat import Hold
+from tasks.servers import Live, Wires
 from tests.lua.stage import Stage, client, stage, valkey
 from tests.support.fake_fleet import FakeRun, FakeServer, Hang, _status_body
 from tests.support.stack import eventually
@@ -66,20 +68,47 @@ def _look(stage: Stage) -> int:
     return reconcile.heed_reports(stage.dispatcher, {"gpu": report})
 
 
+class Watching:
+    """A run that is watched in an event loop of its own."""
+
+    def __init__(self, stage: Stage, task: Task, live: Any = None) -> None:
+        self._stage, self._task, self._live = stage, task, live
+        self._loop = asyncio.new_event_loop()
+        self.hold = Hold(task.held, self._loop.call_soon_threadsafe)
+        self._found: list[Any] = []
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def outcome(self) -> Any:
+        """What came of it."""
+        self._thread.join(30)
+        return self._found[0]
+
+    def _run(self) -> None:
+        self._found.append(self._loop.run_until_complete(self._watch()))
+
+    async def _watch(self) -> Outcome | runner.Left:
+        stage, run, wires = self._stage, self._task.run, Wires(self._loop)
+        config = stage.dispatcher.fleet.model(run.job.model).config
+
+        async def note_remote(remote_id: str) -> bool:
+            return stage.store.note_remote(run.job.id, run.attempt, remote_id, stage.now)
+
+        url = stage.dispatcher.fleet.snapshot().servers[run.server].endpoints[run.job.model]
+        live = self._live or Live(runner.server_for(url, config), wires)
+        return await runner.Watch(self._task, self.hold, config, live, note_remote).outcome()
+
+
 def _run(stage: Stage, task: Task, meanwhile: Callable[[Hold], None] | None = None) -> State | None:
     """Run it as a worker does; `meanwhile`: what happens once the server is at it.  Answers where that led."""
-    hold = Hold(task.held)
-    watch = runner.Watch(task, hold, stage.store, stage.dispatcher.fleet)
-    ended: list[Outcome] = []
-    thread = threading.Thread(target=lambda: ended.append(watch.outcome()))
-    thread.start()
+    watching = Watching(stage, task)
     try:
         if meanwhile is not None:
             eventually(lambda: stage.job(task.run.job.id).remote_id, "the server is at it")
-            meanwhile(hold)
+            meanwhile(watching.hold)
     finally:
-        thread.join(30)
-    moved = settlement.settle(task, ended[0], canceling=hold.cancel, taker="").moved
+        outcome = watching.outcome()
+    moved = settlement.settle(task, outcome, canceling=watching.hold.cancel, taker="").moved
     return None if moved is None else moved.to
 
 
@@ -145,21 +174,17 @@ def test_slot_1_whatever_ends_a_run_its_server_never_runs_two_in_one_slot(stage,
 def test_a_call_that_a_stopping_worker_waits_in_is_handed_back_and_joined_by_the_next(stage, monkeypatch) -> None:
     for module in ("tasks.runner", "tasks.settlement"):
         monkeypatch.setattr(f"{module}.now_ms", lambda: stage.now)
-    for module in (inference, settlement):
-        monkeypatch.setattr(module, "dispatcher", lambda: stage.dispatcher)
+    monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
     with FakeServer(slots=1, mode="sync") as server:
         stage.catalog.register("zimg", "gpu", server.endpoint, 1, stage.now)
         reconcile.refresh_fleet(stage.dispatcher, "zimg")
         server.script("first", Hang())
         job_id, task = stage.submit(id="first"), stage.start()
-        hold = Hold(task.held)
-        watch = runner.Watch(task, hold, stage.store, stage.dispatcher.fleet)
-        stops = threading.Thread(target=lambda: (server.wait_for(job_id, 30), hold.end("stop")))
-        stops.start()
-        with pytest.raises(runner.HandBack):
-            watch.outcome()
-        stops.join(30)
-        inference._hand_back(task, hold)
+        watching = Watching(stage, task)
+        server.wait_for(job_id, 30)
+        watching.hold.end("stop")
+        assert watching.outcome() is runner.Left.STOPPED
+        assert stage.dispatcher.hand_back(task)
         job = stage.job(job_id)
         assert (job.state, job.why, job.crashes, job.failures) == (State.QUEUED, Why.HANDED_BACK, 0, 0)
         assert [(offer.job_id, offer.slot) for offer in stage.told.offers] == [(job_id, task.held.slot)]
@@ -178,13 +203,13 @@ class Polite:
         self.description = SimpleNamespace(cancel=frees_slot and SimpleNamespace(frees_slot=frees_slot))
         self._goes_on, self.told = goes_on, False
 
-    def submit(self, _: object) -> Outcome:
+    async def submit(self, _: object) -> Outcome:
         return Outcome(Kind.PENDING, remote_id="r1")
 
-    def status(self, *_: object) -> Outcome:
+    async def status(self, *_: object) -> Outcome:
         return Outcome(Kind.CANCELED if self.told and not self._goes_on else Kind.PENDING)
 
-    def cancel(self, *_: object) -> bool:
+    async def cancel(self, *_: object) -> bool:
         self.told = True
         return True
 
@@ -195,14 +220,21 @@ def _outcome(stage: Stage, monkeypatch: pytest.MonkeyPatch, polite: Polite, *, c
     stage.submit()
     monkeypatch.setattr(runner, "now_ms", lambda: stage.now)
     monkeypatch.setattr(runner, "_CANCEL_PATIENCE_S", 0.05)
-    monkeypatch.setattr(runner, "_find_server", lambda *_: polite)
-    task = stage.start()
-    hold = Hold(task.held)
-    watch = runner.Watch(task, hold, stage.store, stage.dispatcher.fleet)
+    begun: list[Watching] = []
+    status = polite.status
+
+    async def wanted_no_more(*args: object) -> Outcome:
+        while not begun:
+            await asyncio.sleep(0.001)
+        begun[0].hold.ask_to_cancel()
+        return await status(*args)
+
     if canceled:
-        status = polite.status
-        monkeypatch.setattr(polite, "status", lambda *a: (hold.cancel or hold.ask_to_cancel(), status(*a))[1])
-    return watch.outcome()
+        monkeypatch.setattr(polite, "status", wanted_no_more)
+    begun.append(watching := Watching(stage, stage.start(), polite))
+    found = watching.outcome()
+    assert isinstance(found, Outcome)
+    return found
 
 
 @sqlite

@@ -1,15 +1,17 @@
 """The life and end of one run in its worker, whatever is away, late or taken over meanwhile."""
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery.app.trace import build_tracer
 from celery.exceptions import Ignore, Retry
 
+from jobs.db import Write
 from jobs.errors import RecordUnavailable
 from jobs.states import State, Why
 from routing import reconcile, runs
@@ -19,13 +21,15 @@ from routing.leases import Renewal
 from routing.outcome import Kind, Outcome
 from routing.scripts import Scripts
 from routing.workers import Workers
-from tasks import inference, inquiry, runner, settlement
+from tasks import inquiry, runner, settlement
 from tasks import worker as workers
 from tasks.aside import Aside
 from tasks.heartbeat import Hold
 from tasks.inference import infer
 from tasks.releases import PatientLeases
 from tasks.servers import DEFAULT, Call, Health, HealthKind
+from tasks.shown import Shown
+from tasks.telling import JobFailed
 from tasks.worker import Worker
 from tests.lua.room import FRAGMENTS
 from tests.lua.stage import LEASE_MS, SECOND, SETTINGS, Stage, client, stage, valkey
@@ -52,27 +56,30 @@ class FakeServer:
         self.runs: frozenset[str] | None = None
         self.down = 0  # how often it does not answer for its health
 
-    def submit(self, call: Call) -> Outcome:
+    async def submit(self, call: Call) -> Outcome:
         self.asked.append("submit")
         self.during()
         return self.answers.pop(0)
 
-    def status(self, call: Call, remote_id: str) -> Outcome:
+    async def status(self, call: Call, remote_id: str) -> Outcome:
         assert call.deadline_s >= 10, "a question has its time, whatever is left of the run's"
         self.asked.append("status")
         return self.answers.pop(0)
 
-    def cancel(self, call: Call, remote_id: str | None = None) -> bool:
+    async def cancel(self, call: Call, remote_id: str | None = None) -> bool:
         assert call.deadline_s >= 10
         self.asked.append("cancel")
         return True
 
-    def health(self) -> Health:
+    async def health(self) -> Health:
         self.asked.append("health")
         self.down -= 1
         if self.down >= 0:
             return Health(HealthKind.DOWN)
         return Health(HealthKind.UP, job_ids=self.runs)
+
+    def cut(self) -> None:
+        self.asked.append("cut")
 
 
 @pytest.fixture
@@ -81,48 +88,43 @@ def server() -> FakeServer:
 
 
 @pytest.fixture
-def worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Worker:
+def worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     leases = PatientLeases(Scripts(stage.redis, Keys("test"), FRAGMENTS), SETTINGS)
     stage.dispatcher.leases = leases
     monkeypatch.setattr(Aside, "ask", lambda it: it._act())  # at once, but where a test is about that
     found = Worker(stage.dispatcher, leases, Workers(leases._scripts), capacity=64)
     found.heartbeat.end()  # The tests beat.
-    for module in (inference, settlement):
-        monkeypatch.setattr(module, "dispatcher", lambda: stage.dispatcher)
-    monkeypatch.setattr(inference, "this_worker", lambda: found)
-    monkeypatch.setattr(infer, "send_event", _has_no_broker)
-    monkeypatch.setattr(runner, "_find_server", lambda *_: server)
-    monkeypatch.setattr(runner, "_STORE_AGAIN_S", 0.001)
+    found.consumer = None  # It takes nothing by itself, but where a test is about that.
+    monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
+    monkeypatch.setattr(found, "_speak_to", lambda _: server)
+    monkeypatch.setattr(workers, "_STORE_AGAIN_S", 0.001)
     for module in (runner, settlement, workers):
         monkeypatch.setattr(module, "now_ms", lambda: stage.now)
-    return found
+    stage.worker = found  # type: ignore[attr-defined]
+    yield found
+    found.engine.close()
 
 
 def run(stage: Stage) -> Any:
-    """Do what the oldest wake-up asks for, as a task of Celery would; answers its result, or what it raised."""
-    offer = stage.told.offers.pop(0)
-    names = ("fleet", "lease", "slot", "server", "number", "owner")
-    header = {it: getattr(offer, it) for it in names}
-    infer.push_request(id=offer.job_id, headers={"slotkeeper": header}, delivery_info={}, called_directly=False)
-    try:
-        return infer.run(offer.model)
-    except Exception as raised:
-        return raised
-    finally:
-        infer.pop_request()
-
-
-def _has_no_broker(*_: object, **__: object) -> Any:
-    raise OSError("nobody there")
+    """Do what the oldest wake-up asks for; answers what its task ends with: a result or an exception."""
+    worker, shown = stage.worker, Shown()  # type: ignore[attr-defined]
+    worker.take_up(stage.told.offers.pop(0), shown)
+    assert worker.engine.wait(20)
+    return shown._ended[0]
 
 
 def _away(*_: object, **__: object) -> Any:
     raise RecordUnavailable("away")
 
 
-def _away_for(times: int, act: Callable[..., Any]) -> Callable[..., Any]:
+def _away_for(times: int, act: Callable[..., Write[Any]]) -> Callable[..., Write[Any]]:
     left = iter(range(times))
-    return lambda *args, **more: _away() if next(left, None) is not None else act(*args, **more)
+
+    def at_last(*args: Any, **more: Any) -> Write[Any]:
+        write = act(*args, **more)
+        return Write(lambda tx: _away() if next(left, None) is not None else write.unit(tx))
+
+    return at_last
 
 
 # -- the record is away ----------------------------------------------------------------------------------------
@@ -132,25 +134,96 @@ def test_a_record_that_is_away_when_a_server_takes_the_job_up_costs_nothing(stag
     stage.register(model_type="async", poll_interval=0.001)
     job_id = stage.submit()
     server.answers = [PENDING, DONE]
-    monkeypatch.setattr(stage.store, "note_remote", _away_for(3, stage.store.note_remote))
+    monkeypatch.setattr(stage.store, "noting_remote", _away_for(3, stage.store.noting_remote))
     assert run(stage) == DONE.result
     job = stage.job(job_id)
     assert (job.state, job.crashes, job.failures, job.attempt) == (State.COMPLETED, 0, 0, 1)
     assert server.asked == ["submit", "status"]
 
 
-@pytest.mark.parametrize("what", ["settle", "note_remote"])
+@pytest.mark.parametrize("what", ["settling", "noting_remote"])
 def test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody(stage, worker, server, monkeypatch, what):
     """The worker stops at last: the lease is left to expire, and the job to whoever takes it up then."""
-    monkeypatch.setattr(runner, "_LAST_TRIES_S", 0.0)
+    monkeypatch.setattr(workers, "_LAST_TRIES_S", 0.0)
     stage.register(model_type="async", poll_interval=0.001)
     job_id = stage.submit()
     server.answers = [PENDING, DONE]
-    monkeypatch.setattr(stage.store, what, lambda *_, **__: (worker.heartbeat.stop_all(), _away()))
-    assert isinstance(run(stage), Ignore)
+    with monkeypatch.context() as away:
+        away.setattr(stage.store, what, lambda *_, **__: (worker.heartbeat.stop_all(), Write(_away))[1])
+        assert isinstance(run(stage), Ignore)
     assert (stage.state(job_id), stage.job(job_id).crashes) == (State.RUNNING, 0)
+    if what == "settling":  # Its slot was passed on, so its lease comes back from the record.
+        assert [runs.restore_missing(stage.dispatcher) for _ in range(3)] == [0, 1, 0]
+    else:
+        assert stage.redis.hgetall(stage.room.key("stats:server:gpu")).keys() <= {b"taken", b"loaded"}
     assert list(stage.room.taken().values()) == [job_id]
-    assert stage.redis.hgetall(stage.room.key("stats:server:gpu")).keys() <= {b"taken", b"loaded"}
+
+
+# -- the slot does not wait for the record ----------------------------------------------------------------------
+
+
+def test_the_slot_of_a_run_whose_server_has_answered_does_not_wait_for_the_record(stage, worker, server, monkeypatch):
+    stage.register()
+    first, second = stage.submit(), stage.submit()
+    server.answers, stored = [DONE, DONE], worker._stored
+    waits: list[str] = []
+    worker.consumer = SimpleNamespace(strategies={"infer": lambda *_: None})
+
+    async def late(write: Any, hold: Hold) -> Any:
+        waits.append(hold.held.job_id)
+        while len(server.asked) < 2:
+            await asyncio.sleep(0.001)
+        return await stored(write, hold)
+
+    monkeypatch.setattr(worker, "_stored", late)
+    run(stage)
+    assert waits == [first, second] and server.asked == ["submit", "submit"]
+    assert [stage.state(it) for it in (first, second)] == [State.COMPLETED] * 2
+
+
+@pytest.mark.parametrize("outcome", [FAULT, Outcome(Kind.BUSY), Outcome(Kind.RETRY, code="timed_out", lingers=True)])
+def test_a_slot_whose_job_comes_back_or_whose_server_is_at_it_waits_for_the_record(
+    stage, worker, server, monkeypatch, outcome
+):
+    stage.register()
+    first = stage.submit()
+    server.answers = [outcome]
+    states: list[State] = []
+    release = worker._leases.releasing
+
+    def noted(*args: Any, **more: Any) -> Any:
+        states.append(stage.state(first))
+        return release(*args, **more)
+
+    monkeypatch.setattr(worker._leases, "releasing", noted)
+    run(stage)
+    assert states and State.RUNNING not in states
+
+
+def test_a_run_whose_end_is_on_its_way_to_the_record_is_not_taken_for_one_without_a_lease(stage, worker, server):
+    stage.register()
+    job_id = stage.submit()
+    task = stage.start("w1")
+    worker._leases.release(task.held, back=False)
+    assert runs.restore_missing(stage.dispatcher) == 0
+    assert stage.store.settle(job_id, 1, Why.FINISHED, stage.now, result="{}") is not None
+    assert runs.restore_missing(stage.dispatcher) == 0 and stage.room.taken() == {}
+
+
+def test_a_lease_that_was_written_again_while_its_end_was_stored_is_freed(stage, worker, server, monkeypatch):
+    stage.register()
+    first = stage.submit()
+    server.answers, stored = [DONE], worker._stored
+
+    async def late(write: Any, hold: Hold) -> Any:
+        hold.passed_on_s = None
+        worker.heartbeat.beat()
+        assert hold.restored and stage.room.taken() == {"gpu-slot0": first}
+        return await stored(write, hold)
+
+    monkeypatch.setattr(worker, "_stored", late)
+    run(stage)
+    assert stage.state(first) is State.COMPLETED and stage.room.taken() == {} and stage.free() == 1
 
 
 # -- a call whose answer was lost -------------------------------------------------------------------------------
@@ -203,7 +276,7 @@ def _forgotten(stage: Stage, *job_ids: str) -> None:
 
 
 def _begun(stage: Stage, worker: Worker) -> tuple[Task, Hold]:
-    task = worker.start(stage.told.offers.pop(0))
+    task = stage.dispatcher.start(stage.told.offers.pop(0), worker.owner)
     assert task is not None
     return task, worker.heartbeat.add(task.held)
 
@@ -261,8 +334,10 @@ def test_while_the_record_is_away_no_lease_is_taken_for_lost(stage, worker, monk
     monkeypatch.undo()
     monkeypatch.setattr(inquiry, "_ASK_AGAIN_S", 0.001)
     asked = threading.Event()
-    back = _away_for(2, stage.store.briefs)
-    monkeypatch.setattr(stage.store, "briefs", lambda ids: (asked.set(), back(ids))[1])
+    left, briefs = iter(range(2)), stage.store.briefs
+    monkeypatch.setattr(
+        stage.store, "briefs", lambda ids: (asked.set(), _away() if next(left, None) is not None else briefs(ids))[1]
+    )
     worker.heartbeat.beat()
     assert asked.wait(10) and not hold.lost
     eventually(lambda: stage.room.taken() == {"gpu-slot0": job_id})
@@ -305,8 +380,7 @@ def test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot(
         stage.submit()
         other = stage.start("w2")
         assert other.held.slot == stage.job(first).slot
-    assert runs.restore_missing(stage.dispatcher) == 1
-    assert runs.restore_missing(stage.dispatcher) == 0
+    assert [runs.restore_missing(stage.dispatcher) for _ in range(3)] == [0, 1, 0]
     stage.later(LEASE_MS - 1)
     if busy:
         assert stage.renewal(other) is Renewal.RENEWED
@@ -333,6 +407,7 @@ def test_a_run_that_ends_while_its_lease_is_written_again_leaves_none(stage, wor
         return restore(*args)
 
     monkeypatch.setattr(stage.dispatcher.leases, "restore", ends_just_before)
+    runs.restore_missing(stage.dispatcher)
     runs.restore_missing(stage.dispatcher)
     assert stage.run_all() == [second] and stage.room.taken() == {}
 
@@ -412,12 +487,8 @@ def test_a_stale_worker_says_nothing_to_anybody(stage, worker, server, monkeypat
         taken.append(stage.start("w2"))
 
     server.during, server.answers = stand_still, [outcome]
-    offer = stage.told.offers.pop(0)
-    header = {it: getattr(offer, it) for it in ("fleet", "lease", "slot", "server", "number", "owner")}
-    request = {"id": job_id, "task": "infer", "slotkeeper": header, "headers": {"slotkeeper": header}}
-    request |= {"ignore_result": False, "delivery_info": {}, "args": ["zimg"], "kwargs": {}, "retries": 0}
     with _told(monkeypatch) as told:
-        build_tracer(infer.name, infer, app=infer.app)(job_id, ["zimg"], {}, request)
+        assert isinstance(run(stage), Ignore)
     assert told == []
     assert (stage.state(job_id), stage.job(job_id).attempt) == (State.RUNNING, 2)
     assert stage.room.taken() == {taken[0].held.slot: job_id} and stage.told.ends == []
@@ -438,9 +509,9 @@ def test_a_run_that_the_server_pushed_to_its_end_gives_its_result_all_the_same(s
     ("outcome", "retries", "raised", "state"),
     [
         (FAULT, 1, Retry, State.DELAYED),
-        (FAULT, 0, inference.JobFailed, State.DEAD),
+        (FAULT, 0, JobFailed, State.DEAD),
         (Outcome(Kind.BUSY), 1, Retry, State.QUEUED),
-        (Outcome(Kind.FAILED), 1, inference.JobFailed, State.FAILED),
+        (Outcome(Kind.FAILED), 1, JobFailed, State.FAILED),
     ],
 )
 def test_each_end_is_told_in_celerys_words(stage, worker, server, outcome, retries, raised, state):
@@ -467,47 +538,30 @@ def test_a_run_that_shall_be_canceled_and_goes_wrong_is_canceled(stage, worker, 
 # -- nothing is sent that nobody wants -------------------------------------------------------------------------
 
 
-def _watch(stage: Stage) -> tuple[runner.Watch, Hold]:
+def _watched(stage: Stage, server: FakeServer, flag: Callable[[Hold], None]) -> Any:
+    """What comes of a run of whose lease a flag was raised before its request was sent."""
     stage.register()
     stage.submit()
     task = stage.start("w1")
     hold = Hold(task.held)
-    return runner.Watch(task, hold, stage.store, stage.dispatcher.fleet), hold
+    flag(hold)
+
+    async def note_remote(_: str) -> bool:
+        return True
+
+    async def outcome() -> Any:
+        config = stage.dispatcher.fleet.model("zimg").config
+        return await runner.Watch(task, hold, config, server, note_remote).outcome()  # type: ignore[arg-type]
+
+    return asyncio.run(outcome())
 
 
-@pytest.mark.parametrize(("why", "raised"), [("lost", runner.LeaseLost), ("stop", runner.HandBack)])
-def test_a_run_that_is_over_before_its_request_was_sent_does_not_send_it(stage, worker, server, why, raised):
-    watch, hold = _watch(stage)
-    hold.end(why)
-    with pytest.raises(raised):
-        watch.outcome()
-    assert server.asked == []
+@pytest.mark.parametrize(("why", "left"), [("lost", runner.Left.LOST), ("stop", runner.Left.STOPPED)])
+def test_a_run_that_is_over_before_its_request_was_sent_does_not_send_it(stage, server, why, left):
+    assert _watched(stage, server, lambda hold: hold.end(why)) is left
+    assert server.asked == ["cut"]
 
 
-@pytest.mark.parametrize("whose", ["ours", "another's"])
-def test_a_run_that_waited_long_for_a_thread_is_sent_only_if_it_is_still_ours(
-    stage, worker, server, monkeypatch, whose
-):
-    """It was handed on inside the worker, whose threads were all taken; nobody has renewed its lease meanwhile."""
-    stage.register()
-    job_id = stage.submit()
-    offer = stage.told.offers[0]
-    worker._started[offer.lease] = stage.dispatcher.start(offer, worker.owner)
-    stage.later(LEASE_MS)
-    server.answers = [DONE]
-    monkeypatch.setattr(Aside, "ask", lambda _: None)  # What is asked aside is answered too late.
-    if whose == "ours":
-        assert run(stage) == DONE.result
-        return
-    reconcile.reap(stage.dispatcher)
-    again = stage.dispatcher.start(stage.told.offers.pop(), "w2")
-    assert isinstance(run(stage), Ignore)
-    assert server.asked == []
-    assert stage.state(job_id) is State.RUNNING and stage.renewal(again) is Renewal.RENEWED
-
-
-def test_a_run_that_is_canceled_before_its_request_was_sent_does_not_send_it(stage, worker, server):
-    watch, hold = _watch(stage)
-    hold.ask_to_cancel()
-    assert watch.outcome().kind is Kind.CANCELED
+def test_a_run_that_is_canceled_before_its_request_was_sent_does_not_send_it(stage, server):
+    assert _watched(stage, server, lambda hold: hold.ask_to_cancel()).kind is Kind.CANCELED
     assert "submit" not in server.asked

@@ -146,7 +146,7 @@ def _until(town: Town, sent: AsyncResult, state: str) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("point", ["settle_committed", "settle_released", "end_told"])
+@pytest.mark.parametrize("point", ["slot_passed_on", "settle_committed", "end_told"])
 def test_a_chain_goes_on_whenever_its_worker_dies_after_the_end_of_a_step(town: Town, bare: Celery, point: str) -> None:
     town.crew(0)
     worker = town.hire(SLOTKEEPER_CRASH_AT=point)

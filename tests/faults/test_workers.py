@@ -2,27 +2,31 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from queue import Queue
+from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import pytest
 from celery.exceptions import Reject
 from redis.exceptions import RedisError
 
+from jobs.db import Write
 from jobs.errors import RecordUnavailable, RecordUncertain
 from jobs.states import State, Why
 from routing import reconcile
+from routing.dispatcher import Task
 from routing.keys import Keys
 from routing.leases import Held, Leases, Renewal
 from routing.outcome import Kind, Outcome
+from routing.queues import Offer
 from routing.scripts import Scripts
 from routing.workers import Workers
 from tasks import inference, settlement
-from tasks import worker as workers
 from tasks.aside import Aside
 from tasks.inference import InferRequest, infer
 from tasks.releases import PatientLeases
-from tasks.worker import Worker
+from tasks.shown import Shown
+from tasks.worker import ActiveRun, Worker, _Message
 from tests.lua.room import FRAGMENTS
 from tests.lua.stage import LEASE_MS, SECOND, SETTINGS, Stage, client, stage, valkey
 
@@ -68,6 +72,17 @@ def _is_away(*_: Any, **__: Any) -> Any:
     raise RecordUnavailable("away")
 
 
+def _write_away(*_: Any, **__: Any) -> Write[Any]:
+    return Write(_is_away)
+
+
+def _raise(error: Exception) -> Callable[[Any], Any]:
+    def unit(_: Any) -> Any:
+        raise error
+
+    return unit
+
+
 @sqlite
 def test_a_bare_message_goes_back_to_the_broker_when_the_database_stays_away(
     stage: Stage, pauses: Pauses, monkeypatch: pytest.MonkeyPatch
@@ -105,7 +120,7 @@ def test_only_a_wake_up_is_acknowledged_before_it_is_done(headers: dict[str, Any
     message = infer.app.amqp.as_task_v2("one", "infer", args=("zimg",))
     told: list[str] = []
     request = InferRequest(
-        workers._Message(message._replace(headers=message.headers | headers)),
+        _Message(message._replace(headers=message.headers | headers)),
         on_ack=lambda *_: told.append("acknowledged"),
         task=infer,
         app=infer.app,
@@ -117,35 +132,60 @@ def test_only_a_wake_up_is_acknowledged_before_it_is_done(headers: dict[str, Any
 # -- a start that fails ----------------------------------------------------------------------------------------
 
 
-class Pool:
-    """In place of Celery's consumer: keeps what this process is to run, until it takes nothing any more."""
+class Beginner(Worker):
+    """A worker that begins runs and does not go on with them; it beats and looks when a test says so."""
 
-    def __init__(self) -> None:
-        self.handed_on: list[str] = []
-        self.closed = False
-        self.strategies = {"infer": self._take}
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.heartbeat.end()
+        self.consumer = object()
+        self.tasks: dict[str, Task] = {}  # that it began, by lease, in order
 
-    def _take(self, message: Any, *_: object) -> None:
-        if self.closed:
-            raise RuntimeError("cannot schedule new futures after shutdown")
-        self.handed_on.append(message.headers["id"])
+    async def _run(self, run: ActiveRun) -> None:
+        self.tasks[run.task.held.lease] = run.task
+        self.heartbeat.remove(run.hold)
+
+    @property
+    def handed_on(self) -> list[str]:
+        """Jobs that it began."""
+        assert self.engine.wait(10)
+        return [task.run.job.id for task in self.tasks.values()]
+
+    def start(self, offer: Offer) -> Task | None:
+        """Have a wake-up come to it; answers what it began now."""
+        before = set(self.tasks)
+        self.take_up(offer, Shown())
+        assert self.engine.wait(10)
+        return None if offer.lease in before else self.tasks.get(offer.lease)
+
+    def go_on_with(self, offer: Offer) -> None:
+        """Have an offer come to it that it holds already."""
+        self.hand_on(replace(offer, owner=self.owner) if self._claimed(offer) else offer)
+        assert self.engine.wait(10)
+
+    def _claimed(self, offer: Offer) -> bool:
+        return self.dispatcher.leases.claim(offer, self.owner) is not None
+
+    def look(self) -> int:
+        found = self.poller.look()
+        assert self.engine.wait(10)
+        return found
 
 
 @pytest.fixture
-def worker(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Worker:
+def worker(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Beginner]:
     monkeypatch.setattr(Aside, "ask", lambda it: it._act())  # at once: nobody waits here
     leases = PatientLeases(Scripts(stage.redis, Keys("test"), FRAGMENTS), SETTINGS)
     stage.dispatcher.leases = leases
-    found = Worker(stage.dispatcher, leases, Workers(leases._scripts), capacity=3)
-    found.heartbeat.end()  # The tests beat, and look.
-    found.consumer = Pool()
-    return found
+    found = Beginner(stage.dispatcher, leases, Workers(leases._scripts), capacity=3)
+    yield found
+    found.engine.close()
 
 
-@pytest.mark.parametrize("begin", ["start", "hand_on"])
+@pytest.mark.parametrize("begin", ["start", "go_on_with"])
 @sqlite
 def test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_at_once(
-    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch, begin: str
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch, begin: str
 ) -> None:
     """The database is away: without a pause the slot would be offered and given back in a circle."""
     stage.register()
@@ -154,7 +194,7 @@ def test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_
     assert offer.job_id == first
 
     with monkeypatch.context() as away:
-        away.setattr(stage.store, "start", _is_away)
+        away.setattr(stage.store, "starting", _write_away)
         assert getattr(worker, begin)(offer) is None
 
     assert stage.room.taken() == {}, "its lease is not left to expire"
@@ -165,33 +205,33 @@ def test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_
     assert (stage.job(first).attempt, stage.job(first).crashes) == (1, 0)
 
 
-@pytest.mark.parametrize("begin", ["start", "hand_on"])
+@pytest.mark.parametrize("begin", ["start", "go_on_with"])
 @sqlite
 def test_a_job_whose_start_may_have_been_stored_keeps_its_lease_until_the_reaper_has_looked(
-    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch, begin: str
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch, begin: str
 ) -> None:
     """Put back, it would wait and run at once, and nobody would hold its slot."""
     stage.register()
     job_id = stage.submit()
     offer = stage.told.offers.pop()
-    start = stage.store.start
+    start = stage.store.starting
 
-    def unheard(*told: Any) -> None:
-        start(*told)
-        raise RecordUncertain("the commit was not answered")
+    def unheard(*told: Any) -> Write[Any]:
+        stage.database.do(start(*told))
+        return Write(_raise(RecordUncertain("the commit was not answered")))
 
     with monkeypatch.context() as away:
-        away.setattr(stage.store, "start", unheard)
+        away.setattr(stage.store, "starting", unheard)
         assert getattr(worker, begin)(offer) is None
     assert list(stage.room.taken().values()) == [job_id]
     assert stage.room.waiting() == []
     assert stage.job(job_id).state is State.RUNNING
 
 
-@pytest.mark.parametrize("begin", ["start", "hand_on"])
+@pytest.mark.parametrize("begin", ["start", "go_on_with"])
 @sqlite
 def test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers(
-    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch, begin: str
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch, begin: str
 ) -> None:
     """It would run twice at once."""
     stage.register()
@@ -204,7 +244,7 @@ def test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers(
     stage.told.offers.clear()
 
     with monkeypatch.context() as away:
-        away.setattr(stage.store, "start", _is_away)
+        away.setattr(stage.store, "starting", _write_away)
         assert getattr(worker, begin)(offer) is None
 
     stage.later(LEASE_MS)
@@ -217,19 +257,19 @@ def test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers(
 # -- messages that come twice, late or never -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("begun", ["running", "waiting for a thread"])
+@pytest.mark.parametrize("begun", ["by its message", "handed on"])
 @sqlite
-def test_a_doubled_wake_up_starts_nothing_and_frees_nothing(stage: Stage, worker: Worker, begun: str) -> None:
+def test_a_doubled_wake_up_starts_nothing_and_frees_nothing(stage: Stage, worker: Beginner, begun: str) -> None:
     """Not even where the message comes to the very process that runs the job, which owns the lease."""
     stage.register()
     first, second = stage.submit(), stage.submit()
     (offer,) = stage.told.offers
-    if begun == "running":
+    if begun == "by its message":
         assert worker.start(offer) is not None
     else:
         (mine,) = stage.dispatcher.queues.offer("zimg", 1, taker=worker.owner)
         worker.hand_on(mine)
-        assert worker.start(mine) is not None
+        assert worker.handed_on == [first]
     assert worker.start(offer) is None
     assert stage.room.taken() == {"gpu-slot0": first}
     assert stage.state(first) is State.RUNNING and stage.state(second) is State.QUEUED
@@ -237,7 +277,7 @@ def test_a_doubled_wake_up_starts_nothing_and_frees_nothing(stage: Stage, worker
 
 @sqlite
 def test_a_doubled_wake_up_frees_nothing_while_redis_does_not_answer(
-    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     job_id = stage.submit()
@@ -249,7 +289,9 @@ def test_a_doubled_wake_up_frees_nothing_while_redis_does_not_answer(
 
 
 @sqlite
-def test_a_wake_up_that_comes_after_its_job_was_found_another_way_changes_nothing(stage: Stage, worker: Worker) -> None:
+def test_a_wake_up_that_comes_after_its_job_was_found_another_way_changes_nothing(
+    stage: Stage, worker: Beginner
+) -> None:
     stage.register()
     job_id = stage.submit()
     (late,) = stage.told.offers
@@ -260,63 +302,64 @@ def test_a_wake_up_that_comes_after_its_job_was_found_another_way_changes_nothin
 
 
 @sqlite
-def test_a_job_whose_wake_up_is_lost_is_begun_at_the_second_look(stage: Stage, worker: Worker) -> None:
+def test_a_job_whose_wake_up_is_lost_is_begun_at_the_second_look(stage: Stage, worker: Beginner) -> None:
     """At the first it may be on its way."""
     stage.register()
     job_id = stage.submit()
-    assert worker.poller.look() == 0
-    assert worker.poller.look() == 1
-    assert worker.consumer.handed_on == [job_id] and stage.state(job_id) is State.RUNNING
+    assert worker.look() == 0
+    assert worker.look() == 1
+    assert worker.handed_on == [job_id] and stage.state(job_id) is State.RUNNING
 
 
 @sqlite
-def test_what_nobody_offers_a_worker_takes_at_its_first_look(stage: Stage, worker: Worker) -> None:
+def test_what_nobody_offers_a_worker_takes_at_its_first_look(stage: Stage, worker: Beginner) -> None:
     """As when it is the first worker for days: nothing is offered where nobody has room."""
     workers = Workers(stage.dispatcher.queues._scripts)
     stage.dispatcher.queues._room = workers.room
     stage.register(2)
     waiting = [stage.submit() for _ in range(3)]
     assert stage.offered() == []
-    assert worker.poller.look() == 2
-    assert worker.consumer.handed_on == waiting[:2] and stage.room.waiting() == waiting[2:]
+    assert worker.look() == 2
+    assert worker.handed_on == waiting[:2] and stage.room.waiting() == waiting[2:]
 
 
 @sqlite
-def test_a_worker_takes_no_more_than_it_has_room_for_and_the_oldest_of_it(stage: Stage, worker: Worker) -> None:
+def test_a_worker_takes_no_more_than_it_has_room_for_and_the_oldest_of_it(stage: Stage, worker: Beginner) -> None:
     stage.register(5)
     jobs = [stage.submit() for _ in range(6)]
-    worker.poller.look()
-    assert worker.poller.look() == 3
-    assert worker.consumer.handed_on == jobs[:3] and worker.room == 0
-    assert worker.poller.look() == 0
+    worker.look()
+    assert worker.look() == 3
+    assert worker.handed_on == jobs[:3] and worker.room == 0
+    assert worker.look() == 0
 
 
 @sqlite
-def test_a_full_worker_shares_its_threads_between_models(stage: Stage, worker: Worker) -> None:
+def test_a_full_worker_shares_its_runs_between_models(stage: Stage, worker: Beginner) -> None:
     """It reads no messages, so without that the model whose runs it has would keep it for ever."""
     stage.register(3)
     stage.register(1, server="other", model="flux")
     busy = [stage.submit() for _ in range(6)]
     tasks = [worker.start(offer) for offer in stage.told.offers[:3]]
     waiting = stage.submit("flux")
-    worker.poller.look()
-    worker.poller.look()
+    worker.look()
+    worker.look()
     assert worker.room == 0
 
     for task in tasks[:2]:
         assert task is not None
         settled = stage.settle(task, taker=worker.taker)
-        worker.go_on(task.held.fleet, settled.next)
+        worker.engine.live(worker._go_on(task.held.fleet, settled.next))
+        assert worker.engine.wait(10)
         worker._forget(task.held.lease)
 
-    assert sorted(worker.consumer.handed_on) == sorted([busy[3], waiting])
+    assert sorted(worker.handed_on[3:]) == sorted([busy[3], waiting])
 
 
 # -- a worker that stops ---------------------------------------------------------------------------------------
 
 
 @sqlite
-def test_a_worker_that_is_told_to_stop_begins_nothing_it_was_just_offered(stage: Stage, worker: Worker) -> None:
+def test_a_worker_that_is_told_to_stop_begins_nothing_it_was_just_offered(stage: Stage, worker: Beginner) -> None:
     stage.register()
     second = [stage.submit() for _ in range(2)][1]
     task = worker.start(stage.told.offers.pop())
@@ -331,27 +374,9 @@ def test_a_worker_that_is_told_to_stop_begins_nothing_it_was_just_offered(stage:
     assert stage.offered() == [second], "another worker is told"
 
 
-@pytest.mark.parametrize("closed", [True, False])
 @sqlite
-def test_a_job_that_the_pool_of_a_stopping_worker_drops_is_handed_back_at_no_cost(
-    stage: Stage, worker: Worker, closed: bool
-) -> None:
-    """The pool refuses it, or cancels it unrun."""
-    stage.register()
-    job_id = stage.submit()
-    (mine,) = stage.dispatcher.queues.offer("zimg", 1, taker=worker.owner)
-    stage.told.offers.clear()
-    worker.consumer.closed = closed
-    worker.hand_on(mine)
-    worker.end()
-    job = stage.job(job_id)
-    assert (job.state, job.why, job.crashes, job.failures) == (State.QUEUED, Why.HANDED_BACK, 0, 0)
-    assert stage.run_all() == [job_id]
-
-
-@sqlite
-def test_a_worker_that_stops_has_no_room(stage: Stage, worker: Worker) -> None:
-    worker.poller.look()
+def test_a_worker_that_stops_has_no_room(stage: Stage, worker: Beginner) -> None:
+    worker.look()
     assert Workers(stage.dispatcher.queues._scripts).room() == 3
     worker.drain()
     assert Workers(stage.dispatcher.queues._scripts).room() == 0 and worker.taker == ""
@@ -376,7 +401,7 @@ def _redis_away(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Held]]:
 
 @sqlite
 def test_slot_2_a_slot_that_could_not_be_freed_is_freed_by_the_first_beat_that_can(
-    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     first, second = stage.submit(), stage.submit()
@@ -397,7 +422,7 @@ def test_slot_2_a_slot_that_could_not_be_freed_is_freed_by_the_first_beat_that_c
 
 @sqlite
 def test_a_job_that_could_not_be_put_back_is_put_back_by_the_first_beat_that_can(
-    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     first, second = stage.submit(), stage.submit()
@@ -411,7 +436,7 @@ def test_a_job_that_could_not_be_put_back_is_put_back_by_the_first_beat_that_can
 
 @sqlite
 def test_lease_4_a_late_release_does_not_disturb_who_has_the_lease_by_now(
-    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     stage.submit()
@@ -431,7 +456,7 @@ def test_lease_4_a_late_release_does_not_disturb_who_has_the_lease_by_now(
 
 @sqlite
 def test_while_redis_stays_away_one_release_is_tried_at_a_beat(
-    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each costs its time-out, and meanwhile nothing is renewed."""
     stage.register(3)
@@ -470,15 +495,15 @@ def _expired(stage: Stage, job_id: str) -> None:
 @pytest.mark.parametrize("missed", [_canceled, _expired])
 @sqlite
 def test_what_a_worker_could_not_be_told_while_redis_was_away_it_reads_in_the_record(
-    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch, missed: Callable[[Stage, str], None]
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch, missed: Callable[[Stage, str], None]
 ) -> None:
     stage.register(2)
     stage.submit(ttl_s=5)
     stage.submit()
     tasks = [worker.start(offer) for offer in stage.told.offers]
     holds = [worker.heartbeat.add(task.held) for task in tasks if task is not None]
-    told: Queue[str] = Queue()
-    holds[0].listen(lambda: told.put("server"), lambda: None)
+    told = Event()
+    holds[0].listen(told.set)
     with monkeypatch.context() as away:
         away.setattr(worker._leases, "renew", _renewals_fail)
         worker.heartbeat.beat()
@@ -486,13 +511,13 @@ def test_what_a_worker_could_not_be_told_while_redis_was_away_it_reads_in_the_re
 
     worker.heartbeat.beat()
 
-    assert told.get(timeout=30) == "server"
+    assert told.wait(30)
     assert [hold.cancel for hold in holds] == [True, False]
 
 
 @sqlite
 def test_while_redis_answers_the_record_is_not_asked(
-    stage: Stage, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     stage.submit()

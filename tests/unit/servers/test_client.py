@@ -8,7 +8,7 @@ import pytest
 import requests
 
 from routing.outcome import Kind, Outcome
-from tasks.servers import Call, Description, HealthKind, Line, Server, wire
+from tasks.servers import Call, Description, HealthKind, Live, Server, wire
 from tests.unit.servers.scripted import Scripted, always, answer, hang_up, refused_url, reset
 
 DONE = {"status": "success", "result": {"image": "x"}}
@@ -20,13 +20,12 @@ def a_call(**more) -> Call:
 
 
 @pytest.fixture
-def serving(scripted, session):
+def serving(scripted, ours):
     """A server that acts so, and our side of it."""
 
     def start(act, description=None, **more) -> tuple[Server, Scripted]:
         server = scripted(act)
-        ours = Server(server.url + "/generate", description or Description(), session=session, **more)
-        return ours, server
+        return ours(server.url + "/generate", description or Description(), **more), server
 
     return start
 
@@ -129,34 +128,34 @@ def test_an_endpoint_that_is_no_url_is_refused(endpoint):
 # -- whether it was sent ---------------------------------------------------------------------------
 
 
-def test_a_refused_connection_is_unreachable(session):
-    outcome = Server(refused_url() + "/generate", session=session).submit(a_call())
+def test_a_refused_connection_is_unreachable(ours):
+    outcome = ours(refused_url() + "/generate").submit(a_call())
     assert (outcome.kind, outcome.code) == (Kind.UNREACHABLE, "connect_failed")
 
 
-def test_a_host_without_an_address_is_unreachable(session):
-    assert Server("http://nowhere.invalid:1/x", session=session).submit(a_call()).kind is Kind.UNREACHABLE
+def test_a_host_without_an_address_is_unreachable(ours):
+    assert ours("http://nowhere.invalid:1/x").submit(a_call()).kind is Kind.UNREACHABLE
 
 
-def test_a_connection_that_takes_too_long_is_unreachable(session, monkeypatch):
+def test_a_connection_that_takes_too_long_is_unreachable(ours, monkeypatch):
     def create_connection(*_args, **_kwargs):
         raise TimeoutError
 
     monkeypatch.setattr("urllib3.util.connection.create_connection", create_connection)
-    assert Server("http://127.0.0.1:1/x", session=session).submit(a_call()).kind is Kind.UNREACHABLE
+    assert ours("http://127.0.0.1:1/x").submit(a_call()).kind is Kind.UNREACHABLE
 
 
-def test_a_tls_handshake_that_fails_is_unreachable(scripted, session):
+def test_a_tls_handshake_that_fails_is_unreachable(scripted, ours):
     plain = scripted(always(hang_up))
     url = plain.url.replace("http://", "https://")
-    assert Server(url + "/x", session=session).submit(a_call()).kind is Kind.UNREACHABLE
+    assert ours(url + "/x").submit(a_call()).kind is Kind.UNREACHABLE
     assert plain.seen == []
 
 
-def test_a_tls_handshake_that_hangs_is_unreachable(session):
+def test_a_tls_handshake_that_hangs_is_unreachable(ours):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"https://127.0.0.1:{silent.getsockname()[1]}/x"
-        outcome = Server(url, session=session).submit(a_call(deadline_s=0.2))
+        outcome = ours(url).submit(a_call(deadline_s=0.2))
     assert outcome.kind is Kind.UNREACHABLE
 
 
@@ -239,11 +238,11 @@ def test_a_trickle_is_cut_at_the_deadline(serving, beginning, piece):
     assert time.monotonic() - started < 2
 
 
-def test_a_server_that_does_not_read_is_cut_at_the_deadline(scripted, session):
+def test_a_server_that_does_not_read_is_cut_at_the_deadline(scripted, ours):
     with socket.create_server(("127.0.0.1", 0), backlog=1) as deaf:
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}/x"
         started = time.monotonic()
-        outcome = Server(url, session=session).submit(a_call(payload="x" * 30_000_000, deadline_s=0.3))
+        outcome = ours(url).submit(a_call(payload="x" * 30_000_000, deadline_s=0.3))
     assert outcome.kind is Kind.UNKNOWN and time.monotonic() - started < 3
 
 
@@ -410,10 +409,10 @@ def test_a_kept_connection_that_dies_under_a_submit_leaves_the_outcome_unknown(s
     assert len(there.seen) == 2
 
 
-def test_a_refusal_after_an_exchange_is_still_unreachable(scripted, session):
+def test_a_refusal_after_an_exchange_is_still_unreachable(scripted, ours):
     # The thread remembers whether it has sent: of this exchange, not of the last one.
-    assert Server(scripted(always(answer(DONE))).url, session=session).submit(a_call()).kind is Kind.DONE
-    assert Server(refused_url(), session=session).submit(a_call()).kind is Kind.UNREACHABLE
+    assert ours(scripted(always(answer(DONE))).url).submit(a_call()).kind is Kind.DONE
+    assert ours(refused_url()).submit(a_call()).kind is Kind.UNREACHABLE
 
 
 def test_half_read_answers_do_not_spoil_the_next_one(serving):
@@ -448,8 +447,8 @@ def test_a_poll_asks_by_the_servers_id(serving):
     assert seen.headers["x-source"] == "dispatcher" and "idempotency-key" not in seen.headers
 
 
-def test_a_poll_that_finds_nobody_is_still_pending(session):
-    outcome = Server(refused_url() + "/generate", session=session).status(a_call(), "srv-1")
+def test_a_poll_that_finds_nobody_is_still_pending(ours):
+    outcome = ours(refused_url() + "/generate").status(a_call(), "srv-1")
     assert (outcome.kind, outcome.code, outcome.remote_id) == (Kind.PENDING, "poll_failed", "srv-1")
 
 
@@ -559,8 +558,8 @@ def test_health_tells_how_many_and_which_jobs_run(serving):
     assert health.running_count and there.seen[0].path == "/health"
 
 
-def test_a_health_without_a_server_is_down(session):
-    assert Server(refused_url(), session=session).health().kind is HealthKind.DOWN
+def test_a_health_without_a_server_is_down(ours):
+    assert ours(refused_url()).health().kind is HealthKind.DOWN
 
 
 def test_a_slow_health_is_busy_and_not_dead(serving):
@@ -593,40 +592,43 @@ def test_a_server_without_a_health_check_is_unknown(serving):
 # -- cut short -------------------------------------------------------------------------------------
 
 
-def test_a_call_that_is_cut_ends_at_once_and_leaves_the_outcome_unknown(serving):
-    line, seen = Line(), threading.Event()
+def test_a_call_that_is_cut_ends_at_once_and_leaves_the_outcome_unknown(scripted, loop):
+    seen = threading.Event()
 
     def act(_seen):
         seen.set()
         return lambda _sock: there.stopped.wait()
 
-    server, there = serving(act, described(submit={"rules": [{"if": {"connection": "reset"}, "then": "retry"}]}))
-    cutter = threading.Thread(target=lambda: (seen.wait(10), line.cut()))
+    there = scripted(act)
+    resets_are_retried = described(submit={"rules": [{"if": {"connection": "reset"}, "then": "retry"}]})
+    live = Live(Server(there.url + "/generate", resets_are_retried), loop.wires)
+    cutter = threading.Thread(target=lambda: (seen.wait(10), loop.soon(live.cut)))
     cutter.start()
-    outcome = server.submit(a_call(line=line, deadline_s=60.0))
+    outcome = loop.wait_for(live.submit(a_call(deadline_s=60.0)))
     cutter.join()
     assert (outcome.kind, outcome.code) == (Kind.UNKNOWN, "cut_short"), "whatever a reset would mean otherwise"
 
 
-def test_a_line_that_is_cut_sends_nothing(serving):
-    server, there = serving(always(answer(DONE)))
-    line = Line()
-    line.cut()
-    assert server.submit(a_call(line=line)).kind is Kind.UNKNOWN
+def test_a_call_that_is_cut_before_it_began_sends_nothing(scripted, loop):
+    there = scripted(always(answer(DONE)))
+    live = Live(Server(there.url + "/generate"), loop.wires)
+    live.cut()
+    assert loop.wait_for(live.submit(a_call())).kind is Kind.UNKNOWN
     assert there.seen == []
 
 
-def test_a_line_that_is_cut_after_the_answer_does_not_touch_the_connection(serving):
-    server, there = serving(always(answer(DONE)))
-    line = Line()
-    assert server.submit(a_call(line=line)).kind is Kind.DONE
-    line.cut()
-    assert server.submit(a_call()).kind is Kind.DONE
+def test_a_cut_after_the_answer_does_not_touch_the_connection(scripted, loop):
+    there = scripted(always(answer(DONE)))
+    server = Server(there.url + "/generate")
+    live = Live(server, loop.wires)
+    assert loop.wait_for(live.submit(a_call())).kind is Kind.DONE
+    live.cut()
+    assert loop.wait_for(Live(server, loop.wires).submit(a_call())).kind is Kind.DONE
     assert there.connections == 1
 
 
-def test_the_line_of_a_run_does_not_cut_questions_about_it(serving):
-    server, _ = serving(always(answer({"status": "completed", "result": 1})))
-    line = Line()
-    line.cut()
-    assert server.status(a_call(line=line), "r-1").kind is Kind.DONE
+def test_to_cut_a_call_does_not_cut_questions_about_it(scripted, loop):
+    there = scripted(always(answer({"status": "completed", "result": 1})))
+    live = Live(Server(there.url + "/generate"), loop.wires)
+    live.cut()
+    assert loop.wait_for(live.status(a_call(), "r-1")).kind is Kind.DONE

@@ -1,0 +1,165 @@
+"""The event loop of a worker process: all its runs live in it, and none has a thread of its own.
+
+What runs ask of Redis and of the record in the same moment goes there together: one thread sends what is for Redis in
+one pipeline, another commits what is for the record in one transaction.  The loop itself waits for neither.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import structlog
+import uvloop
+
+from jobs.db import Database, Write
+from routing.leases import Leases
+from routing.scripts import Command
+from tasks.servers import Wires
+
+T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
+
+_MOST_TOGETHER = 128
+_RARE_THREADS = 16
+
+
+class Together:
+    """Has what is asked for at the same time done together, in a thread of its own.
+
+    `groups` says what of it is done first and what after; `do` answers a result, or an Exception, for each.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        loop: asyncio.AbstractEventLoop,
+        do: Callable[[list[Any]], Sequence[Any]],
+        is_urgent: Callable[[Any], bool] = lambda _: True,
+    ) -> None:
+        self._loop, self._do, self._is_urgent = loop, do, is_urgent
+        self._asked: SimpleQueue[tuple[Any, asyncio.Future[Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    async def ask(self, wanted: Any) -> Any:
+        """Have it done.  Raises what it came to, if that is an exception."""
+        answer = self._loop.create_future()
+        self._asked.put((wanted, answer))
+        return await answer
+
+    def end(self) -> None:
+        self._asked.put(None)
+
+    def _work(self) -> None:
+        while (batch := self._next()) is not None:
+            urgent = [it for it in batch if self._is_urgent(it[0])]
+            for group in (urgent, [it for it in batch if it not in urgent]):
+                if group:
+                    found = self._done([wanted for wanted, _ in group])
+                    self._loop.call_soon_threadsafe(_answer, [future for _, future in group], found)
+
+    def _next(self) -> list[tuple[Any, asyncio.Future[Any]]] | None:
+        found = [self._asked.get()]
+        try:
+            while len(found) < _MOST_TOGETHER:
+                found.append(self._asked.get_nowait())
+        except Empty:
+            pass
+        return None if found[0] is None else [it for it in found if it is not None]
+
+    def _done(self, wanted: list[Any]) -> Sequence[Any]:
+        try:
+            return self._do(wanted)
+        except Exception as error:
+            return [error] * len(wanted)
+
+
+def _answer(futures: Sequence["asyncio.Future[Any]"], found: Sequence[Any]) -> None:
+    for future, answer in zip(futures, found, strict=True):
+        if future.done():
+            continue
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+
+class Engine:
+    """The loop, its thread, and its ways to Redis, to the record and to servers."""
+
+    def __init__(self, database: Database, leases: Leases) -> None:
+        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self.wires = Wires(self.loop)
+        self._leases, self._database = leases, database
+        self._room = Together("room", self.loop, self._run_scripts)
+        self._record = Together("record", self.loop, database.do_all, lambda write: write.relaxed)
+        self._rare = ThreadPoolExecutor(_RARE_THREADS, thread_name_prefix="rare")
+        self._lives: set[asyncio.Task[Any]] = set()
+        self._idle = threading.Condition()
+        self._thread = threading.Thread(target=self._turn, name="engine", daemon=True)
+        self._thread.start()
+
+    # -- from any thread -------------------------------------------------------------------------------------
+
+    def soon(self, act: Callable[..., object], *args: Any) -> None:
+        """Have the loop call `act`."""
+        self.loop.call_soon_threadsafe(act, *args)
+
+    def live(self, life: Coroutine[Any, Any, object]) -> None:
+        """Have the loop carry out `life`."""
+        with self._idle:
+            self._count += 1
+        self.soon(self._begin, life)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until nothing lives any more; False: it took longer."""
+        with self._idle:
+            return self._idle.wait_for(lambda: self._count == 0, seconds)
+
+    def close(self) -> None:
+        """End the loop; what still lives is left where it is."""
+        self.soon(self.loop.stop)
+        self._thread.join(5)
+        self._room.end()
+        self._record.end()
+        self._rare.shutdown(wait=False)
+
+    # -- from the loop ---------------------------------------------------------------------------------------
+
+    async def ask_room(self, command: Callable[[], Command]) -> Any:
+        """Run a script.  `command` makes it, in another thread.  Raises redis errors."""
+        return await self._room.ask(command)
+
+    async def store(self, write: Write[T]) -> T:
+        """Raises RecordUnavailable, RecordUncertain."""
+        return await self._record.ask(write)
+
+    async def rarely(self, act: Callable[..., T], *args: Any) -> T:
+        """Have something done that waits for others, in a thread: not what every run needs."""
+        return await self.loop.run_in_executor(self._rare, act, *args)
+
+    _count = 0
+
+    def _begin(self, life: Coroutine[Any, Any, object]) -> None:
+        task = self.loop.create_task(life)
+        self._lives.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._lives.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("run_failed", exc_info=error)
+        with self._idle:
+            self._count -= 1
+            self._idle.notify_all()
+
+    def _turn(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def _run_scripts(self, wanted: list[Callable[[], Command]]) -> Sequence[Any]:
+        return self._leases.run_many([command() for command in wanted])

@@ -1,0 +1,65 @@
+"""A server spoken to from an event loop: what `Server` says, carried out without waiting in a thread."""
+
+from typing import TypeVar
+
+from routing.outcome import Kind, Outcome
+from tasks.servers.call import Call, Health
+from tasks.servers.client import Server, Talk
+from tasks.servers.curl import Exchange, Wires
+from tasks.servers.description import Description
+
+T = TypeVar("T")
+
+_CUT = Outcome(Kind.UNKNOWN, code="cut_short", message="The call was cut short.")
+
+
+class Live:
+    """One run's talk with its server."""
+
+    def __init__(self, server: Server, wires: Wires) -> None:
+        self._server, self._wires = server, wires
+        self._submit: Exchange | None = None
+        self._is_cut = False
+
+    @property
+    def description(self) -> Description:
+        return self._server.description
+
+    async def submit(self, call: Call) -> Outcome:
+        """As Server.submit; UNKNOWN also if it is cut before the answer is there."""
+        talk = self._server.submit_talk(call)
+        try:
+            ask = next(talk)
+            while not self._is_cut:
+                self._submit = self._wires.begin(*ask)
+                reply = await self._submit.reply
+                if not self._is_cut:
+                    ask = talk.send(reply)
+        except StopIteration as ended:
+            return ended.value
+        finally:
+            self._submit = None
+        return _CUT
+
+    def cut(self) -> None:
+        """The answer to the submit is not waited for any more; one that is not sent yet is not sent."""
+        self._is_cut = True
+        if self._submit is not None:
+            self._submit.cut()
+
+    async def status(self, call: Call, remote_id: str) -> Outcome:
+        return await self._carry_out(self._server.status_talk(call, remote_id))
+
+    async def cancel(self, call: Call, remote_id: str | None = None) -> bool:
+        return await self._carry_out(self._server.cancel_talk(call, remote_id))
+
+    async def health(self) -> Health:
+        return await self._carry_out(self._server.health_talk())
+
+    async def _carry_out(self, talk: Talk[T]) -> T:
+        try:
+            ask = next(talk)
+            while True:
+                ask = talk.send(await self._wires.begin(*ask).reply)
+        except StopIteration as ended:
+            return ended.value

@@ -1,0 +1,155 @@
+"""A run as a task of Celery: what is shown of it to Flower, to `inspect`, to signals and in the log.
+
+Celery's own tracer does this for a function that a thread is in from beginning to end; a run is in no thread.
+"""
+
+import os
+import time
+from typing import Any
+
+import structlog
+from billiard.einfo import ExceptionInfo
+from celery import signals
+from celery.app import trace
+from celery.exceptions import Ignore, Retry
+from celery.utils.saferepr import saferepr
+from celery.worker.request import Request
+
+from jobs.crash import crash_at
+from jobs.states import State
+from jobs.store import Moved
+from routing import exact
+from routing.outcome import Outcome
+from tasks.telling import JobFailed
+
+log = structlog.get_logger(__name__)
+
+
+class ServerFault(Exception):
+    """The server answered with an error or with nonsense, and the job waits to be tried again: (code, message)."""
+
+
+def in_celerys_words(moved: Moved, outcome: Outcome) -> Any:
+    """The result that a run's task has, or the exception that it ends with."""
+    match moved.to:
+        case State.COMPLETED:
+            return exact.unwritten(outcome.result)
+        case State.QUEUED:
+            return Retry(f"Back to its place: {outcome.message or outcome.kind}")
+        case State.DELAYED:
+            crash_at("retry_committed")
+            fault = ServerFault(outcome.code or "server_error", outcome.message)
+            return Retry("The server answered wrongly; the job waits in the record.", fault)
+        case State.CANCELED | State.EXPIRED as ended:
+            return Ignore(ended.value)
+        case _:
+            return JobFailed(outcome.code or outcome.kind.value, outcome.message)
+
+
+class Shown:
+    """One run's task, from the loop.  What Celery, or a receiver of its signals, does wrong is logged, no more."""
+
+    def __init__(self, request: Request | None = None) -> None:
+        self._request = request
+        self._began = time.monotonic()
+        self._ended: list[Any] = []
+
+    @property
+    def is_known(self) -> bool:
+        """Whether Celery knows of it already."""
+        return self._request is not None
+
+    def heard_of(self, request: Request) -> None:
+        """Celery has been told of a run that was begun without it."""
+        self._request = request
+        self.began()
+        if self._ended:
+            self.ended(self._ended[0])
+
+    def began(self) -> None:
+        self._tell(self._begin)
+
+    def ended(self, with_: Any) -> None:
+        """`with_`: the run's result, or an exception."""
+        self._ended = [with_]
+        self._tell(self._end, with_)
+
+    def _tell(self, how: Any, *args: Any) -> None:
+        if self._request is None:
+            return
+        try:
+            how(self._request, *args)
+        except Exception as error:
+            log.warning("task_not_shown", job_id=self._request.id, error=repr(error))
+
+    def _begin(self, request: Request) -> None:
+        request.on_accepted(os.getpid(), time.monotonic())  # type: ignore[arg-type]
+        task = request.task
+        if signals.task_prerun.receivers:
+            signals.task_prerun.send(
+                sender=task, task_id=request.id, task=task, args=request.args, kwargs=request.kwargs
+            )
+
+    def _end(self, request: Request, found: Any) -> None:
+        took_s = time.monotonic() - self._began
+        if isinstance(found, Exception):
+            state = self._end_with(request, found)
+        else:
+            state = "SUCCESS"
+            shown = saferepr(found, request.task.resultrepr_maxsize)
+            _say(trace.LOG_SUCCESS, request, runtime=took_s, return_value=shown)
+            request.on_success((False, shown, took_s))
+            if signals.task_success.receivers:
+                signals.task_success.send(sender=request.task, result=found, runtime=took_s)
+        if signals.task_postrun.receivers:
+            signals.task_postrun.send(
+                sender=request.task,
+                task_id=request.id,
+                task=request.task,
+                args=request.args,
+                kwargs=request.kwargs,
+                retval=found,
+                state=state,
+            )
+
+    def _end_with(self, request: Request, error: Exception) -> str:
+        info = _info(error)
+        request.on_failure(info, return_ok=True)
+        match error:
+            case Retry():
+                _say(trace.LOG_RETRY, request, exc=error)
+                context = request._context  # type: ignore[attr-defined]
+                signals.task_retry.send(sender=request.task, request=context, reason=error, einfo=info)
+                return "RETRY"
+            case Ignore():
+                _say(trace.LOG_IGNORED, request, description="ignored")
+                if error.args:
+                    expired = error.args[0] == State.EXPIRED.value
+                    request.send_event("task-revoked", terminated=False, signum=None, expired=expired)
+                return "IGNORED"
+            case _:
+                _say(_LOG_FAILED, request, exc=error)
+                signals.task_failure.send(
+                    sender=request.task,
+                    task_id=request.id,
+                    exception=error,
+                    args=request.args,
+                    kwargs=request.kwargs,
+                    traceback=error.__traceback__,
+                    einfo=info,
+                )
+                return "FAILURE"
+
+
+_LOG_FAILED = "Task %(name)s[%(id)s] raised: %(exc)s"
+
+
+def _say(line: str, request: Request, **facts: Any) -> None:
+    trace.logger.info(line, {"name": request.name, "id": request.id, **facts})
+
+
+def _info(error: Exception) -> ExceptionInfo:
+    try:
+        raise error
+    except Exception:
+        return ExceptionInfo()

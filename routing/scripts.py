@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 from redis import Redis
@@ -132,6 +132,12 @@ class Command:
     read: Callable[[Any], Any]
 
 
+class _Call(NamedTuple):
+    name: str
+    keys: list[str]
+    args: Sequence[Any]
+
+
 class Scripts:
     """Runs scripts on the keys of one fleet at a time."""
 
@@ -155,50 +161,42 @@ class Scripts:
         failed = {fleet: answer for fleet, answer in found.items() if isinstance(answer, RedisError)}
         return {fleet: answer for fleet, answer in found.items() if fleet not in failed}, failed
 
-    def run_many(self, commands: Sequence["Command"]) -> list[Any]:
+    def run_many(self, commands: Sequence[Command]) -> list[Any]:
         """Run these, in order, in one round trip; what each reads in its answer, or its RedisError."""
-        with self.redis.pipeline(transaction=False) as pipe:
-            for it in commands:
-                keys = self.keys.fleet(it.fleet)
-                pipe.fcall(self._function(it.name).name, len(keys), *keys, *it.args)
-            answers = pipe.execute(raise_on_error=False)
-        return [self._read(it, answer) for it, answer in zip(commands, answers, strict=True)]
-
-    def _read(self, command: "Command", answer: Any) -> Any:
-        try:
-            if _is_missing(answer):
-                answer = self.run(command.name, command.fleet, command.args)
-        except RedisError as error:
-            return error
-        return answer if isinstance(answer, RedisError) else command.read(answer)
+        answers = self._call([_Call(it.name, self.keys.fleet(it.fleet), it.args) for it in commands])
+        return [
+            answer if isinstance(answer, RedisError) else it.read(answer)
+            for it, answer in zip(commands, answers, strict=True)
+        ]
 
     def run_all(self, name: str, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
         """Run a script once for each (fleet, args), in few round trips; its answer, or the RedisError, of each."""
-        parts = (calls[n : n + _AT_ONCE] for n in range(0, len(calls), _AT_ONCE))
-        return [answer for part in parts for answer in self._run_part(name, part)]
+        on_keys = [_Call(name, self.keys.fleet(fleet), args) for fleet, args in calls]
+        parts = (on_keys[n : n + _AT_ONCE] for n in range(0, len(on_keys), _AT_ONCE))
+        return [answer for part in parts for answer in self._call(part)]
 
-    def _run_part(self, name: str, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
-        answers = self._send(name, calls)
-        unknown = [n for n, answer in enumerate(answers) if _is_missing(answer)]
-        if unknown:
-            self._load(name)
-            for n, answer in zip(unknown, self._send(name, [calls[n] for n in unknown]), strict=True):
+    def _call(self, calls: Sequence[_Call]) -> list[Any]:
+        """The answers, or ResponseErrors.  What Redis does not know is sent once more, after its text."""
+        answers = self._send(calls)
+        missing = [n for n, answer in enumerate(answers) if _is_missing(answer)]
+        if missing:
+            for name in {calls[n].name for n in missing}:
+                # Another process may have done it meanwhile.
+                self.redis.function_load(self._function(name).text, replace=True)
+            for n, answer in zip(missing, self._send([calls[n] for n in missing]), strict=True):
                 answers[n] = answer
         return answers
 
-    def _send(self, name: str, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
-        known = self._function(name)
-        if len(calls) == 1:  # A pipeline would take a connection of its own.
-            ((fleet, args),) = calls
-            keys = self.keys.fleet(fleet)
+    def _send(self, calls: Sequence[_Call]) -> list[Any]:
+        commands = [(self._function(it.name).name, len(it.keys), *it.keys, *it.args) for it in calls]
+        if len(commands) == 1:  # A pipeline would take a connection of its own.
             try:
-                return [self.redis.fcall(known.name, len(keys), *keys, *args)]
+                return [self.redis.fcall(*commands[0])]
             except ResponseError as error:
                 return [error]
         with self.redis.pipeline(transaction=False) as pipe:
-            for fleet, args in calls:
-                keys = self.keys.fleet(fleet)
-                pipe.fcall(known.name, len(keys), *keys, *args)
+            for command in commands:
+                pipe.fcall(*command)
             return pipe.execute(raise_on_error=False)
 
     def existing(self, key: str, fleets: Sequence[str]) -> list[str]:
@@ -228,17 +226,10 @@ class Scripts:
         return int(learned), int(level)
 
     def _run(self, name: str, keys: list[str], args: Sequence[Any]) -> Any:
-        known = self._function(name)
-        try:
-            return self.redis.fcall(known.name, len(keys), *keys, *args)
-        except ResponseError as error:
-            if not _is_missing(error):
-                raise
-        self._load(name)
-        return self.redis.fcall(known.name, len(keys), *keys, *args)
-
-    def _load(self, name: str) -> None:
-        self.redis.function_load(self._function(name).text, replace=True)  # Another process may have done it meanwhile.
+        (answer,) = self._call([_Call(name, keys, args)])
+        if isinstance(answer, ResponseError):
+            raise answer
+        return answer
 
     def _function(self, name: str) -> Function:
         if name not in self._functions:

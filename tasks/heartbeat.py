@@ -24,8 +24,11 @@ _STORED_WITHIN_S = 2.0  # else the record is away, and a lease says that the run
 class Hold:
     """One lease while its job runs.  Flags are raised by any thread; the run hears of them in its event loop."""
 
-    def __init__(self, held: Held, soon: Callable[[Callable[[], None]], object] = lambda act: act()) -> None:
+    def __init__(
+        self, held: Held, soon: Callable[[Callable[[], None]], object] = lambda act: act(), *, starting: bool = False
+    ) -> None:
         self.held = held
+        self.starting = starting  # the record does not have the run yet, and cannot be asked for it
         self.lost = False  # the run is not this worker's any more: whatever comes of it does not count
         self.cancel = False  # the job shall be canceled
         self.stop = False  # this worker is going down: hand the job back
@@ -118,9 +121,9 @@ class Heartbeat:
         """Sleep, but not past the end of this worker."""
         self._ended.wait(seconds)
 
-    def add(self, held: Held) -> Hold:
-        """Keep this lease alive from now on."""
-        hold = Hold(held, self._soon)
+    def add(self, held: Held, *, starting: bool = False) -> Hold:
+        """Keep this lease alive from now on.  `starting`: until the flag is taken down, the record lacks the run."""
+        hold = Hold(held, self._soon, starting=starting)
         with self._lock:
             self._holds[held.job_id] = hold
         return hold

@@ -35,6 +35,7 @@ class Inquiry:
 
     def ask(self, holds: Collection[Hold], *, doubted: bool = False) -> None:
         """Tell these runs, soon, what the record says of them.  `doubted`: Redis does not know their leases."""
+        holds = [hold for hold in holds if not hold.starting]
         if not holds:
             return
         with self._lock:

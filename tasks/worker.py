@@ -156,28 +156,35 @@ class Worker:
         try:
             if offer.owner != self.owner:
                 claimed = await self.engine.ask_room(lambda: self._leases.claiming(offer, self.owner))
-            task = None if claimed is None else await self._start(claimed)
+            run = None if claimed is None else await self._start(claimed, shown)
         except (SlotkeeperError, RedisError) as error:
             self._forget(offer.lease)
             self._show_nothing(shown)
             await self.engine.rarely(self._put_back, offer, error)
             return
-        if task is not None:
-            await self._run(ActiveRun(task, self.heartbeat.add(task.held), shown))
+        if run is not None:
+            await self._run(run)
             return
         self._forget(offer.lease)
         self._show_nothing(shown)
         if claimed is not None:  # The job was gone, so the slot goes to the next.
             await self._go_on(offer.fleet, await self.engine.rarely(self._free, claimed))
 
-    async def _start(self, offer: Offer) -> Task | None:
+    async def _start(self, offer: Offer, shown: Shown) -> ActiveRun | None:
+        """Its lease is kept alive while its start is being stored, which may take longer than a lease lasts."""
         crash_at("start_claimed")
-        held = self._held(offer)
-        run = await self.engine.store(
-            self.dispatcher.store.starting(offer.job_id, offer.server, offer.slot, held.tag, now_ms(), offer.number)
-        )
+        held, run = self._held(offer), None
+        hold = self.heartbeat.add(held, starting=True)
+        try:
+            run = await self.engine.store(
+                self.dispatcher.store.starting(offer.job_id, offer.server, offer.slot, held.tag, now_ms(), offer.number)
+            )
+        finally:
+            hold.starting = False
+            if run is None:
+                self.heartbeat.remove(hold)
         crash_at("start_committed")
-        return None if run is None else self.dispatcher.begun(offer, run, held)
+        return None if run is None else ActiveRun(self.dispatcher.begun(offer, run, held), hold, shown)
 
     async def _run(self, run: ActiveRun) -> None:
         self.engine.loop.call_soon(self._show, run)  # once the request is on its way

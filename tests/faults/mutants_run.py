@@ -1,8 +1,24 @@
 """Guards of one run's life and end in its worker."""
 
-from tests.faults.mutant import DRAINING, LEASES, MAINTENANCE, ORPHANS, RECORD, RUNS, SLOTS, USES, Mutant
+from tests.faults.mutant import DRAINING, LEASES, MAINTENANCE, ORPHANS, RECORD, RUNS, SLOTS, USES, WORKERS, Mutant
 
 RUN = [
+    Mutant(
+        "a lease expires while its start is being stored",
+        "LEASE-3",
+        "tasks/heartbeat.py",
+        "filter(lambda hold: hold.is_kept, self.holds())",
+        "filter(lambda hold: hold.is_kept and not hold.starting, self.holds())",
+        (f"{WORKERS}test_a_lease_is_kept_while_its_start_is_being_stored_however_long_that_takes",),
+    ),
+    Mutant(
+        "the record is asked for a run that is only being started",
+        "LEASE-3",
+        "tasks/inquiry.py",
+        "        holds = [hold for hold in holds if not hold.starting]\n",
+        "",
+        (f"{WORKERS}test_the_record_is_not_asked_for_a_run_whose_start_is_being_stored",),
+    ),
     Mutant(
         "an unavailable record is taken for a run that the server lost",
         "LEASE-3",

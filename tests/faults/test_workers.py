@@ -254,6 +254,49 @@ def test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers(
     assert (again.run.job.id, again.held.server, again.run.remote_id) == (job_id, "gpu", "r-1")
 
 
+@sqlite
+def test_a_lease_is_kept_while_its_start_is_being_stored_however_long_that_takes(
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a slow disk would count as a crash of each job that it delays, and the job would run twice."""
+    stage.register()
+    job_id = stage.submit()
+    offer = stage.told.offers.pop()
+    start = stage.store.starting
+
+    def slow(*told: Any) -> Write[Any]:
+        stage.later(LEASE_MS - SECOND)
+        worker.heartbeat.beat()
+        stage.later(2 * SECOND)
+        return start(*told)
+
+    monkeypatch.setattr(stage.store, "starting", slow)
+    task = worker.start(offer)
+    assert task is not None
+    assert reconcile.reap(stage.dispatcher) == 0
+    assert (stage.job(job_id).state, stage.job(job_id).crashes) == (State.RUNNING, 0)
+
+
+@sqlite
+def test_the_record_is_not_asked_for_a_run_whose_start_is_being_stored(
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows of none yet, and what it says would be taken for a no."""
+    stage.register()
+    stage.submit()
+    offer = stage.told.offers.pop()
+    start, holds = stage.store.starting, []
+
+    def asked_for(*told: Any) -> Write[Any]:
+        holds.extend(worker.heartbeat.holds())
+        worker.inquiry.ask(worker.heartbeat.holds(), doubted=True)
+        return start(*told)
+
+    monkeypatch.setattr(stage.store, "starting", asked_for)
+    assert worker.start(offer) is not None
+    assert [hold.lost for hold in holds] == [False]
+
+
 # -- messages that come twice, late or never -------------------------------------------------------------------
 
 

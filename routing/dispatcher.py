@@ -224,8 +224,7 @@ class Dispatcher:
 
         Not at the start itself, where it would keep a slot waiting.
         """
-        for _ in range(min(len(self._started), _LEARNED_AT_ONCE)):
-            self.forecasts.started(*self._started.popleft())
+        self.forecasts.started([self._started.popleft() for _ in range(min(len(self._started), _LEARNED_AT_ONCE))])
 
     # -- start -----------------------------------------------------------------------------------------------
 

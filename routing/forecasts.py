@@ -97,18 +97,22 @@ class Forecasts:
             self._remember(key, chosen, level, now_ms)
         return [None if it is None else forecast.estimate(known.memory, it) for it in given]
 
-    def started(self, fleet: str, model: str, job_id: str, now_ms: int) -> bool:
-        """Learn from the first start of a job, if its promise is in the sample; False: it is not.
+    def started(self, starts: Sequence[tuple[str, str, str, int]]) -> list[bool]:
+        """Learn from the first starts of jobs: (fleet, model, job, ms).  Answers for each whether it was in the sample.
 
-        Without a call to Redis if that can be seen from its id.
+        Without a call to Redis where its id shows that it is not.  Raises redis errors.
         """
-        key = self._scripts.keys.forecast(fleet, model)
+        keys = [self._scripts.keys.forecast(fleet, model) for fleet, model, _, _ in starts]
+        chosen = [n for n, (_, _, job_id, _) in enumerate(starts) if self._may_be_known(keys[n], job_id)]
+        calls = [(keys[n], [*starts[n][2:], KEPT, MOST, PARTS, HEAVIEST]) for n in chosen]
+        found = dict(zip(chosen, self._scripts.learn(calls) if calls else [], strict=True))
+        for n, (_, bits) in found.items():
+            self._note_level(keys[n], bits)
+        return [n in found and found[n][0] == 1 for n in range(len(starts))]
+
+    def _may_be_known(self, key: str, job_id: str) -> bool:
         level = self._levels.get(key)
-        if level is not None and self._clock() < level.until and not _in_sample(job_id, level.bits):
-            return False
-        learned, bits = self._scripts.learn(key, [job_id, now_ms, KEPT, MOST, PARTS, HEAVIEST])
-        self._note_level(key, bits)
-        return learned == 1
+        return level is None or self._clock() >= level.until or _in_sample(job_id, level.bits)
 
     def forget(self, fleet: str, model: str, *job_ids: str) -> None:
         """These jobs will not start: they were canceled, or their deadline passed."""

@@ -220,21 +220,28 @@ class Scripts:
         args = [worker, "" if room is None else room, ttl_ms]
         return int(self._run("workers", [self.keys.workers()], args)[0])
 
-    def learn(self, forecast: str, args: Sequence[Any]) -> tuple[int, int]:
-        """Run `learn` on one model's forecast; answers (1: learned, 0: nothing was remembered; level)."""
-        learned, level = self._run("learn", [forecast], args)
-        return int(learned), int(level)
+    def learn(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[tuple[int, int]]:
+        """Run `learn` for each (forecast, args); answers of each (1: learned, 0: nothing was remembered; level).
+
+        Raises redis errors.
+        """
+        answers = self._call([_Call("learn", [forecast], args) for forecast, args in calls])
+        return [(int(learned), int(level)) for learned, level in map(_or_raise, answers)]
 
     def _run(self, name: str, keys: list[str], args: Sequence[Any]) -> Any:
         (answer,) = self._call([_Call(name, keys, args)])
-        if isinstance(answer, ResponseError):
-            raise answer
-        return answer
+        return _or_raise(answer)
 
     def _function(self, name: str) -> Function:
         if name not in self._functions:
             self._functions[name] = function(name, self._fragments)
         return self._functions[name]
+
+
+def _or_raise(answer: Any) -> Any:
+    if isinstance(answer, RedisError):
+        raise answer
+    return answer
 
 
 def _is_missing(answer: object) -> bool:

@@ -6,10 +6,13 @@ one pipeline, another commits what is for the record in one transaction.  The lo
 
 import asyncio
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import structlog
 import uvloop
@@ -24,13 +27,18 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 _MOST_TOGETHER = 128
+_LATER_S = 0.01
+_SLICE_S = 0.001
 _RARE_THREADS = 16
 
 
-class Together:
-    """Has what is asked for at the same time done together, in a thread of its own.
+_Asked: TypeAlias = "list[tuple[Any, asyncio.Future[Any]]]"  # what for, and where its answer goes
 
-    `groups` says what of it is done first and what after; `do` answers a result, or an Exception, for each.
+
+class Together:
+    """Has what the loop asks for in one turn done together, in a thread of its own.
+
+    What `is_urgent` is done first, by itself; `do` answers a result, or an Exception, for each.
     """
 
     def __init__(
@@ -41,18 +49,25 @@ class Together:
         is_urgent: Callable[[Any], bool] = lambda _: True,
     ) -> None:
         self._loop, self._do, self._is_urgent = loop, do, is_urgent
-        self._asked: SimpleQueue[tuple[Any, asyncio.Future[Any]] | None] = SimpleQueue()
+        self._this_turn: _Asked = []
+        self._turns: SimpleQueue[_Asked | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    async def ask(self, wanted: Any) -> Any:
-        """Have it done.  Raises what it came to, if that is an exception."""
-        answer = self._loop.create_future()
-        self._asked.put((wanted, answer))
-        return await answer
+    def ask(self, wanted: Any) -> "asyncio.Future[Any]":
+        """Have it done.  The future has what it came to."""
+        answer: asyncio.Future[Any] = self._loop.create_future()
+        self._this_turn.append((wanted, answer))
+        if len(self._this_turn) == 1:
+            self._loop.call_soon(self._hand_over)
+        return answer
 
     def end(self) -> None:
-        self._asked.put(None)
+        self._turns.put(None)
+
+    def _hand_over(self) -> None:
+        self._turns.put(self._this_turn)
+        self._this_turn = []
 
     def _work(self) -> None:
         while (batch := self._next()) is not None:
@@ -62,14 +77,17 @@ class Together:
                     found = self._done([wanted for wanted, _ in group])
                     self._loop.call_soon_threadsafe(_answer, [future for _, future in group], found)
 
-    def _next(self) -> list[tuple[Any, asyncio.Future[Any]]] | None:
-        found = [self._asked.get()]
+    def _next(self) -> "_Asked | None":
+        found: _Asked = []
         try:
             while len(found) < _MOST_TOGETHER:
-                found.append(self._asked.get_nowait())
+                turn = self._turns.get(block=not found)
+                if turn is None:
+                    return None
+                found += turn
         except Empty:
             pass
-        return None if found[0] is None else [it for it in found if it is not None]
+        return found
 
     def _done(self, wanted: list[Any]) -> Sequence[Any]:
         try:
@@ -99,6 +117,7 @@ class Engine:
         self._record = Together("record", self.loop, database.do_all, lambda write: write.relaxed)
         self._rare = ThreadPoolExecutor(_RARE_THREADS, thread_name_prefix="rare")
         self._lives: set[asyncio.Task[Any]] = set()
+        self._later: deque[Callable[[], object]] = deque()
         self._idle = threading.Condition()
         self._thread = threading.Thread(target=self._turn, name="engine", daemon=True)
         self._thread.start()
@@ -107,7 +126,10 @@ class Engine:
 
     def soon(self, act: Callable[..., object], *args: Any) -> None:
         """Have the loop call `act`."""
-        self.loop.call_soon_threadsafe(act, *args)
+        if threading.current_thread() is self._thread:
+            self.loop.call_soon(act, *args)
+        else:
+            self.loop.call_soon_threadsafe(act, *args)
 
     def live(self, life: Coroutine[Any, Any, object]) -> None:
         """Have the loop carry out `life`."""
@@ -118,7 +140,7 @@ class Engine:
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until nothing lives any more; False: it took longer."""
         with self._idle:
-            return self._idle.wait_for(lambda: self._count == 0, seconds)
+            return self._idle.wait_for(lambda: self._count == 0 and not self._later, seconds)
 
     def close(self) -> None:
         """End the loop; what still lives is left where it is."""
@@ -129,6 +151,12 @@ class Engine:
         self._rare.shutdown(wait=False)
 
     # -- from the loop ---------------------------------------------------------------------------------------
+
+    def later(self, act: Callable[..., object], *args: Any) -> None:
+        """Have `act` called when no request and no slot has to wait for it: soon, and in the order asked for."""
+        self._later.append(partial(act, *args))
+        if len(self._later) == 1:
+            self.loop.call_later(_LATER_S, self._catch_up)
 
     async def ask_room(self, command: Callable[[], Command]) -> Any:
         """Run a script.  `command` makes it, in another thread.  Raises redis errors."""
@@ -155,6 +183,21 @@ class Engine:
             log.error("run_failed", exc_info=error)
         with self._idle:
             self._count -= 1
+            self._idle.notify_all()
+
+    def _catch_up(self) -> None:
+        """A little at a time, lest what has become urgent meanwhile wait for all of it."""
+        until = time.monotonic() + _SLICE_S
+        while self._later and time.monotonic() < until:
+            try:
+                self._later[0]()
+            except Exception:
+                log.exception("act_failed")
+            self._later.popleft()
+        if self._later:
+            self.loop.call_soon(self._catch_up)
+            return
+        with self._idle:
             self._idle.notify_all()
 
     def _turn(self) -> None:

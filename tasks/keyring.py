@@ -14,6 +14,7 @@ import hmac
 import secrets
 from collections.abc import Iterator
 from enum import StrEnum
+from functools import lru_cache
 
 import orjson
 
@@ -36,6 +37,7 @@ class Purpose(StrEnum):
     FINGERPRINT = "fingerprint"
 
 
+@lru_cache(maxsize=1024)
 def derive(secret: bytes, purpose: Purpose, *context: str) -> bytes:
     """The key of 32 bytes for this purpose and context (RFC 5869; `info` is the JSON list of both)."""
     info = orjson.dumps([purpose, *context])

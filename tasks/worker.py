@@ -127,7 +127,7 @@ class Worker:
             return
         if offer is None:
             log.warning("wake_up_not_understood", job_id=request.id)
-            self.engine.soon(self._show_nothing, Shown(request))
+            self._show_nothing(Shown(request))
         else:
             self.take_up(offer, Shown(request))
 
@@ -136,7 +136,7 @@ class Worker:
         if self._note(offer.lease):
             self.engine.live(self.begin(offer, shown))
         else:
-            self.engine.soon(self._show_nothing, shown)
+            self._show_nothing(shown)
 
     def hand_on(self, offer: Offer | None) -> None:
         """Run a job whose offer this worker holds, without the broker."""
@@ -187,13 +187,13 @@ class Worker:
         return None if run is None else ActiveRun(self.dispatcher.begun(offer, run, held), hold, shown)
 
     async def _run(self, run: ActiveRun) -> None:
-        self.engine.loop.call_soon(self._show, run)  # once the request is on its way
+        self.engine.later(self._show, run)
         try:
             outcome = await self._outcome(run)
-            run.shown.ended(await self._end(run, outcome))
+            self.engine.later(run.shown.ended, await self._end(run, outcome))
         except RecordUnavailable as error:  # The lease is gone, or this worker is: another will run it again.
             log.error("result_not_stored", job_id=run.task.run.job.id, error=str(error))
-            run.shown.ended(Ignore())
+            self.engine.later(run.shown.ended, Ignore())
         finally:
             self.heartbeat.remove(run.hold)
             self._forget(run.task.held.lease)
@@ -358,8 +358,9 @@ class Worker:
             self._untold.pop(held.lease, None)
 
     def _show_nothing(self, shown: Shown) -> None:
-        shown.began()
-        shown.ended(Ignore())
+        """Nothing came of a wake-up.  May be called by any thread."""
+        self.engine.soon(self.engine.later, shown.began)
+        self.engine.soon(self.engine.later, shown.ended, Ignore())
 
     # -- what is rare ----------------------------------------------------------------------------------------
 

@@ -9,8 +9,7 @@ asks a second time, to send again what may have been received.
 import asyncio
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -147,8 +146,8 @@ class Wires:
         self._timer: asyncio.TimerHandle | None = None
         self._idle: list[Any] = []
         self._under_way: dict[Any, Exchange] = {}
-        self._connections: dict[_Address, int] = {}  # our end's address -> file descriptor
-        self._ends: dict[int, _Address] = {}  # and back
+        self._connections: dict[_Address, socket.socket] = {}  # by our end's address; it is libcurl that closes them
+        self._ends: dict[int, _Address] = {}  # by file descriptor
         self._new: set[_Address] = set()  # connections of which the file descriptor is not known yet
 
     def begin(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, limits: Limits) -> Exchange:
@@ -182,12 +181,11 @@ class Wires:
 
     def is_stale(self, here: str, port: int) -> bool:
         """Whether the other end of a connection has been closed, or has said something that nobody asked for."""
-        fd = self._connections.get((here, port))
-        if fd is not None:
-            with suppress(OSError), _borrowed(fd) as ours:
-                if ours.getsockname()[:2] == (here, port):
-                    return _has_something_to_say(ours)
-        self._new.add((here, port))
+        end = (here, port)
+        known = self._connections.get(end)
+        if known is not None and _end_of(known) == end:
+            return _has_something_to_say(known)
+        self._new.add(end)
         return False
 
     def give_back(self, handle: Any) -> None:
@@ -205,6 +203,8 @@ class Wires:
         if self._timer is not None:
             self._timer.cancel()
         self._multi.close()
+        for end in list(self._connections):
+            self._forget(end)
 
     def _send(self, handle: Any, exchange: Exchange) -> None:
         self._under_way[handle] = exchange
@@ -212,12 +212,23 @@ class Wires:
         self._act(pycurl.SOCKET_TIMEOUT, 0)
 
     def _note_connection(self, fd: int) -> None:
-        with suppress(OSError), _borrowed(fd) as ours:  # libcurl has also other things watched than connections
-            end = ours.getsockname()[:2]
-            if end in self._new:
-                self._new.discard(end)
-                self._connections.pop(self._ends.get(fd, end), None)
-                self._connections[end], self._ends[fd] = fd, end
+        try:
+            found = socket.socket(fileno=fd)
+        except OSError:  # libcurl has also other things watched than connections
+            return
+        end = _end_of(found)
+        if end not in self._new:
+            found.detach()
+            return
+        self._new.discard(end)
+        self._forget(end)
+        self._forget(self._ends.get(fd))
+        self._connections[end], self._ends[fd] = found, end
+
+    def _forget(self, end: _Address | None) -> None:
+        """The file descriptor may be another's by now: it is not closed here."""
+        if end in self._connections:
+            self._connections.pop(end).detach()
 
     def _watch(self, event: int, fd: int, *_: object) -> None:
         if self._new:
@@ -246,14 +257,12 @@ class Wires:
                 return
 
 
-@contextmanager
-def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """A socket that somebody else will close.  Raises OSError: it is none."""
-    found = socket.socket(fileno=fd)
+def _end_of(connection: socket.socket) -> _Address | None:
+    """Our end's address; None: it was closed."""
     try:
-        yield found
-    finally:
-        found.detach()
+        return connection.getsockname()[:2]
+    except OSError:
+        return None
 
 
 def _has_something_to_say(connection: socket.socket) -> bool:

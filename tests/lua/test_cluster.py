@@ -45,9 +45,9 @@ class _Strict(Scripts):
         super().__init__(redis, keys)
         self.ran: set[str] = set()
 
-    def _run(self, name: str, keys: list[str], args: Any) -> Any:
-        self.ran.add(name)
-        return self.redis.eval(_STRICT + assemble(name), len(keys), *keys, *args)
+    def _send(self, calls: Any) -> list[Any]:
+        self.ran.update(name for name, _, _ in calls)
+        return [self.redis.eval(_STRICT + assemble(name), len(keys), *keys, *args) for name, keys, args in calls]
 
 
 def _b(job_id: str, seq: int, tier: int = 5) -> Job:
@@ -87,7 +87,7 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.keep(two._replace(lease="seized")) == "kept"
     assert room.restore((_b("back", 9), "p9-1", "w2", "elsewhere-slot0")) == 1
     assert strict.admit("acme", 1, 100, 5) == 0
-    assert strict.learn(room.keys.forecast(FLEET, FLEET), ["j1", 0, 1, 1, 1, 1]) == (0, 0)
+    assert strict.learn([(room.keys.forecast(FLEET, FLEET), ["j1", 0, 1, 1, 1, 1])]) == [(0, 0)]
     assert strict.workers("w1", 3, 1000) == 3
     assert room.run("reset", "server", "gpu-slot3") == 0
     assert room.run("close", room.version) == ["closed"] and room.open() == "opened"

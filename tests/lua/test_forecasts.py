@@ -36,7 +36,7 @@ class Process:
         return self.forecasts.estimate(FLEET, MODEL, ahead, 1, 1000.0, START_MS)
 
     def started(self, job_id: str, now_ms: int) -> bool:
-        return self.forecasts.started(FLEET, MODEL, job_id, START_MS + now_ms)
+        return self.forecasts.started([(FLEET, MODEL, job_id, START_MS + now_ms)]) == [True]
 
     def later(self) -> None:
         self.now_s += 1.0

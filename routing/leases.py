@@ -3,7 +3,7 @@
 A lease is held by whoever knows its name and its owner; nobody else renews or frees it (LEASE-4).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
@@ -224,9 +224,13 @@ class Leases:
             return None
         return replace(held, lease=lease, owner=owner)
 
-    def restore(self, fleet: str, leases: Sequence[Restored]) -> int:
-        """Write leases again that Redis has lost; answers how many were missing."""
-        args: list[Any] = [self._settings.lease_ms]
+    def having(self, jobs: Mapping[str, Sequence[str]]) -> dict[str, list[bool]]:
+        """For jobs of several fleets, whether each has a lease, in one round trip.  Raises redis errors."""
+        return self._scripts.members("leases", jobs)
+
+    def restore(self, fleet: str, leases: Sequence[Restored], lasts_ms: int | None = None) -> int:
+        """Write leases again that Redis has lost; answers how many were missing.  `lasts_ms`: other than the usual."""
+        args: list[Any] = [lasts_ms or self._settings.lease_ms]
         for it in leases:
             args += [it.held.job_id, it.held.lease, it.held.owner, it.held.slot]
             args += [order.lane(it.job), it.job.needs, it.job.seq, it.job.created_ms]

@@ -1,17 +1,20 @@
 """The leases of runs, as the record knows them: written again where Redis has lost them."""
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
 
-from jobs.record import Job, Run
+from jobs.record import Job, Run, now_ms
 from jobs.states import State
 from routing.dispatcher import Dispatcher, Task
 from routing.each import alone
 from routing.leases import Held, Restored
 
 log = structlog.get_logger(__name__)
+
+SETTLED_WITHIN_MS = 2_000
+"""So long a run may have passed its slot on while its end is on the way to the record; then it needs a lease."""
 
 
 def recorded(dispatcher: Dispatcher) -> defaultdict[str, list[Restored]]:
@@ -49,33 +52,52 @@ def task_of(dispatcher: Dispatcher, job: Job) -> Task | None:
     return Task(run, Held(dispatcher.fleet.model(job.model).fleet, job.id, lease, owner, job.slot))
 
 
-def restore_missing(dispatcher: Dispatcher) -> int:
-    """Give each running job its lease again that had none at two looks in a row; answers how many.
-
-    At one look it may be passing its slot on while its end is on the way to the record.
+def restore(dispatcher: Dispatcher) -> int:
+    """Give each running job its lease again where Redis has none; answers how many had none.
 
     Its worker, if it lives, renews it and goes on; if not, it expires and is reaped like any other: so a run always
     ends, whoever holds its slot by now.
     """
-    written = 0
-    # The record first: a lease is there before its run, and goes after it.
+    return _restore(dispatcher, _without_lease(dispatcher), dispatcher.settings.lease_ms)
+
+
+def restore_missed(dispatcher: Dispatcher, *, silence_proves: bool = True) -> int:
+    """The same for those that have had none for a while: a run passes its slot on before its end is in the record.
+
+    A worker that lives has by then written its lease again itself, so this one lasts for a renewal, no longer: the
+    job of a worker that died in between is run again soon.  `silence_proves`: not while Redis was away.
+    """
+    now, since = now_ms(), dispatcher.seen.missed
+    missing = _without_lease(dispatcher)
+    since = {run.held: since.get(run.held, now) for runs in missing.values() for run in runs}
+    dispatcher.seen.missed = since
+    settings = dispatcher.settings
+    missed = {
+        fleet: [run for run in runs if now - since[run.held] >= SETTLED_WITHIN_MS] for fleet, runs in missing.items()
+    }
+    return _restore(dispatcher, missed, settings.renew_every_ms * 5 // 4 if silence_proves else settings.lease_ms)
+
+
+def _without_lease(dispatcher: Dispatcher) -> dict[str, list[Restored]]:
+    """Running jobs, by fleet, that have no lease in Redis."""
+    # The record first: a lease is there before its run.
     runs = recorded(dispatcher)
-    for fleet, leases in dispatcher.leases.all_of(list(runs)).items():
-        with alone("restore", fleet=fleet):
-            written += _restore(dispatcher, fleet, runs[fleet], {held.job_id for held, _ in leases})
-    return written
+    leased = dispatcher.leases.having({fleet: [run.held.job_id for run in found] for fleet, found in runs.items()})
+    return {
+        fleet: [run for run, has_one in zip(found, leased[fleet], strict=True) if not has_one]
+        for fleet, found in runs.items()
+    }
 
 
-def _restore(dispatcher: Dispatcher, fleet: str, runs: Sequence[Restored], leased: Collection[str]) -> int:
-    lacking = [run for run in runs if run.held.job_id not in leased]
-    before, dispatcher.seen.lacking[fleet] = dispatcher.seen.lacking.get(fleet, set()), {it.held for it in lacking}
-    missing = [run for run in lacking if run.held in before]
-    if not missing:
-        return 0
-    written = dispatcher.leases.restore(fleet, missing)
-    _free_ended(dispatcher, missing)
-    if written:
-        log.warning("leases_were_lost", fleet=fleet, leases=written)
+def _restore(dispatcher: Dispatcher, missing: Mapping[str, Sequence[Restored]], lasts_ms: int) -> int:
+    written = 0
+    for fleet, runs in missing.items():
+        if runs:
+            with alone("restore", fleet=fleet):
+                restored = dispatcher.leases.restore(fleet, runs, lasts_ms)
+                _free_ended(dispatcher, runs)
+                log.warning("leases_were_lost", fleet=fleet, leases=restored)
+                written += restored
     return written
 
 

@@ -207,6 +207,15 @@ class Scripts:
             found = pipe.execute()
         return [fleet for fleet, exists in zip(fleets, found, strict=True) if exists]
 
+    def members(self, key: str, asked: Mapping[str, Sequence[str]]) -> dict[str, list[bool]]:
+        """Whether the sorted set of each fleet has each of these members."""
+        some = {fleet: found for fleet, found in asked.items() if found}
+        with self.redis.pipeline(transaction=False) as pipe:
+            for fleet, found in some.items():
+                pipe.zmscore(self.keys.of(fleet, key), list(found))
+            answers = dict(zip(some, pipe.execute(), strict=True))
+        return {fleet: [score is not None for score in answers.get(fleet, ())] for fleet in asked}
+
     def failures(self, fleet: str, server: str) -> int:
         """How often in a row a server failed, as lua/rest.lua counts it."""
         return int(self.redis.hget(self.keys.fleet(fleet)[-1], f"failures:{server}") or 0)

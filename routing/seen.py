@@ -23,8 +23,8 @@ class Seen:
     """Fleets whose room is being filled, up to which `seq`."""
     synced: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Fleet -> version of the catalog that its room got last, and when (monotonic s)."""
-    lacking: dict[str, set[Held]] = field(default_factory=dict)
-    """Fleet -> leases of running jobs that Redis did not have at the last look."""
+    missed: dict[Held, int] = field(default_factory=dict)
+    """Leases of running jobs that Redis did not have at the last look, and since when (ms)."""
     doubts: dict[str, "Doubt"] = field(default_factory=dict)
     """Fleets whose room holds fewer jobs than the record has queued."""
     unstarted: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -89,16 +89,16 @@ def keep_time() -> None:
 
 @_task("reap", 0.5)
 def reap() -> None:
-    """Twice a second: leases that were not renewed, offers that nobody took up."""
+    """Twice a second: leases that were not renewed, offers that nobody took up, runs that lack a lease."""
     reconcile.reap(dispatcher(), _patience)
+    runs.restore_missed(dispatcher(), silence_proves=not _patience.lasts)
 
 
 @_task("watch_runs", 2)
 def watch_runs() -> None:
-    """Every 2 s: end runs that exceed their longest time although their workers do not; give runs, and slots that
-    drain, their leases again where Redis has lost them."""
+    """Every 2 s: end runs that exceed their longest time although their workers do not; give slots that drain their
+    leases again where Redis has lost them."""
     draining.end_overlong(dispatcher())
-    runs.restore_missing(dispatcher())
     draining.keep(dispatcher())
 
 

@@ -185,7 +185,7 @@ def short_rooms(dispatcher: Dispatcher, catalog: Snapshot) -> set[str]:
 def reconcile(dispatcher: Dispatcher) -> int:
     """Bring back what the record knows and Redis does not; answers how many jobs (QUEUE-1)."""
     fleets = dispatcher.fleet.refresh().fleets()
-    found, rooms = runs.restore_missing(dispatcher), dispatcher.queues.depths_of(fleets)
+    found, rooms = runs.restore(dispatcher), dispatcher.queues.depths_of(fleets)
     for fleet in _having_queued(dispatcher, [fleet for fleet, room in rooms.items() if room.open]):
         with alone("reconcile", fleet=fleet):
             found += _fill(dispatcher, fleet)

@@ -146,8 +146,8 @@ class Life:
         found, heartbeat = self._come_to(job_id), this_worker().heartbeat
         add = heartbeat.add
 
-        def stopped(held: Held) -> Hold:
-            hold = add(held)
+        def stopped(held: Held, **more: bool) -> Hold:
+            hold = add(held, **more)
             hold.end("stop")
             return hold
 

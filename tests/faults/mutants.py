@@ -314,7 +314,7 @@ MUTANTS = [
         "a lease that Redis lost stays lost",
         "LEASE-1",
         "routing/reconcile/room.py",
-        "found, rooms = runs.restore_missing(dispatcher), ",
+        "found, rooms = runs.restore(dispatcher), ",
         "found, rooms = 0, ",
         (f"{MAINTENANCE}test_a_running_job_whose_lease_is_lost_gets_it_back",),
     ),

@@ -196,7 +196,7 @@ UPKEEP = [
         "every server's yes to a cancel frees its slot",
         "SLOT-1",
         "tasks/runner.py",
-        'self._let_go = said_yes and self._frees_slot == "immediate"',
+        'self._let_go = said_yes and _frees_slot(live) == "immediate"',
         "self._let_go = said_yes",
         (
             f"{_LETTING_GO}test_slot_1_whatever_ends_a_run_its_server_never_runs_two_in_one_slot",

@@ -339,7 +339,7 @@ def test_a_worker_that_is_still_telling_its_server_is_not_disturbed(one_slot):
     task = stage.start()
     stage.later(5 * SECOND)
     reconcile.expire_overdue(stage.dispatcher)
-    assert draining.keep(stage.dispatcher) == runs.restore_missing(stage.dispatcher) == 0
+    assert draining.keep(stage.dispatcher) == runs.restore(stage.dispatcher) == 0
     assert stage.renewal(task) is Renewal.CANCEL
 
 

@@ -130,12 +130,16 @@ def test_no_message_ends_a_worker_or_is_read_twice(town: Town, bare: Celery) -> 
     assert max(map(len, worker.log.splitlines())) < 2_000
 
 
+_BROADCASTS = "/0.celery.pidbox"
+
+
 def test_no_broadcast_ends_a_worker(town: Town, bare: Celery) -> None:
     town.crew(0)
     worker = town.hire()
     with town.redis() as redis:
+        eventually(lambda: redis.pubsub_numpat() + sum(dict(redis.pubsub_numsub(_BROADCASTS)).values()), "it listens")
         for raw in RAW.values():
-            assert redis.publish("/0.celery.pidbox", raw) >= 1
+            assert redis.publish(_BROADCASTS, raw) >= 1
     honest = bare.send_task("infer", args=[town.model(), {"prompt": "honest", "seconds": 0.01}])
     assert honest.get(timeout=60)["prompt"] == "honest"
     assert worker.popen.poll() is None

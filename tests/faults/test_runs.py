@@ -153,7 +153,7 @@ def test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody(stage,
         assert isinstance(run(stage), Ignore)
     assert (stage.state(job_id), stage.job(job_id).crashes) == (State.RUNNING, 0)
     if what == "settling":  # Its slot was passed on, so its lease comes back from the record.
-        assert [runs.restore_missing(stage.dispatcher) for _ in range(3)] == [0, 1, 0]
+        assert runs.restore(stage.dispatcher) == 1
     else:
         assert stage.redis.hgetall(stage.room.key("stats:server:gpu")).keys() <= {b"taken", b"loaded"}
     assert list(stage.room.taken().values()) == [job_id]
@@ -205,9 +205,12 @@ def test_a_run_whose_end_is_on_its_way_to_the_record_is_not_taken_for_one_withou
     job_id = stage.submit()
     task = stage.start("w1")
     worker._leases.release(task.held, back=False)
-    assert runs.restore_missing(stage.dispatcher) == 0
+    assert runs.restore_missed(stage.dispatcher) == 0
+    stage.later(runs.SETTLED_WITHIN_MS - 1)
+    assert runs.restore_missed(stage.dispatcher) == 0
     assert stage.store.settle(job_id, 1, Why.FINISHED, stage.now, result="{}") is not None
-    assert runs.restore_missing(stage.dispatcher) == 0 and stage.room.taken() == {}
+    stage.later(1)
+    assert runs.restore_missed(stage.dispatcher) == 0 and stage.room.taken() == {}
 
 
 def test_a_lease_that_was_written_again_while_its_end_was_stored_is_freed(stage, worker, server, monkeypatch):
@@ -371,7 +374,8 @@ def test_leases_are_renewed_in_time_though_the_database_is_silent(stage, worker,
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot(stage, worker, busy):
+@pytest.mark.parametrize("how", ["at once", "missed for a while"])
+def test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot(stage, worker, busy, how):
     stage.register()
     first = stage.submit()
     stage.start("dead")
@@ -380,8 +384,18 @@ def test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot(
         stage.submit()
         other = stage.start("w2")
         assert other.held.slot == stage.job(first).slot
-    assert [runs.restore_missing(stage.dispatcher) for _ in range(3)] == [0, 1, 0]
-    stage.later(LEASE_MS - 1)
+    if how == "at once":
+        assert [runs.restore(stage.dispatcher) for _ in range(2)] == [1, 0]
+        lasts_ms = LEASE_MS
+    else:
+        assert runs.restore_missed(stage.dispatcher) == 0
+        stage.later(runs.SETTLED_WITHIN_MS)
+        assert [runs.restore_missed(stage.dispatcher) for _ in range(2)] == [1, 0]
+        lasts_ms = SETTINGS.renew_every_ms * 5 // 4
+    if busy:
+        assert stage.renewal(other) is Renewal.RENEWED
+    stage.later(lasts_ms - 1)
+    assert reconcile.reap(stage.dispatcher) == 0
     if busy:
         assert stage.renewal(other) is Renewal.RENEWED
     stage.later(1)
@@ -407,8 +421,7 @@ def test_a_run_that_ends_while_its_lease_is_written_again_leaves_none(stage, wor
         return restore(*args)
 
     monkeypatch.setattr(stage.dispatcher.leases, "restore", ends_just_before)
-    runs.restore_missing(stage.dispatcher)
-    runs.restore_missing(stage.dispatcher)
+    runs.restore(stage.dispatcher)
     assert stage.run_all() == [second] and stage.room.taken() == {}
 
 

@@ -152,7 +152,8 @@ _UPKEEPS: dict[str, Callable[[Stage], object]] = {
     "sweep": lambda stage: reconcile.sweep(stage.dispatcher),
     "reap": lambda stage: reconcile.reap(stage.dispatcher),
     "keep": lambda stage: draining.keep(stage.dispatcher),
-    "restore": lambda stage: runs.restore_missing(stage.dispatcher),
+    "restore": lambda stage: runs.restore(stage.dispatcher),
+    "restore missed": lambda stage: runs.restore_missed(stage.dispatcher),
     "urgent": lambda stage: reconcile.urgent_servers(stage.dispatcher),
     "health": lambda stage: reconcile.note_health(stage.dispatcher, _reports(stage)),
     "reports": lambda stage: reconcile.heed_reports(stage.dispatcher, _reports(stage)),
@@ -188,8 +189,8 @@ def test_however_many_fleets_are_idle_their_leases_are_not_read(stage, crowd, mo
     reconcile.sweep(stage.dispatcher)
     stage.submit("idle3")
     read: list[str] = []
-    part = Scripts._run_part
-    monkeypatch.setattr(Scripts, "_run_part", lambda self, name, calls: read.extend(calls) or part(self, name, calls))
+    run_all = Scripts.run_all
+    monkeypatch.setattr(Scripts, "run_all", lambda self, name, calls: read.extend(calls) or run_all(self, name, calls))
     leases = stage.dispatcher.leases.all_of([f"idle{n}" for n in range(20)])
     assert [fleet for fleet, _ in read] == ["idle3"]
     assert {fleet: len(held) for fleet, held in leases.items() if held} == {"idle3": 1} and len(leases) == 20

@@ -86,6 +86,7 @@ class Stage:
             "routing.reconcile.timekeeping",
             "routing.audit",
             "routing.draining",
+            "routing.runs",
         ):
             monkeypatch.setattr(f"{module}.now_ms", lambda: self.now)
 

@@ -218,24 +218,42 @@ class Database:
             raise _uncertain("the commit takes very long")
 
     def _lead(self) -> None:
-        """Commit what waits, our own unit among it, then pass the lead on."""
+        """Commit what waits, our own unit among it, and pass the lead on before the disk is waited for."""
         with self._lock:
             batch, self._line = self._line[:_LARGEST_BATCH], self._line[_LARGEST_BATCH:]
         try:
-            self._answer(batch)
+            try:
+                self._answer(batch)
+            finally:
+                self._pass_the_lead_on()
+            self._secure(batch)
         finally:
-            with self._lock:
-                heir = self._line[0] if self._line else None
-                self._led = heir is not None
-                if heir is not None:
-                    heir.leads = True
             for ticket in batch:
                 if not ticket.done:  # Ctrl-C or the like came in between; it is raised in this thread alone.
                     ticket.fail(_unavailable("the commit was interrupted"))
             for ticket in batch[1:]:
                 ticket.wake()
+
+    def _pass_the_lead_on(self) -> None:
+        with self._lock:
+            heir = self._line[0] if self._line else None
+            self._led = heir is not None
             if heir is not None:
+                heir.leads = True
                 heir.wake()
+
+    def _secure(self, batch: Sequence[_Ticket[Any]]) -> None:
+        """Whoever was promised something is answered when it is on the disk."""
+        promised = [ticket for ticket in batch if ticket.error is None and not ticket.relaxed]
+        if not promised:
+            return
+        try:
+            self._writer.sync()
+        except BaseException as error:
+            for ticket in promised:
+                ticket.fail(_uncertain(_reason(error)))
+            if not isinstance(error, OSError):
+                raise
 
     def _answer(self, batch: list[_Ticket[Any]]) -> None:
         """Begin what is not too late, and answer every ticket of `batch`, all within their time."""
@@ -251,7 +269,7 @@ class Database:
         """Answer every ticket of `batch`.  False: the database did not even begin."""
         began, results = False, []
         try:
-            with self._transaction(all(ticket.relaxed for ticket in batch), until) as transaction:
+            with self._transaction(until) as transaction:
                 began = True
                 for ticket in batch:
                     results.append(ticket.unit(transaction))
@@ -312,9 +330,9 @@ class Database:
                 time.sleep(_ASK_AGAIN_S)
 
     @contextmanager
-    def _transaction(self, relaxed: bool, until: float) -> Iterator[Transaction]:
+    def _transaction(self, until: float) -> Iterator[Transaction]:
         """Commits at the end of the block.  Raises RecordUnavailable: nothing was stored; _Unanswered."""
-        lent = self._writer.connection(relaxed=relaxed)
+        lent = self._writer.connection()
         try:
             with engines.within(until - time.monotonic()), lent as connection, connection.begin() as begun:
                 transaction = Transaction(connection)

@@ -21,7 +21,7 @@ _NO_BEGIN: dict[str, Any] = {"slotkeeper_begins": False}
 READS: dict[str, dict[str, Any]] = {"sqlite": _NO_BEGIN, "postgresql": {"isolation_level": "AUTOCOMMIT"}}
 # PostgreSQL pages only inside a transaction; on SQLite that would lock out all who write.
 SNAPSHOT: dict[str, dict[str, Any]] = {"sqlite": _NO_BEGIN, "postgresql": {}}
-_RELAXED = "slotkeeper_relaxed"
+_UNSYNCED = "slotkeeper_unsynced"
 
 _SILENT: dict[str, Any] = {"hide_parameters": True}  # or the texts of errors would hold payloads
 CONNECT_S = 5
@@ -155,8 +155,16 @@ def _begin_sqlite(connection: Connection) -> None:
         say(connection, "BEGIN IMMEDIATE")
 
 
-def relax(connection: Connection, relaxed: bool) -> None:
-    """Say whether the transactions of this connection, from the next one on, need not survive a power cut (SQLite)."""
-    if connection.dialect.name == "sqlite" and connection.info.get(_RELAXED, False) is not relaxed:
-        say(connection, f"PRAGMA synchronous={'NORMAL' if relaxed else 'FULL'}")
-        connection.info[_RELAXED] = relaxed
+def wait_for_no_disk(connection: Connection) -> None:
+    """From the next transaction on, a COMMIT on this connection does not wait for the disk (SQLite)."""
+    if connection.dialect.name == "sqlite" and _UNSYNCED not in connection.info:
+        say(connection, "PRAGMA synchronous=NORMAL")
+        connection.info[_UNSYNCED] = True
+
+
+def log_of(engine: Engine) -> str | None:
+    """The file to which SQLite commits, in WAL mode; None: there is none to wait for."""
+    file = engine.url.database or ""
+    if engine.dialect.name != "sqlite" or file in ("", ":memory:") or file.startswith("file:"):
+        return None
+    return f"{file}-wal"

@@ -2,6 +2,7 @@
 
 from tests.faults.mutant import WORKERS, Mutant
 
+DB = "tests/unit/jobs/test_db.py::"
 COMMIT = "tests/contracts/test_record_uncertain.py::"
 MASS = "tests/contracts/test_record_mass.py::"
 
@@ -17,6 +18,22 @@ KEPT = [
             f"{COMMIT}test_a_commit_that_fails_on_sqlite_is_looked_up_before_anybody_is_answered",
         ),
         postgres=True,
+    ),
+    Mutant(
+        "an answer does not wait for the disk",
+        "JOB-2",
+        "jobs/db.py",
+        "            self._secure(batch)\n",
+        "",
+        (f"{DB}test_only_what_nobody_was_promised_does_not_wait_for_the_disk",),
+    ),
+    Mutant(
+        "a failing disk is taken for one that has stored",
+        "JOB-3",
+        "jobs/db.py",
+        "                ticket.fail(_uncertain(_reason(error)))\n            if not",
+        "                pass\n            if not",
+        (f"{DB}test_what_the_disk_may_not_have_is_not_called_stored_nor_refused",),
     ),
     Mutant(
         "an unknown is called a no",

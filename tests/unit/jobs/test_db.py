@@ -1,11 +1,16 @@
 """How the engines are set up; what they promise stands in tests/contracts/test_record_commit.py."""
 
+import os
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from sqlalchemy import event
 
-from jobs import engines
+from jobs import engines, writer
 from jobs.config import Limits
-from jobs.db import Database, _reason
+from jobs.db import Database, Write, _reason
+from jobs.errors import RecordUncertain
 
 
 @pytest.fixture
@@ -29,18 +34,75 @@ def test_reading_takes_no_lock_and_writing_takes_it_at_once(sqlite):
         connection.exec_driver_sql("SELECT 1")
     assert statements == ["SELECT 1"]
     sqlite.write(lambda tx: tx.connection.exec_driver_sql("SELECT 2"))
-    assert statements[1:] == ["BEGIN IMMEDIATE", "SELECT 2"]
+    assert statements[-2:] == ["BEGIN IMMEDIATE", "SELECT 2"]
 
 
-def test_only_what_nobody_was_promised_does_not_wait_for_the_disk(sqlite):
-    statements = []
-    event.listen(sqlite.engine, "before_cursor_execute", lambda c, cursor, sql, *_: statements.append(sql))
-    sqlite.write(lambda tx: tx.connection.exec_driver_sql("SELECT 1"), relaxed=True)
-    sqlite.write(lambda tx: tx.connection.exec_driver_sql("SELECT 2"))
-    assert [sql for sql in statements if "synchronous" in sql] == [
-        "PRAGMA synchronous=NORMAL",
-        "PRAGMA synchronous=FULL",
+_ONE_ROW = "INSERT INTO rows VALUES (1)"
+
+
+@pytest.fixture
+def disk(sqlite, monkeypatch):
+    """What is done when the disk is waited for; the paths of the files that were."""
+    sqlite.write(lambda tx: tx.connection.exec_driver_sql("CREATE TABLE rows (n)"))
+    waited: list[str] = []
+
+    def sync(log: int) -> None:
+        waited.append(os.readlink(f"/proc/self/fd/{log}"))
+        for act in acts:
+            act()
+
+    acts: list[Callable[[], object]] = []
+    monkeypatch.setattr(writer, "_sync", sync)
+    return acts, waited
+
+
+def _count(connection: Any) -> int:
+    return connection.exec_driver_sql("SELECT count(*) FROM rows").scalar()
+
+
+def test_only_what_nobody_was_promised_does_not_wait_for_the_disk(sqlite, disk):
+    _, waited = disk
+    sqlite.write(lambda tx: tx.connection.exec_driver_sql(_ONE_ROW), relaxed=True)
+    assert waited == []
+    sqlite.write(lambda tx: tx.connection.exec_driver_sql(_ONE_ROW))
+    assert waited == [f"{sqlite.engine.url.database}-wal"]
+
+
+def test_who_waits_for_the_disk_keeps_nobody_from_writing(sqlite, disk):
+    """Neither this process's threads nor other processes."""
+    acts, waited = disk
+    other = Database(sqlite.url, Limits(lock_s=0.2))
+    acts += [
+        lambda: other.write(lambda tx: tx.connection.exec_driver_sql(_ONE_ROW), relaxed=True),
+        lambda: sqlite.write(lambda tx: tx.connection.exec_driver_sql(_ONE_ROW), relaxed=True),
     ]
+    sqlite.write(lambda tx: tx.connection.exec_driver_sql(_ONE_ROW))
+    with sqlite.read() as connection:
+        assert _count(connection) == 3
+    assert len(waited) == 1
+    other.close()
+
+
+def test_what_the_disk_may_not_have_is_not_called_stored_nor_refused(sqlite, disk):
+    acts, _ = disk
+
+    def fails() -> None:
+        raise OSError(5, "Input/output error")
+
+    acts.append(fails)
+    with pytest.raises(RecordUncertain, match="Input/output"):
+        sqlite.write(lambda tx: tx.connection.exec_driver_sql(_ONE_ROW))
+    sqlite.write(lambda tx: tx.connection.exec_driver_sql(_ONE_ROW), relaxed=True)
+
+
+def test_all_who_share_a_commit_are_answered_after_the_disk_has_it(sqlite, disk):
+    acts, waited = disk
+    early = []
+    acts.append(lambda: early.extend(answered))
+    answered: list[bool] = []
+    writes = [Write(lambda tx: tx.connection.exec_driver_sql(_ONE_ROW), heard=lambda: answered.append(True))] * 3
+    sqlite.do_all(writes)
+    assert early == [] and answered == [True] * 3 and len(waited) == 1
 
 
 # -- what PostgreSQL is asked for ------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ from tasks.worker import this_worker
 
 SERVER, SLOTS, SYNC, ASYNC = "gpu", 2, "zimg", "flux"
 SETTINGS = {
-    "SLOTKEEPER_LEASE_MS": "300",
+    "SLOTKEEPER_LEASE_MS": "600",
     "SLOTKEEPER_RENEW_EVERY_MS": "100",
     "SLOTKEEPER_OFFER_MS": "300",
     "SLOTKEEPER_BUSY_REST_MS": "30",
@@ -234,7 +234,7 @@ class Life:
         self.recover()
         self.hand_back(self.submit("handed", {"do": "ok"}, ASYNC, callback_url=hook))
         self.push(self.submit("pushed", {"do": "ok"}, callback_url=hook))
-        self.linger(self.submit("lingering", {"do": "ok", "seconds": 0.3}, ASYNC, callback_url=hook))
+        self.linger(self.submit("lingering", {"do": "ok", "seconds": 0.6}, ASYNC, callback_url=hook))
         self.submit("beside", {"do": "ok"}, ASYNC)
         self.submit("behind", {"do": "ok"}, ASYNC)
         self.recover()

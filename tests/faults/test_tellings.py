@@ -158,9 +158,9 @@ def test_a_chain_goes_on_whenever_its_worker_dies_after_the_end_of_a_step(town: 
         _infer(bare, model, "third"),
     ).apply_async()
     first = sent.parent.parent
-    _until(town, first, "completed")
     worker.popen.wait(60)
     town.crew(1)
+    _until(town, first, "completed")
     assert sent.get(timeout=90)["prompt"] == "third"
     assert first.get(timeout=10)["prompt"] == "first"
     town.until(linked.options["task_id"], "completed")

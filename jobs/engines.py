@@ -1,4 +1,7 @@
-"""Engines for SQLite and PostgreSQL: how they connect, how a transaction begins, how long anything may take."""
+"""Engines for SQLite and PostgreSQL: how they connect, how a transaction begins, how long anything may take.
+
+What only PostgreSQL needs stands in jobs/postgresql.py, with its driver, which a process on SQLite never loads.
+"""
 
 import math
 import threading
@@ -8,7 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psycopg
 from sqlalchemy import Connection, Engine, NullPool, create_engine, event, make_url
 
 from jobs.config import Limits
@@ -23,20 +25,21 @@ READS: dict[str, dict[str, Any]] = {"sqlite": _NO_BEGIN, "postgresql": {"isolati
 SNAPSHOT: dict[str, dict[str, Any]] = {"sqlite": _NO_BEGIN, "postgresql": {}}
 _UNSYNCED = "slotkeeper_unsynced"
 
-_SILENT: dict[str, Any] = {"hide_parameters": True}  # or the texts of errors would hold payloads
+SILENT: dict[str, Any] = {"hide_parameters": True}  # or the texts of errors would hold payloads
 CONNECT_S = 5
-_LEAST_CONNECT_S = 2  # libpq waits no shorter
-_POOL_S = 2.0
-# A peer that has vanished is noticed by TCP, if nobody waits for its answer.  Seconds; milliseconds.
-_KEEPALIVE = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 5000}
+POOL_S = 2.0
 
 _clock = threading.local()
 
 
 def make(url: str, limits: Limits, *, pooled: bool = True) -> Engine:
     """The engine of a record.  `pooled` False: each connection is a new one."""
-    make_one = _sqlite if url.startswith("sqlite") else _postgresql
-    return make_one(url, limits, {} if pooled else {"poolclass": NullPool})
+    pool: dict[str, Any] = {} if pooled else {"poolclass": NullPool}
+    if url.startswith("sqlite"):
+        return _sqlite(url, limits, pool)
+    from jobs import postgresql
+
+    return postgresql.engine(url, limits, pool)
 
 
 @contextmanager
@@ -55,56 +58,6 @@ def left() -> float:
     return float(getattr(_clock, "until", math.inf)) - time.monotonic()
 
 
-class _Impatient(psycopg.Connection[Any]):
-    """A connection that waits for an answer as long as `within` allows, whether the server is silent or busy."""
-
-    def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
-        seconds = left()
-        if math.isinf(seconds):
-            return super().wait(gen, interval, timeout)
-        try:
-            return super().wait(gen, interval, max(seconds, 0.0))
-        except psycopg.OperationalError:
-            if left() > 0:
-                raise
-            self.pgconn.finish()  # What is still to come would be taken for the next answer.
-            raise psycopg.OperationalError("the server did not answer in time") from None
-
-
-# -- PostgreSQL --------------------------------------------------------------------------------------------
-
-
-def _postgresql(url: str, limits: Limits, pool: dict[str, Any]) -> Engine:
-    pool = pool or {"pool_size": 8, "max_overflow": 24, "pool_pre_ping": True, "pool_timeout": _POOL_S}
-    engine = create_engine(url, connect_args=_arguments(url, limits), **_SILENT, **pool)
-    event.listen(engine, "do_connect", _connect)
-    return engine
-
-
-def _arguments(url: str, limits: Limits) -> dict[str, Any]:
-    """What is asked for beside the URL; what that says itself comes first."""
-    given = make_url(url).query
-    known: dict[str, Any] = {"connect_timeout": CONNECT_S, **_KEEPALIVE}
-    wanted = {name: value for name, value in known.items() if name not in given}
-    timeouts = {
-        "statement_timeout": limits.statement_s,
-        "lock_timeout": limits.lock_s,
-        "idle_in_transaction_session_timeout": limits.idle_s,
-    }
-    options = [f"-c {name}={round(seconds * 1000)}" for name, seconds in timeouts.items() if seconds]
-    if options:
-        own = given.get("options", "")
-        wanted["options"] = " ".join([*options, own if isinstance(own, str) else " ".join(own)]).strip()
-    return wanted
-
-
-def _connect(_: object, __: object, arguments: Any, options: dict[str, Any]) -> Any:
-    if left() < _LEAST_CONNECT_S:
-        raise psycopg.OperationalError("no time is left for a new connection")
-    seconds = min(float(options["connect_timeout"]), left())
-    return _Impatient.connect(*arguments, **(options | {"connect_timeout": math.floor(seconds)}))
-
-
 # -- SQLite ------------------------------------------------------------------------------------------------
 
 
@@ -113,8 +66,8 @@ def _sqlite(url: str, limits: Limits, pool: dict[str, Any]) -> Engine:
     engine = create_engine(
         url,
         connect_args={"timeout": limits.lock_s, "check_same_thread": False},
-        **_SILENT,
-        **(pool or {"pool_size": 8, "max_overflow": 56, "pool_timeout": _POOL_S}),
+        **SILENT,
+        **(pool or {"pool_size": 8, "max_overflow": 56, "pool_timeout": POOL_S}),
     )
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from jobs import engines, writer
+from jobs import postgresql, writer
 from jobs.config import Limits
 from jobs.db import Database, Write, _reason
 from jobs.errors import RecordUncertain
@@ -116,7 +116,7 @@ def _asked(monkeypatch, query: str, **limits: float) -> dict[str, object]:
         given.append(options)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(engines._Impatient, "connect", connect)
+    monkeypatch.setattr(postgresql._Impatient, "connect", connect)
     database = Database(f"postgresql://nobody@192.0.2.1/record{query}", Limits(**limits))
     with pytest.raises(ZeroDivisionError), database.snapshot():
         pass
@@ -150,11 +150,11 @@ def test_what_the_url_says_comes_first(monkeypatch):
 
 def test_a_connection_takes_no_longer_than_there_is_time(monkeypatch):
     given = []
-    monkeypatch.setattr(engines._Impatient, "connect", lambda **options: given.append(options["connect_timeout"]))
+    monkeypatch.setattr(postgresql._Impatient, "connect", lambda **options: given.append(options["connect_timeout"]))
     with engines.within(3.9):
-        engines._connect(None, None, (), {"connect_timeout": 5})
+        postgresql._connect(None, None, (), {"connect_timeout": 5})
     with engines.within(1.9), pytest.raises(Exception, match="no time is left"):
-        engines._connect(None, None, (), {"connect_timeout": 5})
+        postgresql._connect(None, None, (), {"connect_timeout": 5})
     assert given == [3]
 
 

@@ -1,6 +1,7 @@
 """The Celery application.  Its settings stand in celeryconfig.py."""
 
 from celery import Celery
+from click import Option
 from kombu.transport import TRANSPORT_ALIASES
 
 # Before the first connection, which finds its transport here.
@@ -11,3 +12,7 @@ _MODULES = ["inference", "maintenance", "startup", "telling", "webhooks"]
 celery = Celery("slotkeeper", include=[f"tasks.{name}" for name in _MODULES])
 celery.config_from_object("celeryconfig")
 celery.set_default()
+celery.user_options["worker"].add(
+    Option(["--embedded-beat"], is_flag=True, help="Be beat, too, in a thread that needs no messages.")
+)
+celery.steps["worker"].add("tasks.embedded_beat:EmbeddedBeat")

@@ -4,6 +4,8 @@ It bounds what messages unpack to, logs as all do, closes the state folder, comp
 looks at Redis' settings.
 """
 
+import threading
+
 import structlog
 from celery.signals import beat_init, setup_logging, worker_init
 from redis import Redis
@@ -81,6 +83,8 @@ def begin() -> None:
 @worker_init.connect
 @beat_init.connect
 def _begin(**_: object) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return  # Beat that is embedded in a worker, which has begun.
     bound_unpacking()
     try:
         begin()

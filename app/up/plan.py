@@ -104,17 +104,21 @@ class Plan:
         return {**os.environ, **given}
 
     def roles(self) -> list[Role]:
-        """What the Procfile lists, and the demo servers; Valkey is started before them."""
+        """What the Procfile lists, and the demo servers; Valkey is started before them.
+
+        Beat is a thread of maintenance here: there is one of each, and a process costs memory.
+        """
         stops = {  # turn, seconds
             "web": (0, 4.0),
-            "beat": (0, 4.0),
             "worker": (1, self.grace_s + _ENDS_AFTER_GRACE_S),
             "maintenance": (1, self.grace_s + _ENDS_AFTER_GRACE_S),
             "webhooks": (1, 5.0),
             "flower": (2, 2.0),
         }
         roles = []
-        for name, command in procfile().items():
+        commands = {name: command for name, command in procfile().items() if name != "beat"}
+        commands["maintenance"] += " --embedded-beat"
+        for name, command in commands.items():
             turn, stop_s = stops.get(name, (1, 5.0))
             roles.append(Role(name, command, stop_s=stop_s, turn=turn))
         python = f'"{sys.executable}" -m reference_server'

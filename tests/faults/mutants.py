@@ -38,6 +38,7 @@ from tests.faults.mutants_celery import CELERY
 from tests.faults.mutants_door import DOOR
 from tests.faults.mutants_offers import OFFERS
 from tests.faults.mutants_record import KEPT
+from tests.faults.mutants_rest import REST
 from tests.faults.mutants_room import ROOM
 from tests.faults.mutants_run import RUN
 from tests.faults.mutants_secrets import SECRETS
@@ -59,6 +60,7 @@ MUTANTS = [
     *CELERY,
     *UPKEEP,
     *SECRETS,
+    *REST,
     # -- the record ------------------------------------------------------------------------------------------
     Mutant(
         "a transition asks for no state",

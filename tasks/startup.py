@@ -1,24 +1,19 @@
 """What each process of an installation does first.
 
-It bounds what messages unpack to, logs as all do, closes the state folder, compares its secret with the others', and
-looks at Redis' settings.
+It logs as all do, closes the state folder, compares its secret with the others', and looks at Redis' settings.
+Celery's processes are told to by tasks/signals.py.
 """
 
-import threading
-
 import structlog
-from celery.signals import beat_init, setup_logging, worker_init
 from redis import Redis
 from redis.exceptions import RedisError
 
 from jobs import logs
 from jobs.config import RecordSettings
-from jobs.errors import SlotkeeperError
 from jobs.home import open_home
 from routing.suitability import evicts, forgets
 from tasks.config import TaskSettings
 from tasks.keyring import fingerprints
-from tasks.packed import bound_unpacking
 from tasks.wiring import scripts
 
 log = structlog.get_logger(__name__)
@@ -55,12 +50,6 @@ def _is_shared(redis: Redis, key: str, present: str, *former: str) -> bool:
     return known == present.encode()
 
 
-@setup_logging.connect
-def _log(loglevel: int | str | None = None, **_: object) -> None:
-    """Celery asks for its own way of logging; this takes its place, also in beat and Flower."""
-    logs.configure(loglevel or TaskSettings().log_level)
-
-
 def check_redis() -> None:
     """Say what of Redis' settings endangers what is kept there."""
     for check in (evicts, forgets):
@@ -78,15 +67,3 @@ def begin() -> None:
     open_home(RecordSettings())
     compare_secret()
     check_redis()
-
-
-@worker_init.connect
-@beat_init.connect
-def _begin(**_: object) -> None:
-    if threading.current_thread() is not threading.main_thread():
-        return  # Beat that is embedded in a worker, which has begun.
-    bound_unpacking()
-    try:
-        begin()
-    except (SlotkeeperError, OSError) as error:  # Celery would only log what a signal's receiver raises.
-        raise SystemExit(f"Error: {error}") from error

@@ -61,6 +61,7 @@ def flower() -> None:
     from tasks.celery_app import celery
 
     _close_flower()
+    celery.conf.include = ["tasks.signals"]  # It shows tasks, and runs none.
     celery.start(["flower"])
 
 

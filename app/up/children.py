@@ -29,6 +29,8 @@ class Role:
     """Those with the lowest are stopped first; the next ones when these have ended."""
     keeps_state: bool = False
     """It gets its time to end even when a second signal asks for haste."""
+    completes: bool = False
+    """It has something to do and ends; others stay until they are stopped."""
 
 
 class Child:

@@ -71,7 +71,7 @@ def _start(plan: Plan, program: str, supervisor: Supervisor) -> None:
     if program:
         password = redis_password(plan.home)
         supervisor.start(valkey.role(program, plan.redis_port, plan.home / "valkey", _LAST_TURN, password))
-    supervisor.aside(lambda: _migrate(plan.record_url))
+    supervisor.complete(plan.migration())
     if program:
         supervisor.wait(lambda: valkey.answers(plan.redis_port, password), _START_S, "Valkey did not answer")
     flower_password(plan.home)
@@ -108,21 +108,6 @@ def _without_password(text: str, url: str) -> str:
 
 def _reached(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-
-
-def _migrate(url: str) -> None:
-    from jobs import migrate
-    from jobs.errors import SlotkeeperError
-
-    try:
-        migrate.upgrade(url)
-    except SlotkeeperError as error:
-        raise UpError(f"The record cannot be used: {error.detail}") from error
-    except ValueError as error:
-        raise UpError(f"The record cannot be used: {error}") from error
-    except OSError as error:
-        where = error.filename or _without_password(url, url)
-        raise UpError(f"The record cannot be used: {error.strerror or error}: {where}") from error
 
 
 def _ready(client: Client) -> bool:

@@ -103,6 +103,10 @@ class Plan:
         }
         return {**os.environ, **given}
 
+    def migration(self) -> Role:
+        """A process of its own, so that this one loads no database."""
+        return Role("migrate", f'"{sys.executable}" -m app.cli migrate', completes=True)
+
     def roles(self) -> list[Role]:
         """What the Procfile lists, and the demo servers; Valkey is started before them.
 
@@ -166,22 +170,16 @@ def _demo_servers(base: int | None) -> tuple[DemoServer, ...]:
 
 
 def _rooted(url: str) -> str:
-    """The same URL for children that run in another folder."""
-    from sqlalchemy import make_url
-    from sqlalchemy.exc import ArgumentError
-
-    try:
-        parsed = make_url(url)
-    except ArgumentError as error:
-        raise UpError(
-            f"SLOTKEEPER_DATABASE_URL is no SQLAlchemy URL, such as postgresql://user@host/name: {error}"
-        ) from error
-    backend = parsed.get_backend_name()
+    """The same URL for children that run in another folder.  They parse the rest of it."""
+    kind, separator, _ = url.partition("://")
+    backend = kind.partition("+")[0]
+    if not separator:
+        raise UpError("SLOTKEEPER_DATABASE_URL is no SQLAlchemy URL, such as postgresql://user@host/name.")
     if backend not in ("sqlite", "postgresql"):
         raise UpError(f"SLOTKEEPER_DATABASE_URL names {backend}, and the record can be kept in sqlite or postgresql.")
-    if backend != "sqlite" or not parsed.database:
-        return url
-    return parsed.set(database=os.path.abspath(parsed.database)).render_as_string(hide_password=False)
+    start, _, place = url.partition(":///")
+    path, mark, query = place.partition("?")
+    return f"{start}:///{os.path.abspath(path)}{mark}{query}" if backend == "sqlite" and path else url
 
 
 def read_settings(settings: type[S]) -> S:

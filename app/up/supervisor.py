@@ -88,6 +88,12 @@ class Supervisor:
         except OSError as error:
             raise UpError(f"{role.name} cannot be started: {error.strerror}.") from error
 
+    def complete(self, role: Role) -> None:
+        """Start what ends by itself, and look after all children until it has.  Raises UpError: not well; Stopped."""
+        self.start(role)
+        while self._children[role.name].pid is not None:
+            self._turn(_TURN_S)
+
     def wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Look after the children until `condition` holds.  Raises UpError after `timeout_s`, Stopped."""
         until = time.monotonic() + timeout_s
@@ -177,7 +183,7 @@ class Supervisor:
                 self._ended(name, child, status)
 
     def _ended(self, name: str, child: Child, status: int) -> None:
-        if self._stopping:
+        if self._stopping or (child.role.completes and status == 0):
             return
         if not self.steady:
             raise UpError(f"{name} ended ({how_it_ended(status)}) while it started: {child.last_words()} ({child.log})")

@@ -30,7 +30,7 @@ FIRST = {
     "a worker's secret": ["-c", "from tasks.keyring import fingerprints; fingerprints()"],
     "a database": ["-c", "from tasks.wiring import database; database().read().__enter__()"],
     "web": ["-c", "from app.factory import create_app; create_app()"],
-    "beat": ["-c", "from tasks import startup; startup._begin()"],
+    "beat": ["-c", "from tasks import signals; signals._begin()"],
     "Flower's password": [
         "-c",
         "from pathlib import Path; from app.up.home import flower_password as f; import os;"

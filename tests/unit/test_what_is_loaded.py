@@ -11,8 +11,8 @@ PROCESSES = {
     "web": "import app.web.__main__",
     "worker": "import tasks.maintenance, tasks.worker",
     "webhooks": "import tasks.webhooks",
-    "flower": "import tasks.celery_app, app.commands.local",
-    "supervisor": "import app.up.launcher",
+    "flower": "import app.cli, tasks.celery_app, tasks.signals",
+    "supervisor": "import app.cli, app.up.launcher; app.up.launcher.read_plan(False)",
 }
 
 
@@ -27,3 +27,15 @@ def loaded(code: str, home: Path) -> set[str]:
 def test_without_postgresql_nobody_loads_its_driver(process: str, tmp_path: Path) -> None:
     engine = "from jobs.config import *; from jobs.engines import make; make(RecordSettings().record_url, Limits())"
     assert not {"psycopg", "psycopg_binary"} & loaded(f"{PROCESSES[process]}; {engine}", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("process", "spared"),
+    [
+        ("supervisor", {"celery", "flask", "kombu", "redis", "sqlalchemy", "structlog"}),
+        ("flower", {"flask", "psycopg", "pycurl", "sqlalchemy"}),
+        ("webhooks", {"celery", "flask", "kombu"}),
+    ],
+)
+def test_no_process_loads_what_it_has_no_use_for(process: str, spared: set[str], tmp_path: Path) -> None:
+    assert not spared & loaded(PROCESSES[process], tmp_path)

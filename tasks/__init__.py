@@ -8,6 +8,8 @@ May import routing and jobs; never app or flask (setup.cfg, importlinter).
 
 from typing import TYPE_CHECKING, Any
 
+import jobs.light  # noqa: F401  First of all.
+
 if TYPE_CHECKING:
     from tasks.celery_app import celery
     from tasks.inference import infer

@@ -10,3 +10,5 @@ owners.py      whose request it is, before it is read
 hall.py        the threads, and the order in which clients get them
 gateway.py     a request as WSGI has it, and the answer
 """
+
+import jobs.light  # noqa: F401  First of all.

@@ -32,9 +32,11 @@ def test_without_postgresql_nobody_loads_its_driver(process: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("process", "spared"),
     [
-        ("supervisor", {"celery", "flask", "kombu", "redis", "sqlalchemy", "structlog"}),
-        ("flower", {"flask", "psycopg", "pycurl", "sqlalchemy"}),
-        ("webhooks", {"celery", "flask", "kombu"}),
+        ("supervisor", {"celery", "flask", "kombu", "redis", "sqlalchemy"}),
+        ("flower", {"flask", "psycopg", "pycurl", "rich", "sqlalchemy"}),
+        ("webhooks", {"celery", "flask", "kombu", "rich"}),
+        ("worker", {"alembic", "flask", "rich"}),
+        ("web", {"rich"}),
     ],
 )
 def test_no_process_loads_what_it_has_no_use_for(process: str, spared: set[str], tmp_path: Path) -> None:

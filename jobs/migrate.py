@@ -1,33 +1,35 @@
 """Bring the schema of a record to what this release needs, or say that it is not.
 
 The steps lie in the package `migrations`, beside this one; no alembic.ini is needed.  Several processes may
-call `upgrade` at once: one migrates, the others wait and find nothing left to do.
+call `upgrade` at once: one migrates, the others wait and find nothing left to do.  Only that loads Alembic; all
+processes `check`.
 """
 
 import fcntl
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from alembic.util import CommandError
-from sqlalchemy import Engine, NullPool, create_engine, make_url
+from sqlalchemy import Engine, NullPool, create_engine, inspect, make_url
 from sqlalchemy.exc import InterfaceError, OperationalError
 
 from jobs.engines import CONNECT_S
 from jobs.errors import Conflict, RecordUnavailable
 from jobs.home import private_file, private_folder
 
+if TYPE_CHECKING:
+    from alembic.config import Config
+
 # Found beside this package, not by its name: the working folder of a user may have `migrations` of its own.
 _STEPS = Path(__file__).resolve().parent.parent / "migrations"
 _LOCK_KEY = 0x510715EE9E4  # any number, as long as every release uses the same
 _PATIENCE_S = 120.0
 _LOOK_EVERY_S = 0.05
+_REVISIONS = re.compile(r'^(down_)?revision = (?:"(\w+)"|None)$', re.MULTILINE)
 
 
 def upgrade(url: str) -> None:
@@ -36,6 +38,9 @@ def upgrade(url: str) -> None:
     All or nothing.  Raises RecordUnavailable: the database cannot be reached, or is locked for too long;
     Conflict: a newer release has migrated it.
     """
+    from alembic import command
+    from alembic.util import CommandError
+
     with _answered(), _alone(url):
         try:
             command.upgrade(_config(url), "head")
@@ -45,15 +50,15 @@ def upgrade(url: str) -> None:
 
 def check(url: str) -> str | None:
     """None: the schema is the one that this release needs.  Else a sentence that says what to do."""
-    steps = ScriptDirectory.from_config(_config(url))
-    needed = set(steps.get_heads())
+    known, followed = _steps()
+    needed = known - followed
     found = _revisions(url)
     if found == needed:
         return None
     if not found:
         return "The database has no schema of Slotkeeper yet; run `slotkeeper migrate`."
     here, there = ", ".join(sorted(found)), ", ".join(sorted(needed))
-    if found <= {step.revision for step in steps.walk_revisions()}:
+    if found <= known:
         return f"The database's schema is at {here} and this release needs {there}; run `slotkeeper migrate`."
     return (
         f"The database's schema is at {here}, which this release does not know (it needs {there}); "
@@ -61,7 +66,19 @@ def check(url: str) -> str | None:
     )
 
 
-def _config(url: str) -> Config:
+def _steps() -> tuple[set[str], set[str]]:
+    """The revisions that this release knows, and those of them that another follows."""
+    known: set[str] = set()
+    followed: set[str] = set()
+    for path in (_STEPS / "versions").glob("*.py"):
+        for down, revision in _REVISIONS.findall(path.read_text()):
+            (followed if down else known).add(revision)
+    return known, followed
+
+
+def _config(url: str) -> "Config":
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(_STEPS).replace("%", "%%"))
     config.attributes["url"] = _patient(url)
@@ -73,7 +90,9 @@ def _revisions(url: str) -> set[str]:
     if path is not None and not path.exists():
         return set()  # Asking would create it.
     with _answered(), _engine(url).connect() as connection:
-        return set(MigrationContext.configure(connection).get_current_heads())
+        if not inspect(connection).has_table("alembic_version"):
+            return set()
+        return set(connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalars())
 
 
 @contextmanager

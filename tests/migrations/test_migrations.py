@@ -169,11 +169,18 @@ def test_when_a_later_step_fails_the_steps_before_it_are_undone_too(empty_url, t
     assert migrate.check(empty_url) is None
 
 
+def test_the_newest_schema_is_the_one_that_alembic_takes_for_it():
+    known, followed = migrate._steps()
+    steps = ScriptDirectory.from_config(migrate._config("sqlite:///unused"))
+    assert known == {step.revision for step in steps.walk_revisions()}
+    assert known - followed == set(steps.get_heads()) == {_HEAD}
+
+
 def test_a_schema_that_lags_behind_is_told_to_migrate(empty_url, tmp_path, monkeypatch):
     migrate.upgrade(empty_url)
     steps = shutil.copytree(migrate._STEPS, tmp_path / "steps")
     (steps / "versions" / "9999_next.py").write_text(
-        f"revision, down_revision = '9999', '{_HEAD}'\ndef upgrade():\n    pass\n"
+        f'revision = "9999"\ndown_revision = "{_HEAD}"\n\n\ndef upgrade():\n    pass\n'
     )
     monkeypatch.setattr(migrate, "_STEPS", steps)
     sentence = migrate.check(empty_url)

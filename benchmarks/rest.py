@@ -1,8 +1,8 @@
 """What an installation costs with nothing to do: python -m benchmarks.rest [SECONDS].
 
-Starts `slotkeeper up --no-demo` in a folder of its own, leaves it alone for 20 s, and reads /proc (Linux): the processor
-time of each process in SECONDS (60), and its memory.  PSS counts what processes share in equal parts, so only its sum
-says what an installation takes; it is lower beside other programs of the same Python.
+Starts `slotkeeper up --no-demo` in a folder of its own, leaves it alone for 20 s, and reads /proc (Linux): the
+processor time of each process in SECONDS (60), and its memory.  PSS counts what processes share in equal parts, so its
+sum is what an installation takes; it is lower beside other programs of the same Python.
 """
 
 import os
@@ -43,7 +43,7 @@ def _measure(supervisor: int, seconds: float) -> None:
     rows = [(100 * (_processor_s(pid) - before[pid]) / seconds, *_memory_mib(pid), _command(pid)) for pid in pids]
     for cpu, rss, pss, command in rows:
         sys.stdout.write(f"{cpu:5.2f} %  RSS {rss:4.0f}  PSS {pss:4.0f} MiB  {command}\n")
-    cpu, rss, pss = (sum(row[column] for row in rows) for column in range(3))
+    cpu, rss, pss = (sum(values) for values in list(zip(*rows, strict=True))[:3])
     sys.stdout.write(f"{cpu:5.2f} %  RSS {rss:4.0f}  PSS {pss:4.0f} MiB  all together\n")
 
 

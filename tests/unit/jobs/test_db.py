@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from jobs import postgresql, writer
+from jobs import engines, postgresql, writer
 from jobs.config import Limits
 from jobs.db import Database, Write, _reason
 from jobs.errors import RecordUncertain

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from app.up.children import Role
 from app.up.errors import Stopped, UpError
 from app.up.supervisor import how_it_ended, restart_delay_s
 from tests.unit.cli.conftest import Bench, lives, until
@@ -49,6 +50,20 @@ def test_a_child_that_dies_is_started_again_and_it_is_said(bench: Bench) -> None
     bench.until(lambda: len(pids(bench, "worker")) == 2, "the restart")
     assert lives(pids(bench, "worker")[1])
     assert "worker ended (killed by SIGKILL); it starts again in 0.5 s" in bench.said[0]
+
+
+def test_what_completes_is_waited_for_and_never_started_again(bench: Bench) -> None:
+    bench.supervisor.complete(Role("migrate", "echo once >> done", completes=True))
+    assert bench.lines("done") == ["once"] and bench.supervisor.running == []
+    bench.supervisor.steady = True
+    bench.start("worker", STAYS.format("worker"))
+    bench.until(lambda: pids(bench, "worker"))
+    assert bench.lines("done") == ["once"] and bench.said == []
+
+
+def test_what_does_not_complete_well_is_an_error_with_its_last_words(bench: Bench) -> None:
+    with pytest.raises(UpError, match=r"migrate ended \(exit status 1\).*Error: no such file"):
+        bench.supervisor.complete(Role("migrate", 'sh -c "echo Error: no such file; exit 1"', completes=True))
 
 
 def test_what_a_dead_child_has_left_running_is_ended_before_it_starts_again(bench: Bench) -> None:

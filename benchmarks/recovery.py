@@ -22,7 +22,7 @@ from jobs import ledger as books
 from jobs.catalog import Catalog
 from jobs.db import Database
 from jobs.migrate import upgrade
-from jobs.record import now_ms
+from jobs.record import Waiting, now_ms
 from jobs.store import Moved, Store
 from routing import reconcile
 from routing.admission import Admission
@@ -54,7 +54,7 @@ def _say(text: str) -> None:
 class _Nobody:
     """Is told of offers and ends, and does nothing."""
 
-    def offered(self, offer: Offer) -> None: ...
+    def offered(self, offer: Offer, new: Waiting | None) -> None: ...
 
     def ended(self, moved: Moved, *, by_worker: bool) -> None: ...
 

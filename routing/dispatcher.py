@@ -7,8 +7,9 @@ routing.reconcile brings Redis to it; nothing here waits for that.
 import random
 import secrets
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
@@ -46,8 +47,11 @@ DRAINING = "draining"
 class Announcer(Protocol):
     """How the outside is told.  Any of it may fail without harm: the record knows, and a sweep says it again."""
 
-    def offered(self, offer: Offer) -> None:
-        """Wake a worker for an open offer; if it is lost, the offer expires and is made again."""
+    def offered(self, offer: Offer, new: Waiting | None) -> None:
+        """Wake a worker for an open offer; if it is lost, the offer expires and is made again.
+
+        `new`: the job, if it has come just now and so never ran; else what a worker is told of it must be looked up.
+        """
 
     def ended(self, moved: Moved, *, by_worker: bool) -> None:
         """A job has ended; `by_worker`: with the run of the worker that calls."""
@@ -55,11 +59,20 @@ class Announcer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Answer to a submit.  `waiting`: the job as the waiting room knows it; `notice`: what its client should know."""
+    """Answer to a submit.  `waiting`: the job as the waiting room knows it; `notice`: what its client should know.
+
+    `position`: where it stands in the room; None: that was not asked, or the room has not answered.
+    """
 
     accepted: Accepted
     waiting: Waiting
     notice: str | None = None
+    position: Position | None = None
+
+    @property
+    def comes_in(self) -> bool:
+        """Whether the job goes into the room now."""
+        return self.accepted.state is State.QUEUED and not self.accepted.deduplicated
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +128,17 @@ class Dispatcher:
         Raises InvalidJob (its fact `index` says which of them), UnknownModel, TooMany, IdempotencyConflict,
         RecordUnavailable.
         """
+        receipts = self._accept(asked, tenant)
+        self._enter_all([receipt.waiting for receipt in receipts if receipt.comes_in], new=True)
+        return receipts
+
+    def submit_one(self, asked: Submission, tenant: Tenant | None = None) -> Receipt:
+        """The same of one job, whose receipt also says where it stands in the room."""
+        (receipt,) = self._accept([asked], tenant)
+        return replace(receipt, position=self._enter(receipt.waiting)) if receipt.comes_in else receipt
+
+    def _accept(self, asked: Sequence[Submission], tenant: Tenant | None) -> list[Receipt]:
+        """Write them down."""
         self.fleet.snapshot()  # With it the common time is heard.
         now = now_ms()
         new = []
@@ -124,15 +148,7 @@ class Dispatcher:
         notices = self._admit(new, tenant, now)
         accepted = self.store.submit(new, now)
         crash_at("submit_committed")
-        receipts = [self._receipt(*parts, now) for parts in zip(new, accepted, notices, strict=True)]
-        self.enqueue(
-            [
-                receipt.waiting
-                for receipt in receipts
-                if receipt.accepted.state is State.QUEUED and not receipt.accepted.deduplicated
-            ]
-        )
-        return receipts
+        return [self._receipt(*parts, now) for parts in zip(new, accepted, notices, strict=True)]
 
     def _admit(self, new: Sequence[NewJob], tenant: Tenant | None, now: int) -> list[str | None]:
         """What the client of each job should know.  Raises as `submit`, unless all were accepted before (R21)."""
@@ -160,6 +176,9 @@ class Dispatcher:
 
     def enqueue(self, waiting: Sequence[Waiting]) -> None:
         """Put queued jobs into the room, and publish what that offers.  Failures are left to the reconciler."""
+        self._enter_all(waiting)
+
+    def _enter_all(self, waiting: Sequence[Waiting], *, new: bool = False) -> None:
         snapshot = self.fleet.snapshot()
         by_fleet: dict[str, list[Waiting]] = defaultdict(list)
         for job in waiting:
@@ -167,23 +186,43 @@ class Dispatcher:
             if model is not None:
                 by_fleet[model.fleet].append(job)
         for fleet, jobs in by_fleet.items():
-            if self.queues.is_away(fleet):
-                continue
-            try:
-                offers = self.queues.enqueue(fleet, jobs)
-                crash_at("submit_enqueued")
-                self.publish(offers)
-                crash_at("offer_published")
-            except RedisError as error:
-                # A Redis that does not answer costs its time-out once, not at every submit.
-                self.queues.note_away(fleet, error)
-                log.warning("enqueue_postponed", fleet=fleet, jobs=len(jobs), error=str(error))
+            with self._at_room(fleet, len(jobs)) as is_there:
+                if is_there:
+                    offers = self.queues.enqueue(fleet, jobs)
+                    crash_at("submit_enqueued")
+                    self.publish(offers, jobs if new else ())
+                    crash_at("offer_published")
 
-    def publish(self, offers: Sequence[Offer]) -> None:
-        """Wake workers for open offers."""
+    def _enter(self, job: Waiting) -> Position | None:
+        """Put one new job into the room, and publish what that offers; where it stands, None: the room is away."""
+        fleet = self.fleet.model(job.model).fleet
+        with self._at_room(fleet, 1) as is_there:
+            if is_there:
+                offers, position = self.queues.enter(fleet, job)
+                crash_at("submit_enqueued")
+                self.publish(offers, [job])
+                crash_at("offer_published")
+                return position
+        return None
+
+    @contextmanager
+    def _at_room(self, fleet: str, jobs: int) -> Iterator[bool]:
+        """Whether a fleet's room is there to take jobs; if it does not answer, they are left to the reconciler."""
+        try:
+            yield not self.queues.is_away(fleet)
+        except RedisError as error:
+            # A Redis that does not answer costs its time-out once, not at every submit.
+            self.queues.note_away(fleet, error)
+            log.warning("enqueue_postponed", fleet=fleet, jobs=jobs, error=str(error))
+
+    def publish(self, offers: Sequence[Offer], new: Sequence[Waiting] = ()) -> None:
+        """Wake workers for open offers.  `new`: jobs that have come just now, of which some may be offered."""
+        if not offers:
+            return
+        known = {job.id: job for job in new}
         for offer in offers:
             try:
-                self._announcer.offered(offer)
+                self._announcer.offered(offer, known.get(offer.job_id))
             except Exception as error:
                 log.warning("publish_failed", job_id=offer.job_id, error=str(error))
 

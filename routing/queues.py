@@ -18,6 +18,7 @@ from routing.workers import Room, unbounded
 log = structlog.get_logger(__name__)
 
 _CHUNK = 1000
+_OFFERS = 8  # made with jobs that come in; more in steps of their own
 _AWAY_S = 1.0
 
 
@@ -59,6 +60,9 @@ class Position:
     ahead: int
     run_ms: int | None
     offered: bool = False
+
+
+_OFFERED = Position(0, None, offered=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +156,30 @@ class Queues:
     def _is_away(self, whose: str | None) -> bool:
         return time.monotonic() < self._away_until.get(whose, 0.0)
 
-    def enqueue(self, fleet: str, jobs: Sequence[Waiting], limit: int = 8) -> list[Offer]:
+    def enqueue(self, fleet: str, jobs: Sequence[Waiting], limit: int = _OFFERS) -> list[Offer]:
         """Put queued jobs in their lanes and offer up to `limit`.  A job that is there already stays as it is."""
         made: list[Offer] = []
         for start in range(0, max(len(jobs), 1), _CHUNK):
-            args: list[Any] = [new_prefix(), limit - len(made), self._room(), self._settings.offer_ms]
-            for job in jobs[start : start + _CHUNK]:
-                args += [order.lane(job), job.needs, job.seq, job.id, job.created_ms]
-            made += offers(fleet, self._scripts.run("enqueue", fleet, args)[1])
-        self._away_until.clear()
+            answer = self._enqueue(fleet, jobs[start : start + _CHUNK], limit - len(made), self._room())
+            made += offers(fleet, answer[1])
         return made + self.offer_all(fleet) if len(made) >= limit > 0 else made
+
+    def enter(self, fleet: str, job: Waiting) -> tuple[list[Offer], Position]:
+        """`enqueue` of one job, and where it stands then, in one step."""
+        _, rows, ahead, run_ms = self._enqueue(fleet, [job], _OFFERS, self._room(), place=True)
+        made = offers(fleet, rows)
+        if len(made) >= _OFFERS:
+            made += self.offer_all(fleet)
+        offered = ahead < 0 or any(offer.job_id == job.id for offer in made)
+        return made, _OFFERED if offered else Position(ahead, run_ms or None)
+
+    def _enqueue(self, fleet: str, jobs: Sequence[Waiting], limit: int, room: int, *, place: bool = False) -> Any:
+        args: list[Any] = [new_prefix(), limit, room, self._settings.offer_ms, int(place)]
+        for job in jobs:
+            args += [order.lane(job), job.needs, job.seq, job.id, job.created_ms]
+        answer = self._scripts.run("enqueue", fleet, args)
+        self._away_until.clear()
+        return answer
 
     def offer(self, fleet: str, limit: int = 64, taker: str = "") -> list[Offer]:
         """Offer what can be offered (SLOT-2), in one step: of very many, nobody else shall wait for all.
@@ -197,12 +215,7 @@ class Queues:
 
     def fill(self, fleet: str, jobs: Sequence[Waiting]) -> int:
         """Put queued jobs in their lanes and offer none; answers how many were missing."""
-        args: list[Any] = [new_prefix(), 0, 0, self._settings.offer_ms]
-        for job in jobs:
-            args += [order.lane(job), job.needs, job.seq, job.id, job.created_ms]
-        added = int(self._scripts.run("enqueue", fleet, args)[0])
-        self._away_until.clear()
-        return added
+        return int(self._enqueue(fleet, jobs, 0, 0)[0])
 
     def withdraw(self, fleet: str, job: Waiting) -> str:
         """Take a job out: "withdrawn"; "freed": its open offer is gone, too; "asked": its holder is told; "absent"."""
@@ -223,7 +236,7 @@ class Queues:
         place, *facts = self._scripts.run("position", fleet, [*_place(job), int(as_last)])
         if place == b"waiting":
             return Position(int(facts[0]), int(facts[1]) or None)
-        return Position(0, None, offered=True) if place == b"offered" else None
+        return _OFFERED if place == b"offered" else None
 
     def wait_facts(self, fleet: str, job: Waiting) -> WaitFacts:
         """What it waits for."""

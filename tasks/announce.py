@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from jobs.record import Waiting
 from jobs.store import Moved
 from jobs.tellings import Telling
 from routing.queues import Offer
@@ -13,8 +14,9 @@ from tasks.telling import teller
 class CeleryAnnouncer:
     """Publishes wake-ups, and has webhooks sent and Celery's clients told."""
 
-    def offered(self, offer: Offer) -> None:
-        publisher().soon(partial(_wake, offer))
+    def offered(self, offer: Offer, new: Waiting | None) -> None:
+        wake = partial(_wake, offer) if new is None else partial(messages.publish, offer, new.tier, failures=0)
+        publisher().soon(wake)
 
     def ended(self, moved: Moved, *, by_worker: bool) -> None:
         if moved.telling_id is not None:
@@ -22,6 +24,7 @@ class CeleryAnnouncer:
 
 
 def _wake(offer: Offer) -> None:
+    """Publish an offer of a job that has waited, and may have run."""
     from tasks.wiring import dispatcher
 
     headers = dispatcher().store.headers(offer.job_id)

@@ -13,6 +13,7 @@ from redis.exceptions import RedisError, TimeoutError
 from jobs.record import Waiting
 from routing.dispatcher import Dispatcher
 from routing.policies.forecast import Estimate
+from routing.queues import Position
 
 _PAUSE_S = 1.0
 
@@ -37,21 +38,30 @@ class Places:
         self._clock = clock
         self._paused_until = 0.0
 
-    def of(self, job: Waiting, *, new: bool = False) -> Place:
-        """The place of a queued job; at most two calls to Redis.  `new`: it was submitted just now."""
+    def of(self, job: Waiting) -> Place:
+        """The place of a queued job; at most two calls to Redis."""
+        return self._unless_away(lambda: self._at(job, self._position(job)))
+
+    def on_entry(self, job: Waiting, position: Position | None) -> Place:
+        """The place of a job that has come just now, as the room has said it; at most one call to Redis."""
+        return self._unless_away(lambda: self._at(job, position, new=True))
+
+    def _unless_away(self, look: Callable[[], Place]) -> Place:
         now = self._clock()
         if now < self._paused_until:
             return Place()
         try:
-            return self._look(job, new)
+            return look()
         except TimeoutError:
             self._paused_until = now + _PAUSE_S  # It costs its time-out once, not at every request.
         except RedisError:
             pass
         return Place()
 
-    def _look(self, job: Waiting, new: bool) -> Place:
-        position = self._dispatcher.queues.position(self._dispatcher.fleet.model(job.model).fleet, job)
+    def _position(self, job: Waiting) -> Position | None:
+        return self._dispatcher.queues.position(self._dispatcher.fleet.model(job.model).fleet, job)
+
+    def _at(self, job: Waiting, position: Position | None, *, new: bool = False) -> Place:
         if position is None:
             return Place()
         estimate = self._dispatcher.estimate(job, position, new=new)

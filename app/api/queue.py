@@ -40,7 +40,7 @@ def submit(body: SubmitBody) -> Answer:
     jobs, and a key that came with another request, are 409.
     """
     asked = submission(body, request.headers.get("Idempotency-Key"))
-    receipt = dispatcher().submit([asked], tenant())[0]
+    receipt = dispatcher().submit_one(asked, tenant())
     accepted = receipt.accepted
     links = _links(accepted.id)
     answer = views.receipt(accepted) | views.place(accepted.state, _place(receipt))
@@ -115,7 +115,8 @@ def _of_batch(index: int, item: batch.BatchItem, key: str | None) -> Submission:
 def _place(receipt: Receipt) -> Place:
     if receipt.accepted.state is not State.QUEUED:
         return Place()
-    return context().places.of(receipt.waiting, new=not receipt.accepted.deduplicated)
+    places = context().places
+    return places.on_entry(receipt.waiting, receipt.position) if receipt.comes_in else places.of(receipt.waiting)
 
 
 def _links(job_id: str) -> dict[str, str]:

@@ -4,10 +4,13 @@
   ARGV[2] limit    offers to make at most
   ARGV[3] room     how many offers may be open at once: runs that workers have room for
   ARGV[4] offer_ms how long an offer stays open
-  ARGV[5…]         lane, needs, seq, job, created of each job
-  Returns {added, {job, lease, slot, server, model, number, owner}…}
+  ARGV[5] place    "1": say where the last job stands then
+  ARGV[6…]         lane, needs, seq, job, created of each job
+  Returns {added, {job, lease, slot, server, model, number, owner}…, ahead, run_ms}
+    ahead    how many jobs of its model come before the last job; -1: it holds a lease, or that was not asked
+    run_ms   mean slot time of the model's latest runs, ms; 0: not known yet, or that was not asked
   Idempotent: a job that waits already is left as it is; one that holds a lease goes to its place when that is released
-  Clock Redis TIME    Cost O(log n) a job    Upholds ORDER-1, SLOT-2 ]]
+  Clock Redis TIME    Cost O(log n) a job, and that of position if asked    Upholds ORDER-1, SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
 -- @include lib/fields
@@ -21,12 +24,13 @@
 -- @include lib/holding
 -- @include lib/placement
 -- @include lib/offer
+-- @include lib/ahead
 
 local jobs, lanes, added = {}, {}, 0
-for i = 5, #ARGV, 5 do jobs[#jobs + 1] = ARGV[i + 3] end
+for i = 6, #ARGV, 5 do jobs[#jobs + 1] = ARGV[i + 3] end
 local leased = #jobs > 0 and redis.call("ZMSCORE", LEASES, unpack(jobs)) or {}
 for n, job in ipairs(jobs) do
-  local i = 5 * n
+  local i = 5 * n + 1
   local lane, needs, seq, created = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 4]
   if leased[n] then
     -- Its last run has ended in the record and not freed its slot yet: the job goes to its place when that happens.
@@ -47,4 +51,6 @@ for _, lane in pairs(lanes) do
 end
 local offers = make_offers(tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[1], now_ms(), tonumber(ARGV[4]), "", 0)
 write_fields()
-return { added, offers }
+local ahead, run_ms
+if ARGV[5] == "1" then ahead, run_ms = place_of(read_lane(ARGV[#ARGV - 4]), ARGV[#ARGV - 1], ARGV[#ARGV]) end
+return { added, offers, ahead or -1, run_ms or 0 }

@@ -12,9 +12,6 @@
 -- @include lib/ahead
 
 local job, it = ARGV[1], read_lane(ARGV[2])
-local seq = ARGV[4] == "1" and exact(TIER_STEP - 1) or redis.call("ZSCORE", lane_key(it.name), member_of(job, ARGV[3]))
-if not seq then
-  return { redis.call("EXISTS", lease_key(job)) == 1 and "offered" or "absent" }
-end
-local run_ms = tonumber(redis.call("HGET", stats_key("model", it.model), "run_ms") or "0")
-return { "waiting", count_ahead(it, seq, tonumber(ARGV[3])), math.floor(run_ms) }
+local ahead, run_ms = place_of(it, job, ARGV[3], ARGV[4] == "1")
+if ahead then return { "waiting", ahead, run_ms } end
+return { redis.call("EXISTS", lease_key(job)) == 1 and "offered" or "absent" }

@@ -41,6 +41,26 @@ def test_the_position_counts_from_one_and_by_priority(api: Api) -> None:
     assert api.submit(priority=9).json["position"] == 5
 
 
+def test_a_submit_asks_the_room_once_and_its_answer_says_where_the_job_stands(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.register(slots=1)
+    asked: list[str] = []
+    scripts = api.dispatcher.queues._scripts
+    run = scripts.run
+    monkeypatch.setattr(scripts, "run", lambda name, *args: asked.append(name) or run(name, *args))
+    assert [api.submit().json["position"] for _ in range(3)] == [None, 1, 2]
+    assert asked == ["enqueue"] * 3
+
+
+def test_the_place_of_a_job_that_was_submitted_before_is_looked_up(api: Api) -> None:
+    api.model()
+    key = {"Idempotency-Key": "k"}
+    assert [api.submit(key).json["position"], api.submit().json["position"]] == [1, 2]
+    again = api.submit(key).json
+    assert (again["deduplicated"], again["position"]) == (True, 1)
+
+
 def test_a_job_that_is_offered_at_once_waits_in_no_line(api: Api) -> None:
     api.register(slots=1)
     first, second = api.submit(), api.submit()

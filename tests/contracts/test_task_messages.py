@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from jobs.record import Waiting
 from routing.queues import Offer
-from tasks import messages
+from tasks import announce, messages
+from tasks.publisher import Publisher
 
 OFFER = Offer("zimg", "j1", "lease-1", "gpu-slot0", "gpu", "zimg", 7)
 
@@ -30,6 +32,17 @@ def test_an_offer_from_the_wire_is_open_whatever_it_says_of_its_owner():
 
 def test_a_wake_up_of_a_release_with_one_field_more_is_understood():
     assert messages.read_offer("j1", ["zimg"], _headers(colour="blue")) == OFFER
+
+
+def test_what_the_wake_up_of_a_new_job_says_is_not_read_from_the_record(monkeypatch: pytest.MonkeyPatch):
+    sent, publisher = [], Publisher()
+    monkeypatch.setattr(announce, "publisher", lambda: publisher)
+    monkeypatch.setattr(announce, "_wake", lambda offer: sent.append("read"))
+    monkeypatch.setattr(messages, "publish", lambda offer, tier, failures: sent.append((offer, tier, failures)))
+    announcer = announce.CeleryAnnouncer()
+    announcer.offered(OFFER, Waiting("j1", 1, "zimg", 2, "default"))
+    announcer.offered(OFFER, None)
+    assert publisher.flush(5) and sent == [(OFFER, 2, 0), "read"]
 
 
 @pytest.mark.parametrize("name", ["fleet", "lease", "slot", "server", "number"])

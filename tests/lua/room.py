@@ -242,9 +242,14 @@ class Room:
     def enqueue(self, *jobs: Job, limit: int = 8, room: int = ROOM) -> list[Offered]:
         return self.enqueued(*jobs, limit=limit, room=room)[1]
 
+    def place_on_entry(self, job: Job, limit: int = 8) -> tuple[int, int]:
+        """Jobs ahead of one that comes in, and the mean slot time, as they are told with its entry."""
+        _, _, ahead, run_ms = self.run("enqueue", self._prefix(), limit, ROOM, OFFER_MS, 1, *job.args)
+        return ahead, run_ms
+
     def enqueued(self, *jobs: Job, limit: int = 8, room: int = ROOM) -> tuple[int, list[Offered]]:
         args = [arg for job in jobs for arg in job.args]
-        added, rows = self.run("enqueue", self._prefix(), limit, room, OFFER_MS, *args)
+        added, rows, *_ = self.run("enqueue", self._prefix(), limit, room, OFFER_MS, 0, *args)
         return added, [Offered(*row) for row in rows]
 
     def offer(self, limit: int = 256, room: int = ROOM, taker: str = "") -> list[Offered]:

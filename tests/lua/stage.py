@@ -12,7 +12,7 @@ from redis import Redis
 
 from jobs.catalog import Catalog
 from jobs.db import Database
-from jobs.record import Job
+from jobs.record import Job, Waiting
 from jobs.states import State
 from jobs.store import Error, Moved, Store
 from jobs.tenants import Tenant
@@ -55,7 +55,7 @@ class Recorder:
     count_taken: Callable[[], int] = lambda: -1
     broken: bool = False
 
-    def offered(self, offer: Offer) -> None:
+    def offered(self, offer: Offer, new: Waiting | None) -> None:
         if self.broken:
             raise ConnectionError("the broker is away")
         self.offers.append(offer)

@@ -68,6 +68,21 @@ def test_a_position_is_the_number_of_jobs_that_are_offered_before(room, policy):
     assert [ahead[job] for job in room.drain()] == [["waiting", n] for n in range(len(jobs))]
 
 
+@every_policy
+def test_a_job_that_comes_in_is_told_the_position_that_it_has_then(room, policy):
+    room.configure(policy=policy)
+    for job in mixed(60):
+        ahead, run_ms = room.place_on_entry(job)
+        assert (["waiting", ahead], run_ms) == (room.position(job), 0)
+
+
+def test_a_job_that_is_offered_as_it_comes_in_has_no_position(room):
+    room.with_slots(1)
+    assert room.place_on_entry(a("first", 1))[0] == -1
+    assert room.place_on_entry(a("second", 2))[0] == 0
+    assert room.place_on_entry(a("first", 1))[0] == -1, "it holds its slot still"
+
+
 def test_under_fair_the_position_counts_the_turns_of_other_tenants(room):
     room.configure(policy="fair", weights={"t0": 2})
     jobs = mixed(200)

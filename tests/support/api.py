@@ -25,7 +25,7 @@ from app.api.openapi import document
 from jobs.db import Database
 from jobs.models import events, idempotency_keys, jobs, webhooks
 from jobs.once import Once
-from jobs.record import Job, now_ms
+from jobs.record import Job, Waiting, now_ms
 from jobs.states import Why
 from jobs.store import Error, Moved
 from jobs.tenants import Tenant, Tenants
@@ -119,9 +119,9 @@ class Heard(Announcer):
     offers: list[Offer] = field(default_factory=list)
     ends: list[tuple[Moved, bool]] = field(default_factory=list)
 
-    def offered(self, offer: Offer) -> None:
+    def offered(self, offer: Offer, new: Waiting | None) -> None:
         self.offers.append(offer)
-        self.real.offered(offer)
+        self.real.offered(offer, new)
 
     def ended(self, moved: Moved, *, by_worker: bool) -> None:
         self.ends.append((moved, by_worker))

@@ -118,3 +118,11 @@ local function count_ahead(it, seq, created)
   end
   return own + math.floor(others + 0.5)
 end
+
+-- How many jobs come before one that waits, or, `as_last`, before one that would come in now, and the mean slot time of
+-- the model's runs in ms, 0: not known; nil: it does not wait.
+local function place_of(it, job, created, as_last)
+  local seq = as_last and exact(TIER_STEP - 1) or redis.call("ZSCORE", lane_key(it.name), member_of(job, created))
+  if not seq then return nil end
+  return count_ahead(it, seq, tonumber(created)), math.floor(number_in_field(stats_key("model", it.model), "run_ms"))
+end

@@ -39,6 +39,12 @@ def test_a_place_is_the_position_and_when_it_should_start(world):
     assert world.places.of(JOB) == Place(4, SOON)
 
 
+def test_the_place_of_a_job_that_came_just_now_is_not_looked_up(world):
+    assert world.places.on_entry(JOB, Position(0, 500)) == Place(1, SOON)
+    assert world.places.on_entry(JOB, None) == Place(), "the room has not answered: it is not asked again"
+    assert world.looks == 0
+
+
 def test_what_is_offered_is_being_started(world):
     world.position = Position(0, None, offered=True)
     assert world.places.of(JOB) == Place(None, SOON, True)

@@ -43,7 +43,7 @@ class Figures(Collector):
 
     def _record(self) -> Iterator[Metric]:
         jobs = GaugeMetricFamily("slotkeeper_jobs", "Jobs in the record by state.", labels=["state"])
-        for state, count in self._dispatcher.store.counts().items():
+        for state, count in ledger.standing(self._dispatcher.store.database).items():
             jobs.add_metric([state.value], count)
         yield jobs
         broken = GaugeMetricFamily(
@@ -55,7 +55,7 @@ class Figures(Collector):
 
     def _rooms(self) -> Iterator[Metric]:
         catalog = self._dispatcher.fleet.snapshot()
-        rooms = {fleet: self._dispatcher.queues.depths(fleet) for fleet in catalog.fleets()}
+        rooms = self._dispatcher.queues.depths_of(catalog.fleets())
         yield _waiting(catalog, rooms)
         yield _slots(rooms)
 
@@ -63,7 +63,8 @@ class Figures(Collector):
 def _waiting(catalog: Snapshot, rooms: dict[str, Depths]) -> Metric:
     waiting = GaugeMetricFamily("slotkeeper_waiting_jobs", "Queued jobs in line, by model.", labels=["model"])
     for model in catalog.models.values():
-        waiting.add_metric([model.name], rooms[model.fleet].waiting.get(model.name, 0))
+        if model.fleet in rooms:
+            waiting.add_metric([model.name], rooms[model.fleet].waiting.get(model.name, 0))
     return waiting
 
 

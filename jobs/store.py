@@ -111,6 +111,7 @@ _CANCEL_WANTED = Prepared(select(jobs.c.cancel_requested_ms).where(_THIS))
 _BRIEF = Prepared(select(jobs.c.id, jobs.c.seq, jobs.c.state).where(_THIS))
 _WHOLE = Prepared(select(jobs).where(_THIS))
 _HEADERS = Prepared(select(jobs.c.model, jobs.c.tier, jobs.c.failures, jobs.c.envelope).where(_THIS))
+_COUNT = Prepared(select(func.count()).select_from(jobs).where(jobs.c.state == bindparam("p_state")))
 _DUE = select(jobs.c.seq).where(jobs.c.due_ms <= bindparam("p_now")).order_by(jobs.c.due_ms, jobs.c.seq)
 # In the words of their index, without which it may not be used.  SQLite has to be told what is rare: without statistics
 # it takes all active jobs for few.
@@ -469,8 +470,13 @@ class Store:
         with self.database.read() as connection:
             return Counter(dict(tuple(row) for row in connection.execute(listings.QUEUED_BY_MODEL)))
 
+    def count(self, state: State) -> int:
+        """How many jobs stand in this state; it reads an entry of an index for each."""
+        with self.database.read() as connection:
+            return int(_COUNT.scalar(connection, {"p_state": state.value}))
+
     def counts(self) -> dict[State, int]:
-        """How many jobs stand in each state."""
+        """How many jobs stand in each state, counted one by one; ledger.standing answers in milliseconds."""
         with self.database.read() as connection:
             found = {State(state): count for state, count in connection.execute(listings.COUNTS)}
         return {state: found.get(state, 0) for state in State}

@@ -137,7 +137,7 @@ def reconcile_all() -> None:
 @_task("scan_dlq", 60)
 def scan_dlq() -> None:
     """Every 60 s: say how many jobs are dead, and remove what ended before the retention time."""
-    dead = dispatcher().store.counts()[State.DEAD]
+    dead = dispatcher().store.count(State.DEAD)
     removed = reconcile.purge(dispatcher(), RecordSettings().retention_s, _PURGE_S)
     log.info("dlq_scanned", dead=dead, purged=removed)
 

@@ -47,5 +47,5 @@ def standings_of(fleets: list[str]) -> dict[str, ServerStanding]:
 
 
 def depths_of(fleets: list[str]) -> dict[str, Depths]:
-    """What stands in each fleet's room.  Raises RedisError."""
-    return {fleet: dispatcher().queues.depths(fleet) for fleet in fleets}
+    """What stands in each fleet's room; one that cannot be read is left out.  Raises RedisError: Redis is away."""
+    return dispatcher().queues.depths_of(fleets)

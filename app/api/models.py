@@ -87,7 +87,7 @@ def delete_config(path: ModelPath) -> dict[str, Any]:
 def _shown(model: Model) -> dict[str, Any]:
     depths = None
     with suppress(RedisError):
-        depths = depths_of([model.fleet])[model.fleet]
+        depths = depths_of([model.fleet]).get(model.fleet)
     return views.model(model, dispatcher().fleet.snapshot(), depths)
 
 

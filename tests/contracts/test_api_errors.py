@@ -101,6 +101,20 @@ def test_the_figures_are_those_of_the_record_and_the_room(api: Api) -> None:
     assert found['slotkeeper_up{part="redis"}'] == 1
 
 
+def test_a_room_that_cannot_be_read_hides_no_other(api: Api) -> None:
+    api.register(slots=1)
+    api.model("flux")
+    with api.valkey.client() as redis:
+        key = api.dispatcher.queues._scripts.keys.of("zimg", "meta")
+        redis.delete(key)
+        redis.set(key, "nonsense")
+    found = _figures(api)
+    assert found['slotkeeper_waiting_jobs{model="flux"}'] == 0
+    assert 'slotkeeper_waiting_jobs{model="zimg"}' not in found
+    models = {it["model"]: it for it in api.client.get("/admin/models").json["models"]}
+    assert (models["flux"]["waiting"], models["zimg"]["waiting"]) == (0, None)
+
+
 def test_what_the_audit_found_is_a_figure_until_it_finds_it_no_more(api: Api) -> None:
     ledger.note_findings(api.database, {"slot_differs": 2, "ledger_unbalanced": 0}, {"job-1": "slot_differs"}, T0)
     found = _figures(api)

@@ -10,8 +10,9 @@ from jobs.config import Limits
 from jobs.db import Database
 from jobs.errors import IdempotencyConflict
 from jobs.models import accepted
+from jobs.states import State
 from jobs.store import Store
-from tests.support.builders import T0, a_job, a_queued_job, an_ended_job
+from tests.support.builders import T0, a_job, a_job_in, a_queued_job, an_ended_job
 
 
 def _vanish(database: Database, job_id: str) -> None:
@@ -35,6 +36,17 @@ def test_job_3_a_job_that_vanished_behind_our_back_is_missed(database, store):
     assert not ledger.read(database).balanced
     a_queued_job(store)
     assert ledger.read(database).accepted == 4
+
+
+def test_where_jobs_stand_is_told_without_counting_those_that_are_completed(database, store):
+    for state in State:
+        for _ in range(2):
+            a_job_in(store, state)
+    assert ledger.standing(database) == store.counts() == dict.fromkeys(State, 2)
+    store.purge(T0 * 2, limit=3)
+    store.submit([a_job(id=store.find(state=State.QUEUED)[0].id)], T0)  # a doubled message
+    assert ledger.standing(database) == store.counts()
+    assert {state: store.count(state) for state in State} == store.counts()
 
 
 def test_job_3_what_was_not_accepted_is_not_counted(database, store):

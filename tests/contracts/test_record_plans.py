@@ -248,6 +248,13 @@ def test_counts_read_an_index_and_not_what_jobs_carry(database, full):
             assert re.match(r"(Index Only Scan jobs|SCAN jobs USING COVERING INDEX) ix_jobs_state_seq", plan), plan
 
 
+def test_what_is_counted_again_and_again_reads_no_completed_jobs(database, full):
+    for act in (lambda: ledger.standing(database), lambda: full.count(State.DEAD)):
+        plans = [plan for plan in _plans(database, act) if "jobs" in plan]
+        _reads_nothing_through(plans)
+        _finds_by(plans, "ix_jobs_state_seq")
+
+
 def test_a_count_of_queued_jobs_reads_no_others(database, full):
     plans = _plans(database, full.queued_by_model)
     _reads_nothing_through(plans, but="ix_jobs_queued")

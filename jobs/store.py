@@ -423,10 +423,6 @@ class Store:
         """All running jobs, in order of acceptance."""
         return self._jobs(listings.RUNNING)
 
-    def running_on(self, server: str) -> list[Job]:
-        """The running jobs of one server, in order of acceptance."""
-        return self._jobs(listings.RUNNING.where(jobs.c.server == server))
-
     def queued(self, models: Sequence[str] | None = None, after_seq: int = 0, limit: int = 1000) -> list[Waiting]:
         """Queued jobs of these models, or of all, in order of acceptance, from `after_seq` on.
 

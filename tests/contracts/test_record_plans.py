@@ -215,10 +215,9 @@ def test_a_listing_reads_no_more_than_the_jobs_of_one_of_what_it_asks_for(databa
 
 
 def test_running_jobs_are_found_by_their_state(database, full):
-    for act in (full.running, lambda: full.running_on("gpu1")):
-        plans = _plans(database, act)
-        _reads_nothing_through(plans)
-        _finds_by(plans, "ix_jobs_state_seq")
+    plans = _plans(database, full.running)
+    _reads_nothing_through(plans)
+    _finds_by(plans, "ix_jobs_state_seq")
 
 
 def test_a_model_without_queued_jobs_costs_one_look_into_an_index_of_queued_jobs(database, full):

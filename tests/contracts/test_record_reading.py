@@ -54,26 +54,6 @@ def test_a_task_message_can_be_written_without_the_payload(store):
     assert store.headers(job.id) == ("zimg", 2, 0, '{"link":1}')
 
 
-# -- what runs where -------------------------------------------------------------------------------------------
-
-
-def test_a_servers_running_jobs_are_told_in_order_of_acceptance(store):
-    mine = [a_running_job(store, server="gpu1") for _ in range(2)]
-    a_running_job(store, server="gpu2")
-    an_ended_job(store, server="gpu1")
-    found = store.running_on("gpu1")
-    assert found == [job for job in store.running() if job.server == "gpu1"]
-    assert [job.id for job in found] == [run.job.id for run in mine]
-    assert store.running_on("gpu9") == []
-
-
-@pytest.mark.parametrize("why", [Why.SERVER_BUSY, Why.LEASE_EXPIRED, Why.FINISHED])
-def test_a_job_whose_run_is_over_runs_nowhere(store, why):
-    run = a_running_job(store, server="gpu1")
-    store.settle(run.job.id, run.attempt, why, T0, result="{}")
-    assert store.running_on("gpu1") == []
-
-
 # -- history ---------------------------------------------------------------------------------------------------
 
 

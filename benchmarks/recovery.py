@@ -134,7 +134,7 @@ def _timed(act: Callable[[], object]) -> float:
 def reap(jobs: int = 1000) -> None:
     with _record(jobs) as database, _dispatcher(database, jobs) as (dispatcher, valkey):
         reconcile.sweep(dispatcher)
-        while offers := [held for held, _ in dispatcher.leases.all("zimg") if not held.owner]:
+        while offers := [held for held, _ in dispatcher.leases.all_of(["zimg"])["zimg"] if not held.owner]:
             for held in offers:
                 offer = Offer("zimg", held.job_id, held.lease, held.slot, held.server, "zimg", 0)
                 assert dispatcher.start(offer, "dead worker") is not None

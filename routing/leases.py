@@ -197,12 +197,11 @@ class Leases:
         """How far ahead a lease or an offer can expire at most."""
         return max(self._settings.lease_ms, self._settings.offer_ms)
 
-    def all(self, fleet: str) -> list[tuple[Held, int]]:
-        """Every lease of a fleet, and for how many ms it has not been renewed (below 0: longer than usual)."""
-        return self._all(fleet, self._scripts.run("held", fleet))
-
     def all_of(self, fleets: Sequence[str]) -> dict[str, list[tuple[Held, int]]]:
-        """The same of several fleets, in few round trips; a fleet that cannot be read is left out."""
+        """Every lease of these fleets, and for how many ms it has not been renewed (below 0: longer than usual).
+
+        In few round trips; a fleet that cannot be read is left out.
+        """
         holding = self._scripts.existing("leases", fleets)
         found, failed = self._scripts.run_each("held", dict.fromkeys(holding, ()))
         say_failed("leases_not_read", failed)

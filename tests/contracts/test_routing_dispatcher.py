@@ -575,5 +575,5 @@ def test_a_server_that_cannot_be_made_to_rest_does_not_keep_the_slot(stage, monk
 
     monkeypatch.setattr(stage.dispatcher.slots, "rest", away)
     stage.settle(task, Kind.UNREACHABLE)
-    assert stage.dispatcher.leases.all("zimg")[0][0].owner == "", "offered again"
+    assert stage.dispatcher.leases.all_of(["zimg"])["zimg"][0][0].owner == "", "offered again"
     assert stage.state(job_id) is State.QUEUED

@@ -311,7 +311,12 @@ class Life:
 
     def _is_quiet(self) -> bool:
         standing, room = self.dispatcher.store.counts(), self.dispatcher.queues.depths(SYNC)
-        if any(standing[state] for state in ACTIVE) or room.taken or room.waiting or self.dispatcher.leases.all(SYNC):
+        if (
+            any(standing[state] for state in ACTIVE)
+            or room.taken
+            or room.waiting
+            or self.dispatcher.leases.all_of([SYNC])[SYNC]
+        ):
             return False
         with self.dispatcher.store.database.read() as connection:
             hooks_owed = connection.exec_driver_sql("SELECT count(*) FROM webhooks WHERE state = 'pending'").scalar()
@@ -324,7 +329,7 @@ class Life:
             "slots": room.free + room.resting,
             "taken": room.taken,
             "waiting": room.waiting,
-            "leases": len(self.dispatcher.leases.all(SYNC)),
+            "leases": len(self.dispatcher.leases.all_of([SYNC])[SYNC]),
             "audit": sorted(f"{it.check} {it.subject}" for it in audit.look(self.dispatcher, {})),
             "passed": {point: _COUNTS_ONLY - left for point, left in crash._left.items() if left < _COUNTS_ONLY},
         }

@@ -34,7 +34,7 @@ def busy(stage: Stage) -> Iterator[Stage]:
     stage.submit(delay_s=60)
     stage.start()
     stage.later(6_000)
-    stage.dispatcher.leases.renew("zimg", "w1", [held for held, _ in stage.dispatcher.leases.all("zimg")])
+    stage.dispatcher.leases.renew("zimg", "w1", [held for held, _ in stage.dispatcher.leases.all_of(["zimg"])["zimg"]])
     yield stage
 
 
@@ -128,7 +128,7 @@ def test_job_3_a_row_that_somebody_deleted_is_found(busy):
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 def test_job_3_a_row_that_retention_removed_is_none_missing(busy):
     busy.later(100_000)
-    busy.dispatcher.leases.renew("zimg", "w1", [held for held, _ in busy.dispatcher.leases.all("zimg")])
+    busy.dispatcher.leases.renew("zimg", "w1", [held for held, _ in busy.dispatcher.leases.all_of(["zimg"])["zimg"]])
     assert reconcile.purge(busy.dispatcher, retention_s=1) == 3
     book = ledger.read(busy.database)
     assert book.balanced and book.purged[State.COMPLETED] == 3 and book.accepted == 8
@@ -136,7 +136,7 @@ def test_job_3_a_row_that_retention_removed_is_none_missing(busy):
 
 def test_a_lease_whose_run_has_just_ended_is_no_difference_until_it_should_have_expired(busy: Stage):
     """Its worker died between the end in the record and the freeing of the slot."""
-    held = next(held for held, _ in busy.dispatcher.leases.all("zimg") if held.owner)
+    held = next(held for held, _ in busy.dispatcher.leases.all_of(["zimg"])["zimg"] if held.owner)
     job = busy.job(held.job_id)
     busy.store.settle(job.id, job.attempt, Why.FINISHED, busy.now, result="{}")
     assert Finding(Check.LEASE, job.id) not in audit.look(busy.dispatcher, WELL)

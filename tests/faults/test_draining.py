@@ -157,7 +157,7 @@ def test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_
         reconcile.reconcile(stage.dispatcher)
         reconcile.sweep(stage.dispatcher)
         assert following not in stage.offered(), "its server is at another run"
-        assert [it.owner for it, _ in stage.dispatcher.leases.all("zimg")] == [DRAINING]
+        assert [it.owner for it, _ in stage.dispatcher.leases.all_of(["zimg"])["zimg"]] == [DRAINING]
     assert audit.look(stage.dispatcher, {}) == set()
     assert heed(stage, UP_AND_IDLE) == 1
     assert rows(stage) == [] and {following, "one"} & set(stage.offered()), "at once, not at the next sweep"

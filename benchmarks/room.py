@@ -46,7 +46,7 @@ class _Bench:
         config = ModelConfig(policy=policy)
         server = Server("gpu", MODEL, SLOTS, "online", {MODEL: ""}, 0)
         catalog = Snapshot(1, {MODEL: Model(MODEL, MODEL, {}, config)}, {"gpu": server})
-        Slots(scripts, settings).sync(MODEL, catalog)
+        Slots(scripts, settings).sync_all([MODEL], catalog)
         self.seq = 0
 
     def fill(self, count: int, tenants: int) -> None:

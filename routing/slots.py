@@ -77,15 +77,11 @@ class Slots:
         self._scripts = scripts
         self._settings = settings
 
-    def sync(self, fleet: str, catalog: Snapshot) -> Synced:
-        """Bring the fleet's servers, slots and rules to what the catalog says."""
-        synced = _synced(*self._scripts.run("sync", fleet, _registry(fleet, catalog)))
-        if synced == Synced():
-            self._resort([fleet])
-        return synced
-
     def sync_all(self, fleets: Sequence[str], catalog: Snapshot) -> dict[str, Synced]:
-        """The same for many, in few round trips; a fleet whose room cannot take it is left out."""
+        """Bring these fleets' servers, slots and rules to what the catalog says, in few round trips.
+
+        A fleet whose room cannot take it is left out.
+        """
         if fleets:
             self._scripts.redis.sadd(self._scripts.keys.rooms(), *fleets)
         found, failed = self._scripts.run_each("sync", {fleet: _registry(fleet, catalog) for fleet in fleets})

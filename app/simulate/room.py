@@ -4,7 +4,7 @@ Nothing here knows what a script's arguments mean.  Routing's own classes are as
 have sent is taken down; play.lua runs the scripts with it, at simulated times, thousands in one round trip.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from itertools import chain
@@ -60,6 +60,10 @@ class _Dictation(Scripts):
 
     def run(self, name: str, fleet: str, args: Sequence[Any] = ()) -> NoReturn:
         raise _Asked(name, args)
+
+    def run_each(self, name: str, args: Mapping[str, Sequence[Any]]) -> NoReturn:
+        (only,) = args.values()
+        raise _Asked(name, only)
 
 
 def _asked(act: Callable[[], object]) -> _Asked:
@@ -146,7 +150,7 @@ class Room:
         return _asked(lambda: self._queues.enqueue(self.fleet, [job]))
 
     def _sync(self, catalog: Snapshot) -> _Asked:
-        return _asked(lambda: self._slots.sync(self.fleet, catalog))
+        return _asked(lambda: self._slots.sync_all([self.fleet], catalog))
 
 
 def _ran(job: bytes, slot: bytes, start: bytes, end: bytes, turn: bytes, fate: bytes) -> Ran:

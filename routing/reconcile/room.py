@@ -17,7 +17,7 @@ from routing import draining, runs
 from routing.dispatcher import DRAINING, Dispatcher
 from routing.each import alone
 from routing.queues import Depths
-from routing.registry import bring, bring_all
+from routing.registry import bring_all
 from routing.seen import Doubt
 
 log = structlog.get_logger(__name__)
@@ -87,7 +87,7 @@ def refresh_fleet(dispatcher: Dispatcher, fleet: str) -> None:
     catalog = dispatcher.fleet.refresh()
     if not dispatcher.queues.depths(fleet).open:
         rebuild(dispatcher, fleet)
-    bring(dispatcher, fleet, catalog)
+    bring_all(dispatcher, [fleet], catalog)
     dispatcher.publish(dispatcher.queues.offer_all(fleet))
 
 

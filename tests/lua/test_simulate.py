@@ -39,7 +39,7 @@ class Plain:
         self.clock(T0)
         self.queues.begin_all([FLEET], "")
         self.queues.open_all([FLEET])
-        self.slots.sync(FLEET, self.scenario.catalog)
+        self.slots.sync_all([FLEET], self.scenario.catalog)
         for number, arrival in enumerate(self.scenario.arrivals, 1):
             self.go_on(arrival.at_ms)
             self.clock(arrival.at_ms)

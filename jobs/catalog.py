@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import orjson
 import structlog
-from sqlalchemy import Table, Update, delete, func, insert, select, update
+from sqlalchemy import Table, Text, Update, bindparam, delete, func, insert, select, update
 
 from jobs.clock import clock
 from jobs.config import ModelConfig, understood
@@ -37,6 +37,9 @@ _VERSION = "catalog_version"
 _IDENTITY = "record_identity"
 _SELECT_IDENTITY = select(counters.c.value).where(counters.c.name == _IDENTITY)
 _SELECT_VERSION = select(counters.c.value).where(counters.c.name == _VERSION)
+_VERSION_AND_AHEAD = select(counters.c.name, counters.c.value).where(
+    counters.c.name.in_([_VERSION, bindparam("p_ahead", type_=Text)])
+)
 _VERSION_AND_TIME = select(_SELECT_VERSION.scalar_subquery(), func.extract("epoch", func.clock_timestamp()) * 1000)
 
 
@@ -112,9 +115,10 @@ class Catalog:
                 version, common_ms = connection.execute(_VERSION_AND_TIME).one()
                 clock.note(float(common_ms), asked, time.monotonic())
                 return version or 0
-            version, ahead_ms = connection.execute(_SELECT_VERSION).scalar(), self._time.read(connection)
-        self._time.agree(ahead_ms)
-        return version or 0
+            rows = connection.execute(_VERSION_AND_AHEAD, {"p_ahead": self._time.name}).all()
+        found = {row.name: row.value for row in rows}
+        self._time.agree(found.get(self._time.name))
+        return found.get(_VERSION, 0)
 
     def identity(self) -> str:
         """What tells this record from all others: a number by chance, made when it is asked for first.

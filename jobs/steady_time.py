@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from sqlalchemy import Connection, bindparam, delete, select, update
+from sqlalchemy import delete, update
 from sqlalchemy.dialects.sqlite import insert
 
 from jobs.clock import TOLERATED_MS, clock
@@ -20,7 +20,6 @@ from jobs.models import counters
 _FOLLOWED_AFTER_S = 60.0
 _PREFIX = "clock:"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_AHEAD = select(counters.c.value).where(counters.c.name == bindparam("p_name"))
 
 
 def boot() -> str:
@@ -36,16 +35,17 @@ class SteadyTime:
     """Agrees with the other processes, and tells jobs.clock."""
 
     def __init__(self, database: Database) -> None:
-        self._database, self._name = database, f"{_PREFIX}{boot()}"
+        self._database = database
+        self.name = f"{_PREFIX}{boot()}"
+        """Of the counter that says how far the time is ahead of the steady clock, in ms."""
         self._apart_since: float | None = None
 
-    def read(self, connection: Connection) -> int | None:
-        """How far the time is ahead of the steady clock, in ms; None: nobody has said so yet."""
-        return connection.execute(_AHEAD, {"p_name": self._name}).scalar()
-
     def agree(self, ahead_ms: int | None) -> None:
-        """Go by what `read` found, or say it first.  After a minute in which the time of day is another, follow it."""
-        if self._name == _PREFIX:
+        """Go by what the counter says; None: there is none, say it first.
+
+        After a minute in which the time of day is another, follow that.
+        """
+        if self.name == _PREFIX:
             return
         steady_s = time.monotonic()
         here_ms = time.time_ns() // 1_000_000 - round(steady_s * 1000)
@@ -62,9 +62,9 @@ class SteadyTime:
 
     def _say(self, ahead_ms: int) -> None:
         def unit(tx: Transaction) -> None:
-            of_others = counters.c.name.between(_PREFIX, f"{_PREFIX}~"), counters.c.name != self._name
+            of_others = counters.c.name.between(_PREFIX, f"{_PREFIX}~"), counters.c.name != self.name
             tx.connection.execute(delete(counters).where(*of_others))
-            row = insert(counters).values(name=self._name, value=ahead_ms)
+            row = insert(counters).values(name=self.name, value=ahead_ms)
             tx.connection.execute(row.on_conflict_do_nothing())
 
         with suppress(RecordUnavailable):
@@ -72,7 +72,7 @@ class SteadyTime:
 
     def _follow(self, before_ms: int, ahead_ms: int) -> None:
         """Unless another process has done so."""
-        row = update(counters).where(counters.c.name == self._name, counters.c.value == before_ms)
+        row = update(counters).where(counters.c.name == self.name, counters.c.value == before_ms)
         with suppress(RecordUnavailable):
             self._database.write(lambda tx: tx.connection.execute(row.values(value=ahead_ms)))
         self._apart_since = None

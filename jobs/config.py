@@ -7,6 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+MOST_PAYLOAD_BYTES = 64 << 20
+"""To which a model's bound on payloads may be raised."""
+
 
 class Limits(BaseSettings):
     """How long the record may keep anybody waiting, in seconds.  Environment: SLOTKEEPER_DATABASE_TURN_S, …
@@ -86,7 +89,7 @@ class ModelConfig(BaseModel):
     """Seconds before the first retry; doubled each time."""
     retry_backoff_max: float = Field(30.0, gt=0, le=86_400)
     """Seconds that no single wait exceeds, before jitter of ±10 %."""
-    max_payload_bytes: int = Field(1 << 20, gt=0, le=64 << 20)
+    max_payload_bytes: int = Field(1 << 20, gt=0, le=MOST_PAYLOAD_BYTES)
     """Largest payload, as compact JSON."""
     max_waiting: int | None = Field(None, ge=0, le=_MOST_WAITING)
     """Queued jobs beyond which a submit is answered 429; null: no bound."""

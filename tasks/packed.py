@@ -11,8 +11,10 @@ from typing import Any, cast
 
 from kombu import compression
 
-MOST_BYTES = 32 << 20
-"""Of an unpacked message; a payload has 1 MiB."""
+from jobs.config import MOST_PAYLOAD_BYTES
+
+MOST_BYTES = 2 * MOST_PAYLOAD_BYTES
+"""Of an unpacked message: the largest payload that a model may take, with room for how JSON writes it in a message."""
 
 _UNPACKERS: dict[str, Callable[[], Any]] = {
     "application/x-gzip": zlib.decompressobj,

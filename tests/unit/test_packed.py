@@ -10,8 +10,10 @@ from celery.worker.control import Panel
 from kombu import compression
 from kombu.message import Message
 
+from jobs.config import MOST_PAYLOAD_BYTES, ModelConfig
 from tasks import packed, queues
 
+MOST_BYTES = packed.MOST_BYTES
 PACKERS = {"application/x-gzip": zlib.compress, "application/x-bz2": bz2.compress, "application/x-lzma": lzma.compress}
 
 
@@ -42,6 +44,15 @@ def _read(body: bytes, how: str) -> object:
 @pytest.mark.parametrize("how", PACKERS)
 def test_what_fits_is_unpacked(how: str) -> None:
     assert _read(PACKERS[how](b'["%s"]' % (b"a" * 996)), how) == ["a" * 996]
+
+
+def test_the_largest_payload_that_a_model_may_take_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "MOST_BYTES", MOST_BYTES)
+    payload = b'{"text":"%s"}' % (b"a" * (MOST_PAYLOAD_BYTES - len('{"text":""}')))
+    ModelConfig(max_payload_bytes=len(payload))
+    args = b'[["zimg",%s],{},{}]' % payload
+    how = "application/x-gzip"
+    assert _read(PACKERS[how](args), how) is not None
 
 
 @pytest.mark.parametrize("how", PACKERS)

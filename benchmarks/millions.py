@@ -31,8 +31,8 @@ SELECT 'ended-' || i, 'model-' || (i - i / 10 * 10), 'completed', 'finished', 5,
 """
 _DEADLINES = """
 INSERT INTO jobs ({fields}) {numbers}
-SELECT 'late-' || i, 'model-1', 'queued', 'submitted', 5, 'tenant-1', {now}, NULL, NULL, {now} + i - i / 1000 * 1000, 'rest', '{{}}',
-       NULL FROM n
+SELECT 'late-' || i, 'model-1', 'queued', 'submitted', 5, 'tenant-1', {now}, NULL, NULL, {now} + i - i / 1000 * 1000,
+       'rest', '{{}}', NULL FROM n
 """
 _CHUNK = 250_000
 _LATE = 100_000

@@ -187,24 +187,33 @@ class Database:
         with self._lock:
             self._line.extend(tickets)
             tickets[0].leads, self._led = not self._led, True
-        return [self._answer_to(*pair) for pair in zip(writes, tickets, strict=True)]
+        try:
+            answers = [self._answer_to(ticket) for ticket in tickets]
+        except BaseException:
+            self._abandon(tickets)
+            raise
+        for write, answer in zip(writes, answers, strict=True):
+            if isinstance(answer, RecordUncertain):
+                write.unheard()
+            elif not isinstance(answer, Exception):
+                write.heard()
+        return answers
 
-    def _answer_to(self, write: Write[T], ticket: _Ticket[T]) -> T | Exception:
+    def _answer_to(self, ticket: _Ticket[T]) -> T | Exception:
         try:
             self._come_to(ticket)
-            found = ticket.outcome()
-        except RecordUncertain as error:
-            write.unheard()
-            return error
+            return ticket.outcome()
         except Exception as error:
             return error
-        write.heard()
-        return found
 
     def _come_to(self, ticket: _Ticket[Any]) -> None:
         """Have a ticket done.  Raises RecordUnavailable: its turn does not come."""
-        if not ticket.leads and not ticket.wait(self.limits.turn_s):
-            self._leave(ticket)
+        try:
+            if not ticket.leads and not ticket.wait(self.limits.turn_s):
+                self._leave(ticket)
+        except BaseException:
+            self._abandon([ticket])
+            raise
         if not ticket.done:
             self._lead()
 
@@ -217,22 +226,22 @@ class Database:
         if not ticket.wait(self.limits.transaction_s + self.limits.inquiry_s + _SLACK_S):
             raise _uncertain("the commit takes very long")
 
+    def _abandon(self, tickets: Sequence[_Ticket[Any]]) -> None:
+        """Nobody waits for these any more: who has the lead must not keep it."""
+        with self._lock:
+            self._line = [ticket for ticket in self._line if ticket not in tickets]
+        if any(ticket.leads and not ticket.done for ticket in tickets):
+            self._pass_the_lead_on()
+
     def _lead(self) -> None:
         """Commit what waits, our own unit among it, and pass the lead on before the disk is waited for."""
         with self._lock:
             batch, self._line = self._line[:_LARGEST_BATCH], self._line[_LARGEST_BATCH:]
         try:
-            try:
-                self._answer(batch)
-            finally:
-                self._pass_the_lead_on()
-            self._secure(batch)
+            self._answer(batch)
         finally:
-            for ticket in batch:
-                if not ticket.done:  # Ctrl-C or the like came in between; it is raised in this thread alone.
-                    ticket.fail(_unavailable("the commit was interrupted"))
-            for ticket in batch[1:]:
-                ticket.wake()
+            self._pass_the_lead_on()
+            self._secure_and_wake(batch)
 
     def _pass_the_lead_on(self) -> None:
         with self._lock:
@@ -242,11 +251,20 @@ class Database:
                 heir.leads = True
                 heir.wake()
 
-    def _secure(self, batch: Sequence[_Ticket[Any]]) -> None:
+    def _secure_and_wake(self, batch: Sequence[_Ticket[Any]]) -> None:
         """Whoever was promised something is answered when it is on the disk."""
-        promised = [ticket for ticket in batch if ticket.error is None and not ticket.relaxed]
-        if not promised:
-            return
+        try:
+            promised = [ticket for ticket in batch if ticket.done and ticket.error is None and not ticket.relaxed]
+            if promised:
+                self._secure(promised)
+        finally:
+            for ticket in batch:
+                if not ticket.done:  # Ctrl-C or the like came in between; it is raised in this thread alone.
+                    ticket.fail(_unavailable("the commit was interrupted"))
+            for ticket in batch[1:]:
+                ticket.wake()
+
+    def _secure(self, promised: Sequence[_Ticket[Any]]) -> None:
         try:
             self._writer.sync()
         except BaseException as error:
@@ -273,6 +291,8 @@ class Database:
                 began = True
                 for ticket in batch:
                     results.append(ticket.unit(transaction))
+                for ticket in batch:  # From here on, until it is heard; also if Ctrl-C comes in between.
+                    ticket.fail(_uncertain("the commit was interrupted"))
         except _Unanswered as lost:
             self._inquire(batch, results, lost)
         except Exception as error:

@@ -3,19 +3,23 @@
 What only PostgreSQL needs stands in jobs/postgresql.py, with its driver, which a process on SQLite never loads.
 """
 
+import errno
 import math
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, NullPool, create_engine, event, make_url
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
 from jobs.config import Limits
 from jobs.home import close, private_file, private_folder
-from jobs.prepared import say
+from jobs.prepared import run, say
 
 # Options of a connection, by database.  Reading needs no transaction, so that each statement sees the newest commit;
 # psycopg is told so by isolation level, SQLite by our saying no BEGIN.
@@ -23,7 +27,7 @@ _NO_BEGIN: dict[str, Any] = {"slotkeeper_begins": False}
 READS: dict[str, dict[str, Any]] = {"sqlite": _NO_BEGIN, "postgresql": {"isolation_level": "AUTOCOMMIT"}}
 # PostgreSQL pages only inside a transaction; on SQLite that would lock out all who write.
 SNAPSHOT: dict[str, dict[str, Any]] = {"sqlite": _NO_BEGIN, "postgresql": {}}
-_UNSYNCED = "slotkeeper_unsynced"
+_LOOK_EVERY_S = 0.001
 
 SILENT: dict[str, Any] = {"hide_parameters": True}  # or the texts of errors would hold payloads
 CONNECT_S = 5
@@ -70,7 +74,7 @@ def _sqlite(url: str, limits: Limits, pool: dict[str, Any]) -> Engine:
         **(pool or {"pool_size": 8, "max_overflow": 56, "pool_timeout": POOL_S}),
     )
     event.listen(engine, "connect", _prepare_sqlite)
-    event.listen(engine, "begin", _begin_sqlite)
+    event.listen(engine, "begin", partial(_begin_sqlite, patience_s=limits.lock_s))
     return engine
 
 
@@ -102,22 +106,51 @@ def _prepare_sqlite(connection: Any, _: object) -> None:
         connection.execute(f"PRAGMA {pragma}")
 
 
-def _begin_sqlite(connection: Connection) -> None:
-    # IMMEDIATE: a transaction that first reads and then writes cannot fail half-way with SQLITE_BUSY.
+def _begin_sqlite(connection: Connection, patience_s: float) -> None:
     if connection.get_execution_options().get("slotkeeper_begins", True):
+        until = time.monotonic() + patience_s
+        while not _has_begun(connection, until):
+            time.sleep(_LOOK_EVERY_S)
+
+
+def _has_begun(connection: Connection, until: float) -> bool:
+    """Begin, unless another writes now.  Raises OperationalError: others have written for too long."""
+    try:
+        # IMMEDIATE: a transaction that first reads and then writes cannot fail half-way with SQLITE_BUSY.
         say(connection, "BEGIN IMMEDIATE")
+    except OperationalError as error:
+        if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() >= until:
+            raise
+        return False
+    return True
 
 
-def wait_for_no_disk(connection: Connection) -> None:
-    """From the next transaction on, a COMMIT on this connection does not wait for the disk (SQLite)."""
-    if connection.dialect.name == "sqlite" and _UNSYNCED not in connection.info:
-        say(connection, "PRAGMA synchronous=NORMAL")
-        connection.info[_UNSYNCED] = True
+def make_writer(connection: Connection) -> str | None:
+    """Have a connection wait for nothing by itself (SQLite); answers the log that it writes to, None: nobody need wait.
 
-
-def log_of(engine: Engine) -> str | None:
-    """The file to which SQLite commits, in WAL mode; None: there is none to wait for."""
-    file = engine.url.database or ""
-    if engine.dialect.name != "sqlite" or file in ("", ":memory:") or file.startswith("file:"):
+    Its COMMITs do not wait for the disk, for which somebody else does.  And it does not wait for others' in SQLite's
+    own way, which sleeps longer each time, up to 100 ms, so that whoever has waited long comes after all others.
+    """
+    if connection.dialect.name != "sqlite":
         return None
+    say(connection, "PRAGMA busy_timeout=0")
+    (mode,), (_, _, file) = _row(connection, "PRAGMA journal_mode"), _row(connection, "PRAGMA database_list")
+    if mode != "wal" or not file:  # There are file systems where SQLite can keep no log.
+        return None
+    say(connection, "PRAGMA synchronous=NORMAL")
+    _row(connection, "PRAGMA schema_version")  # The log is there from the first look on.
     return f"{file}-wal"
+
+
+def _row(connection: Connection, text: str) -> Any:
+    return run(connection, text, (), lambda cursor: cursor.fetchone())
+
+
+def rewrite(connection: Connection) -> None:
+    """Have all that stands in the log written and secured in the record itself.  Raises OSError: it is not."""
+    try:
+        busy, _, _ = _row(connection, "PRAGMA wal_checkpoint(RESTART)")
+    except SQLAlchemyError as error:
+        raise OSError(errno.EIO, str(error.orig if isinstance(error, DBAPIError) else error)) from error
+    if busy:
+        raise OSError(errno.EBUSY, "the log cannot be rewritten while it is read")

@@ -63,9 +63,12 @@ class Tellings:
         self.database = database
 
     def claim_due(self, now: int, limit: int) -> list[Telling]:
-        """What is due, oldest first; each falls due again, later each time, unless it is told meanwhile."""
+        """What is due, oldest first; each falls due again, later each time, unless it is told meanwhile.
+
+        It is on the disk before it is answered, and with it the ends that will be told of.
+        """
         params: dict[str, Any] = {"p_now": now, "p_until": now + FIRST_MS, "p_limit": limit}
-        rows = self.database.write(lambda tx: tx.connection.execute(_CLAIM, params).all(), relaxed=True)
+        rows = self.database.write(lambda tx: tx.connection.execute(_CLAIM, params).all())
         return [Telling(row.id, row.job_id) for row in sorted(rows, key=lambda row: row.created_ms)]
 
     def owed(self, telling_id: str) -> bool:

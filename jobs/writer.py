@@ -7,6 +7,7 @@ commits without waiting, and the log it has written to is waited for afterwards,
 """
 
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,20 +18,40 @@ from jobs import engines
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has no other
 
 
+class _Log:
+    """SQLite's log, open for as long as somebody may wait for it: only so does the system tell of an error it met."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+        self._failed = False
+
+    def sync(self, engine: Engine) -> None:
+        """Raises OSError.  After that the disk would say yes to what is lost: first all is written anew."""
+        if self._failed:
+            with engine.execution_options(**engines.READS["sqlite"]).connect() as connection:
+                engines.rewrite(connection)
+            self._failed = False
+        try:
+            _sync(self._file)
+        except OSError:
+            self._failed = True
+            raise
+
+
 class Writer:
     """Lends the connection to one at a time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._kept: Connection | None = None
-        self._log = engines.log_of(engine)
+        self._log: _Log | None = None
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
         """The connection.  Whatever is raised with it in use gives it up: the next one is as good as new."""
-        connection, self._kept = self._kept or self._engine.connect(), None
+        connection, self._kept = self._kept or self._connect(), None
         try:
-            engines.wait_for_no_disk(connection)
             yield connection
         except BaseException:
             connection.close()
@@ -40,18 +61,24 @@ class Writer:
         else:
             self._kept = connection
 
+    def _connect(self) -> Connection:
+        connection = self._engine.connect()
+        try:
+            log = engines.make_writer(connection)
+            self._log = None if log is None else _Log(log)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
     def sync(self) -> None:
         """Wait until all that was committed so far survives a power cut.  Raises OSError: whether it does is not known.
 
         What a COMMIT on PostgreSQL has answered does so already.
         """
-        if self._log is None:
-            return
-        log = os.open(self._log, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _sync(log)
-        finally:
-            os.close(log)
+        log = self._log
+        if log is not None:
+            log.sync(self._engine)
 
     def close(self) -> None:
         """Give the connection back, if nobody has it just now."""

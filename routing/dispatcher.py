@@ -195,10 +195,12 @@ class Dispatcher:
 
     def _enter(self, job: Waiting) -> Position | None:
         """Put one new job into the room, and publish what that offers; where it stands, None: the room is away."""
-        fleet = self.fleet.model(job.model).fleet
-        with self._at_room(fleet, 1) as is_there:
+        model = self.fleet.snapshot().models.get(job.model)
+        if model is None:  # It went just now.
+            return None
+        with self._at_room(model.fleet, 1) as is_there:
             if is_there:
-                offers, position = self.queues.enter(fleet, job)
+                offers, position = self.queues.enter(model.fleet, job)
                 crash_at("submit_enqueued")
                 self.publish(offers, [job])
                 crash_at("offer_published")

@@ -23,8 +23,8 @@ KEPT = [
         "an answer does not wait for the disk",
         "JOB-2",
         "jobs/db.py",
-        "            self._secure(batch)\n",
-        "",
+        "                self._secure(promised)\n",
+        "                pass\n",
         (f"{DB}test_only_what_nobody_was_promised_does_not_wait_for_the_disk",),
     ),
     Mutant(
@@ -34,6 +34,22 @@ KEPT = [
         "                ticket.fail(_uncertain(_reason(error)))\n            if not",
         "                pass\n            if not",
         (f"{DB}test_what_the_disk_may_not_have_is_not_called_stored_nor_refused",),
+    ),
+    Mutant(
+        "a disk that has failed once is believed",
+        "JOB-3",
+        "jobs/writer.py",
+        "            self._failed = True\n",
+        "            pass\n",
+        (f"{DB}test_a_disk_that_failed_once_is_not_believed_before_all_was_written_anew",),
+    ),
+    Mutant(
+        "who goes away keeps the lead",
+        "JOB-3",
+        "jobs/db.py",
+        "        if any(ticket.leads and not ticket.done for ticket in tickets):\n",
+        "        if False:\n",
+        (f"{DB}test_who_is_interrupted_while_it_waits_keeps_nobody_from_writing",),
     ),
     Mutant(
         "an unknown is called a no",

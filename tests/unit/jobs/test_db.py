@@ -1,7 +1,11 @@
 """How the engines are set up; what they promise stands in tests/contracts/test_record_commit.py."""
 
 import os
+import sqlite3
+import threading
+import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -9,8 +13,8 @@ from sqlalchemy import event
 
 from jobs import engines, postgresql, writer
 from jobs.config import Limits
-from jobs.db import Database, Write, _reason
-from jobs.errors import RecordUncertain
+from jobs.db import Database, Write, _reason, _Ticket
+from jobs.errors import RecordUnavailable, RecordUncertain
 
 
 @pytest.fixture
@@ -37,7 +41,8 @@ def test_reading_takes_no_lock_and_writing_takes_it_at_once(sqlite):
     assert statements[-2:] == ["BEGIN IMMEDIATE", "SELECT 2"]
 
 
-_ONE_ROW = "INSERT INTO rows VALUES (1)"
+def _insert(tx: Any) -> None:
+    tx.connection.exec_driver_sql("INSERT INTO rows VALUES (1)")
 
 
 @pytest.fixture
@@ -62,9 +67,9 @@ def _count(connection: Any) -> int:
 
 def test_only_what_nobody_was_promised_does_not_wait_for_the_disk(sqlite, disk):
     _, waited = disk
-    sqlite.write(lambda tx: tx.connection.exec_driver_sql(_ONE_ROW), relaxed=True)
+    sqlite.write(_insert, relaxed=True)
     assert waited == []
-    sqlite.write(lambda tx: tx.connection.exec_driver_sql(_ONE_ROW))
+    sqlite.write(_insert)
     assert waited == [f"{sqlite.engine.url.database}-wal"]
 
 
@@ -73,26 +78,74 @@ def test_who_waits_for_the_disk_keeps_nobody_from_writing(sqlite, disk):
     acts, waited = disk
     other = Database(sqlite.url, Limits(lock_s=0.2))
     acts += [
-        lambda: other.write(lambda tx: tx.connection.exec_driver_sql(_ONE_ROW), relaxed=True),
-        lambda: sqlite.write(lambda tx: tx.connection.exec_driver_sql(_ONE_ROW), relaxed=True),
+        lambda: other.write(_insert, relaxed=True),
+        lambda: sqlite.write(_insert, relaxed=True),
     ]
-    sqlite.write(lambda tx: tx.connection.exec_driver_sql(_ONE_ROW))
+    sqlite.write(_insert)
     with sqlite.read() as connection:
         assert _count(connection) == 3
     assert len(waited) == 1
     other.close()
 
 
+def test_who_waits_for_others_to_write_is_there_when_they_have(sqlite, disk, monkeypatch):
+    """SQLite itself would wait 25, 50, 100 ms between two looks."""
+    pauses = []
+    with closing(sqlite3.connect(sqlite.engine.url.database, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 20:
+                other.execute("COMMIT")
+
+        monkeypatch.setattr(engines.time, "sleep", pause)
+        began = time.monotonic()
+        sqlite.write(_insert)
+        assert time.monotonic() - began < 0.5
+    assert len(pauses) == 20 and max(pauses) <= 0.001
+
+
+def test_nobody_waits_for_others_to_write_longer_than_is_allowed(sqlite, disk):
+    impatient = Database(sqlite.url, Limits(lock_s=0.05))
+    with closing(sqlite3.connect(sqlite.engine.url.database, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(RecordUnavailable, match="locked"):
+            impatient.write(_insert)
+    impatient.write(_insert)
+    impatient.close()
+
+
 def test_what_the_disk_may_not_have_is_not_called_stored_nor_refused(sqlite, disk):
     acts, _ = disk
-
-    def fails() -> None:
-        raise OSError(5, "Input/output error")
-
-    acts.append(fails)
+    acts.append(_fails)
     with pytest.raises(RecordUncertain, match="Input/output"):
-        sqlite.write(lambda tx: tx.connection.exec_driver_sql(_ONE_ROW))
-    sqlite.write(lambda tx: tx.connection.exec_driver_sql(_ONE_ROW), relaxed=True)
+        sqlite.write(_insert)
+    sqlite.write(_insert, relaxed=True)
+
+
+def test_a_disk_that_failed_once_is_not_believed_before_all_was_written_anew(sqlite, disk):
+    """It forgets what it could not write, and has nothing more to refuse."""
+    acts, _ = disk
+    acts.append(_fails)
+    with pytest.raises(RecordUncertain):
+        sqlite.write(_insert)
+    acts.clear()
+    with sqlite.read() as reader:
+        reader.exec_driver_sql("BEGIN")
+        assert _count(reader) == 1
+        with pytest.raises(RecordUncertain, match="rewritten"):
+            sqlite.write(_insert)
+        reader.exec_driver_sql("COMMIT")
+    statements = []
+    event.listen(sqlite.engine, "before_cursor_execute", lambda c, cursor, sql, *_: statements.append(sql))
+    sqlite.write(_insert)
+    sqlite.write(_insert)
+    assert sum("wal_checkpoint" in sql for sql in statements) == 1
+
+
+def _fails() -> None:
+    raise OSError(5, "Input/output error")
 
 
 def test_all_who_share_a_commit_are_answered_after_the_disk_has_it(sqlite, disk):
@@ -100,9 +153,81 @@ def test_all_who_share_a_commit_are_answered_after_the_disk_has_it(sqlite, disk)
     early = []
     acts.append(lambda: early.extend(answered))
     answered: list[bool] = []
-    writes = [Write(lambda tx: tx.connection.exec_driver_sql(_ONE_ROW), heard=lambda: answered.append(True))] * 3
+    writes = [Write(_insert, heard=lambda: answered.append(True))] * 3
     sqlite.do_all(writes)
     assert early == [] and answered == [True] * 3 and len(waited) == 1
+
+
+def test_the_log_is_waited_for_where_sqlite_keeps_it(tmp_path, monkeypatch):
+    """Beside the file that a link leads to."""
+    (tmp_path / "far").mkdir()
+    (tmp_path / "record.db").symlink_to(tmp_path / "far" / "real.db")
+    waited: list[str] = []
+    monkeypatch.setattr(writer, "_sync", lambda log: waited.append(os.readlink(f"/proc/self/fd/{log}")))
+    for url in (f"sqlite:///{tmp_path / 'record.db'}", f"sqlite:///file:{tmp_path / 'record.db'}?uri=true"):
+        with closing(Database(url)) as database:
+            database.write(lambda tx: tx.connection.exec_driver_sql("CREATE TABLE IF NOT EXISTS rows (n)"))
+            database.write(_insert)
+    assert set(waited) == {str(tmp_path / "far" / "real.db-wal")} and len(waited) == 4
+
+
+def test_where_sqlite_can_keep_no_log_it_waits_for_the_disk_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "_sync", lambda log: pytest.fail("there is nothing to wait for"))
+    with closing(Database(f"sqlite:///file:{tmp_path / 'record.db'}?uri=true&vfs=unix-dotfile")) as database:
+        found = database.write(lambda tx: tx.connection.exec_driver_sql("PRAGMA synchronous").scalar())
+    assert found == 2
+
+
+def test_a_write_takes_no_file_descriptor(sqlite, disk):
+    sqlite.write(_insert)
+    before = set(os.listdir("/proc/self/fd"))
+    during: list[set[str]] = []
+    acts, _ = disk
+    acts.append(lambda: during.append(set(os.listdir("/proc/self/fd"))))
+    sqlite.write(_insert)
+    assert len(during[0]) == len(before)
+
+
+def test_who_is_interrupted_while_it_waits_keeps_nobody_from_writing(sqlite, disk, monkeypatch):
+    """Also if it is to lead the next commit."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def unit(tx: Any) -> None:
+        _insert(tx)
+        inside.set()
+        assert go_on.wait(10)
+
+    leader = threading.Thread(target=lambda: sqlite.write(unit))
+    leader.start()
+    assert inside.wait(10)
+
+    def interrupted(ticket: Any, seconds: float) -> bool:
+        go_on.set()
+        leader.join(10)
+        assert ticket.leads
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(_Ticket, "wait", interrupted)
+        sqlite.write(_insert)
+    sqlite.write(_insert)
+    with sqlite.read() as connection:
+        assert _count(connection) == 2
+
+
+def test_who_shares_a_commit_with_one_that_is_interrupted_is_answered_when_it_is_on_the_disk(sqlite, disk, monkeypatch):
+    _, waited = disk
+    outcomes = []
+
+    def after_the_commit(batch: Any, *_: Any) -> bool:
+        for ticket in batch[1:]:
+            ticket.fulfil(None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sqlite, "_commit", after_the_commit)
+    with pytest.raises(KeyboardInterrupt):
+        sqlite.do_all([Write(_insert), Write(_insert, heard=lambda: outcomes.append("heard"))])
+    assert len(waited) == 1 and outcomes == []
 
 
 # -- what PostgreSQL is asked for ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What beat runs: each task is one call of a plain function in routing, and harmless when run twice at once.
+"""What beat runs: each task is one call of a plain function elsewhere, and harmless when run twice at once.
 
 No task can take another's thread: each runs once at a time in a process, which has more threads than there are tasks.
 A message that comes while its task runs, or sooner after it than it should, ends at once.  Nothing is compared with
@@ -21,6 +21,7 @@ from jobs.record import now_ms
 from jobs.states import State
 from routing import audit, draining, pulse, reconcile, runs
 from routing.policies.identity import ServerReport
+from tasks import telling
 from tasks.celery_app import celery
 from tasks.rounds import Asked, Rounds
 from tasks.runner import Misconfigured, server_for
@@ -132,6 +133,12 @@ def sync_locks() -> None:
 def reconcile_all() -> None:
     """Every 5 min: bring back what the record knows and Redis does not."""
     reconcile.reconcile(dispatcher())
+
+
+@_task("tell_due", 5)
+def tell_due() -> None:
+    """Every 5 s: tell Celery's clients of ends that they should have been told of by now."""
+    telling.tell_due()
 
 
 @_task("scan_dlq", 60)

@@ -13,8 +13,10 @@ from kombu import compression
 
 from jobs.config import MOST_PAYLOAD_BYTES
 
-MOST_BYTES = 2 * MOST_PAYLOAD_BYTES
-"""Of an unpacked message: the largest payload that a model may take, with room for how JSON writes it in a message."""
+_GROWTH = 3  # kombu writes ASCII: of each letter's two to four bytes in UTF-8 it makes six or twelve.
+_HEADERS_BYTES = 1 << 20
+MOST_BYTES = _GROWTH * MOST_PAYLOAD_BYTES + _HEADERS_BYTES
+"""Of an unpacked message: the largest payload that a model may take, as kombu writes it, and what stands around it."""
 
 _UNPACKERS: dict[str, Callable[[], Any]] = {
     "application/x-gzip": zlib.decompressobj,

@@ -133,9 +133,8 @@ def _flush(**_: object) -> None:
         log.info("tellings_left_for_later")
 
 
-@celery.task(name="maintenance.tell_due", ignore_result=True, send_events=False)
 def tell_due() -> None:
-    """Every 5 s: tell what is owed and was not told, because a process died or the backend was away."""
+    """Tell what is owed and was not told, because a process died or the backend was away."""
     if teller().idle:
         for telling in Tellings(database()).claim_due(now_ms(), _AT_ONCE):
             teller().soon(telling)

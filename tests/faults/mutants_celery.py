@@ -113,4 +113,13 @@ CELERY = [
         ("tests/unit/test_packed.py::test_what_does_not_is_refused_and_never_whole",),
         still="tests/unit/test_packed.py::test_what_fits_is_unpacked",
     ),
+    Mutant(
+        "a message has no room for a payload that is not in English",
+        "bounds",
+        "tasks/packed.py",
+        "_GROWTH = 3 ",
+        "_GROWTH = 2 ",
+        ("tests/unit/test_packed.py::test_it_fits_whatever_it_is_written_in",),
+        still="tests/unit/test_packed.py::test_the_largest_payload_that_a_model_may_take_fits",
+    ),
 ]

@@ -1,6 +1,10 @@
 """Beat as a thread of the worker that does what it says."""
 
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,18 +12,46 @@ import pytest
 from celery import beat as celerys
 from celery.worker import state
 
+from tasks import embedded_beat
 from tasks.beat import every
 from tasks.celery_app import celery
-from tasks.embedded_beat import Beat, EmbeddedBeat, Here
+from tasks.embedded_beat import Beat, EmbeddedBeat, Here, Threads
 
-ENTRY: Any = SimpleNamespace(task="maintenance.check_servers", args=(False,))
+ENTRY: Any = SimpleNamespace(name="check", task="maintenance.check_servers", args=(False,))
+SOON_S = 10.0
+AT_ONCE_S = 0.1
 
 
 @pytest.fixture
-def scheduler():
-    it = Here(celery, lazy=True)
-    yield it
-    it.close()
+def threads() -> Threads:
+    return Threads()
+
+
+@pytest.fixture
+def scheduler(threads: Threads) -> Here:
+    return Here(threads, celery, lazy=True)
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An entry whose task does not end before the test; `.begun` is released each time when it begins."""
+    begun, ends = threading.Semaphore(0), threading.Event()
+    monkeypatch.setitem(celery.tasks, "maintenance.hangs", lambda: (begun.release(), ends.wait()))
+    yield SimpleNamespace(name="hangs", task="maintenance.hangs", args=(), begun=begun)
+    ends.set()
+
+
+@pytest.fixture
+def ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_beat, "_ENDS_S", AT_ONCE_S)
+
+
+def _ends(act: Any) -> bool:
+    """Whether this returns; it would hold up all the other tests if it did not."""
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(SOON_S)
+    return not thread.is_alive()
 
 
 @pytest.fixture(autouse=True)
@@ -27,24 +59,41 @@ def nobody_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "should_stop", None)
 
 
-def test_what_is_due_is_done_here_and_no_message_is_sent(monkeypatch, scheduler) -> None:
+def test_what_is_due_is_done_here_and_no_message_is_sent(monkeypatch, scheduler, threads) -> None:
     called: list[object] = []
     monkeypatch.setitem(celery.tasks, ENTRY.task, called.append)
     monkeypatch.setattr(Here, "apply_async", lambda *_, **__: pytest.fail("a message"))
     scheduler.apply_entry(ENTRY, producer=scheduler.producer)
-    scheduler._threads.shutdown()
+    assert threads.wait(SOON_S)
     assert called == [False]
 
 
-def test_a_task_that_fails_or_takes_long_holds_up_no_other(monkeypatch, scheduler) -> None:
+def test_a_task_that_fails_or_takes_long_holds_up_no_other(monkeypatch, scheduler, threads) -> None:
     done, passed = threading.Event(), []
     acts = [lambda _: passed.append(done.wait(5)), lambda _: 1 / 0, lambda _: done.set()]
     for number, act in enumerate(acts):
         monkeypatch.setitem(celery.tasks, f"maintenance.{number}", act)
-        scheduler.apply_entry(SimpleNamespace(task=f"maintenance.{number}", args=(None,)))
+        scheduler.apply_entry(SimpleNamespace(name=str(number), task=f"maintenance.{number}", args=(None,)))
     assert done.wait(5)
-    scheduler._threads.shutdown()
+    assert threads.wait(SOON_S)
     assert passed == [True]
+
+
+def test_an_entry_that_hangs_takes_one_thread_however_often_it_is_due(scheduler, threads, hung) -> None:
+    for _ in range(3):
+        scheduler.apply_entry(hung)
+    assert hung.begun.acquire(timeout=SOON_S)
+    assert not hung.begun.acquire(timeout=AT_ONCE_S)
+    assert threads.lasting() == ["hangs"]
+
+
+def test_an_entry_is_begun_again_after_its_end(monkeypatch, scheduler, threads) -> None:
+    called: list[object] = []
+    monkeypatch.setitem(celery.tasks, ENTRY.task, called.append)
+    for _ in range(2):
+        scheduler.apply_entry(ENTRY)
+        assert threads.wait(SOON_S)
+    assert called == [False, False]
 
 
 def test_a_worker_whose_beat_has_ended_ends(monkeypatch) -> None:
@@ -60,6 +109,72 @@ def test_a_beat_that_is_told_to_stop_is_no_failure(monkeypatch) -> None:
     it.stop()
     it.join(10)
     assert not it.is_alive() and state.should_stop is None
+
+
+def test_a_beat_that_fails_before_its_first_tick_ends_the_worker_and_lets_it_stop(monkeypatch) -> None:
+    monkeypatch.setattr(Here, "setup_schedule", lambda _: 1 / 0)
+    it = Beat()
+    it.start()
+    it.join(SOON_S)
+    assert state.should_stop == 1
+    assert _ends(it.stop)
+
+
+def test_a_beat_that_never_was_begun_lets_the_worker_stop() -> None:
+    assert _ends(Beat().stop)
+
+
+def test_a_beat_that_fails_while_a_task_hangs_ends_the_worker_before_it_waits_for_that(
+    monkeypatch, hung, ends_at_once
+) -> None:
+    def tick(self: Here) -> float:
+        self.apply_entry(hung)
+        assert hung.begun.acquire(timeout=SOON_S)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Here, "tick", tick)
+    it = Beat()
+    it.start()
+    it.join(SOON_S)
+    assert state.should_stop == 1
+    assert _ends(it.stop)
+
+
+def test_a_beat_whose_task_or_tick_hangs_stops_in_a_bounded_time(monkeypatch, hung, ends_at_once) -> None:
+    def tick(self: Here) -> float:
+        self.apply_entry(hung)
+        celery.tasks[hung.task]()
+        return 0.01
+
+    monkeypatch.setattr(Here, "tick", tick)
+    it = Beat()
+    it.start()
+    for _ in range(2):
+        assert hung.begun.acquire(timeout=SOON_S)
+    assert _ends(it.stop)
+    assert state.should_stop is None
+
+
+def test_a_beat_that_stops_gives_what_has_begun_time_to_end(monkeypatch, hung, ends_at_once) -> None:
+    monkeypatch.setattr(Here, "tick", lambda self: self.apply_entry(hung) or 0.01)
+    it = Beat()
+    it.start()
+    assert hung.begun.acquire(timeout=SOON_S)
+    began = time.monotonic()
+    it.stop()
+    assert time.monotonic() - began >= AT_ONCE_S
+
+
+def test_a_task_that_hangs_does_not_keep_the_process_from_its_exit() -> None:
+    hangs = "import threading; from tasks.embedded_beat import Threads; Threads().begin('one', threading.Event().wait)"
+    subprocess.run([sys.executable, "-c", hangs], timeout=60, check=True)
+
+
+def test_every_entry_runs_once_at_a_time_also_when_it_comes_by_a_message() -> None:
+    """By the restraint of maintenance, which makes its tasks."""
+    celery.loader.import_default_modules()
+    tasks = {entry["task"] for entry in celery.conf.beat_schedule.values()}
+    assert {celery.tasks[task].run.__module__ for task in tasks} == {"tasks.maintenance"}
 
 
 def test_a_worker_is_beat_only_if_it_is_asked_to_be() -> None:

@@ -9,6 +9,7 @@ import pytest
 from celery.worker.control import Panel
 from kombu import compression
 from kombu.message import Message
+from kombu.utils import json
 
 from jobs.config import MOST_PAYLOAD_BYTES, ModelConfig
 from tasks import packed, queues
@@ -53,6 +54,14 @@ def test_the_largest_payload_that_a_model_may_take_fits(monkeypatch: pytest.Monk
     args = b'[["zimg",%s],{},{}]' % payload
     how = "application/x-gzip"
     assert _read(PACKERS[how](args), how) is not None
+
+
+@pytest.mark.parametrize("letter", ["a", "ж", "語", "🙂"])
+def test_it_fits_whatever_it_is_written_in(letter: str) -> None:
+    """A model's bound is of UTF-8; in a message, kombu writes ASCII."""
+    text = letter * 10_000
+    growth = len(json.dumps(text)) / len(f'"{text}"'.encode())
+    assert growth * MOST_PAYLOAD_BYTES + 100_000 < MOST_BYTES, "with its headers"
 
 
 @pytest.mark.parametrize("how", PACKERS)

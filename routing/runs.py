@@ -64,8 +64,9 @@ def restore(dispatcher: Dispatcher) -> int:
 def restore_missed(dispatcher: Dispatcher, *, silence_proves: bool = True) -> int:
     """The same for those that have had none for a while: a run passes its slot on before its end is in the record.
 
-    A worker that lives has by then written its lease again itself, so this one lasts for a renewal, no longer: the
-    job of a worker that died in between is run again soon.  `silence_proves`: not while Redis was away.
+    A worker that lives has by then written its lease again itself, and renews this one.  It lasts for two renewals, so
+    that one may be late, and no longer: the job of a worker that died in between is run again soon.
+    `silence_proves`: not while Redis was away.
     """
     now, since = now_ms(), dispatcher.seen.missed
     missing = _without_lease(dispatcher)
@@ -75,7 +76,7 @@ def restore_missed(dispatcher: Dispatcher, *, silence_proves: bool = True) -> in
     missed = {
         fleet: [run for run in runs if now - since[run.held] >= SETTLED_WITHIN_MS] for fleet, runs in missing.items()
     }
-    return _restore(dispatcher, missed, settings.renew_every_ms * 5 // 4 if silence_proves else settings.lease_ms)
+    return _restore(dispatcher, missed, settings.renew_every_ms * 9 // 4 if silence_proves else settings.lease_ms)
 
 
 def _without_lease(dispatcher: Dispatcher) -> dict[str, list[Restored]]:

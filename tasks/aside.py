@@ -17,12 +17,18 @@ class Aside:
         self._lock = threading.Lock()
 
     def ask(self) -> None:
+        """Raises nothing: if no thread can be started now, what was asked for is done when it is asked for again."""
         with self._lock:
             self._asked = True
             if self._at_it:
                 return
             self._at_it = True
-        threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        try:
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        except RuntimeError as error:
+            log.warning("work_aside_postponed", what=self._name, error=str(error))
+            with self._lock:
+                self._at_it = False
 
     def _work(self) -> None:
         while self._goes_on():

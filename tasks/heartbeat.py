@@ -106,7 +106,7 @@ class Heartbeat:
         self._every_s = every_ms / 1000
         self._doubt, self._then, self._soon = doubt, then, soon
         self._was_away = False
-        self._holds: dict[str, Hold] = {}
+        self._holds: set[Hold] = set()  # Two may be of one job: its older run has not heard yet that it is over.
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -125,14 +125,13 @@ class Heartbeat:
         """Keep this lease alive from now on.  `starting`: until the flag is taken down, the record lacks the run."""
         hold = Hold(held, self._soon, starting=starting)
         with self._lock:
-            self._holds[held.job_id] = hold
+            self._holds.add(hold)
         return hold
 
     def remove(self, hold: Hold) -> None:
         hold.over = True
         with self._lock:
-            if self._holds.get(hold.held.job_id) is hold:
-                del self._holds[hold.held.job_id]
+            self._holds.discard(hold)
 
     def stop_all(self) -> None:
         """Tell all runs that this worker is going down."""
@@ -174,4 +173,4 @@ class Heartbeat:
     def holds(self) -> list[Hold]:
         """The leases that are kept alive now."""
         with self._lock:
-            return list(self._holds.values())
+            return list(self._holds)

@@ -98,7 +98,9 @@ def reap(dispatcher: Dispatcher, patience: Patience | None = None) -> int:
 
 def _has_patience_ended(dispatcher: Dispatcher, patience: Patience, asked_s: float, spans: dict[str, Span]) -> bool:
     redis_s = max((span.now_ms for span in spans.values()), default=0) / 1000
-    pause_s = 2 * dispatcher.settings.renew_every_ms / 1000
+    settings = dispatcher.settings
+    # A renewal that was sent just before Redis came back has its time-out first; the next one is heard.
+    pause_s = settings.redis_timeout_s + 2 * settings.renew_every_ms / 1000
     return bool(spans) and patience.has_ended(asked_s, time.monotonic(), redis_s, pause_s)
 
 

@@ -1,6 +1,18 @@
 """Guards of one run's life and end in its worker."""
 
-from tests.faults.mutant import DRAINING, LEASES, MAINTENANCE, ORPHANS, RECORD, RUNS, SLOTS, USES, WORKERS, Mutant
+from tests.faults.mutant import (
+    DRAINING,
+    LEASES,
+    MAINTENANCE,
+    ORPHANS,
+    OUTAGES,
+    RECORD,
+    RUNS,
+    SLOTS,
+    USES,
+    WORKERS,
+    Mutant,
+)
 
 RUN = [
     Mutant(
@@ -10,6 +22,22 @@ RUN = [
         "filter(lambda hold: hold.is_kept, self.holds())",
         "filter(lambda hold: hold.is_kept and not hold.starting, self.holds())",
         (f"{WORKERS}test_a_lease_is_kept_while_its_start_is_being_stored_however_long_that_takes",),
+    ),
+    Mutant(
+        "a worker knows one lease of a job alone",
+        "LEASE-3",
+        "tasks/heartbeat.py",
+        "            self._holds.add(hold)\n",
+        "            self._holds = {hold, *(it for it in self._holds if it.held.job_id != held.job_id)}\n",
+        (f"{RUNS}test_two_runs_of_one_job_in_one_worker_hear_each_of_its_own_lease",),
+    ),
+    Mutant(
+        "what is done aside is never done again once no thread could be had",
+        "LEASE-3",
+        "tasks/aside.py",
+        "            with self._lock:\n                self._at_it = False\n",
+        "",
+        ("tests/unit/test_aside.py::test_work_for_which_no_thread_could_be_had_is_done_when_it_is_asked_for_again",),
     ),
     Mutant(
         "the record is asked for a run that is only being started",
@@ -283,9 +311,25 @@ RUN = [
         "a run whose worker died as it passed its slot on waits for a whole lease",
         "LEASE-3",
         "routing/runs.py",
-        "settings.renew_every_ms * 5 // 4 if silence_proves else settings.lease_ms",
+        "settings.renew_every_ms * 9 // 4 if silence_proves else settings.lease_ms",
         "settings.lease_ms",
         (f"{RUNS}test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot",),
+    ),
+    Mutant(
+        "one late renewal of a lease that was missed costs a crash",
+        "LEASE-3",
+        "routing/runs.py",
+        "settings.renew_every_ms * 9 // 4",
+        "settings.renew_every_ms * 5 // 4",
+        (f"{RUNS}test_a_living_worker_one_of_whose_renewals_is_late_keeps_a_lease_that_was_missed",),
+    ),
+    Mutant(
+        "leases are reaped before a renewal that was sent while Redis was away has had its time-out",
+        "LEASE-3",
+        "routing/reconcile/reaper.py",
+        "pause_s = settings.redis_timeout_s + 2",
+        "pause_s = 2",
+        (f"{OUTAGES}test_after_redis_was_away_a_renewal_has_its_time_out_and_is_sent_again_before_anything_is_reaped",),
     ),
     Mutant(
         "a lease that was written again while its run ended stays",

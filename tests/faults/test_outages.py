@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -180,7 +181,7 @@ def test_a_redis_that_does_not_answer_is_waited_for_once_and_not_at_every_submit
 
 @pytest.fixture
 def reaped() -> Callable[..., bool]:
-    """At a moment (s) the reaper looks; answers whether it may reap.  A renewal takes place every 1.5 s.
+    """At a moment (s) the reaper looks; answers whether it may reap.  A living worker needs 3 s to renew.
 
     `ahead`: what Redis' clock is ahead of the first moments (s).  `asked`: when it was asked, if that took time.
     """
@@ -201,6 +202,24 @@ def test_after_a_look_that_failed_living_workers_renew_before_anything_is_reaped
     assert reaped(100)
     reaped.patience.note_failure()
     assert [now for now in (102, 103, 104, 105, 106) if reaped(now)] == [105, 106]
+
+
+def test_after_redis_was_away_a_renewal_has_its_time_out_and_is_sent_again_before_anything_is_reaped(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("routing.reconcile.reaper.time", SimpleNamespace(monotonic=lambda: stage.now / 1000))
+    patience, settings = reconcile.Patience(), stage.dispatcher.settings
+    stage.register()
+    stage.submit()
+    stage.start()
+    assert reconcile.reap(stage.dispatcher, patience) == 0
+    stage.later(LEASE_MS)
+    patience.note_failure()
+    assert reconcile.reap(stage.dispatcher, patience) == 0
+    stage.later(int(settings.redis_timeout_s * 1000) + 2 * settings.renew_every_ms - 1)
+    assert reconcile.reap(stage.dispatcher, patience) == 0
+    stage.later(1)
+    assert reconcile.reap(stage.dispatcher, patience) == 1
 
 
 def test_a_reaper_that_seldom_comes_to_look_does_look(reaped: Callable[..., bool]) -> None:

@@ -329,6 +329,24 @@ def test_a_lease_that_another_has_by_now_is_lost(stage, worker):
     assert stage.settle(task).moved is None and stage.renewal(again) is Renewal.RENEWED
 
 
+def test_two_runs_of_one_job_in_one_worker_hear_each_of_its_own_lease(stage, worker):
+    """It was cut off from Redis for as long as a lease lasts, and took the job's next offer itself."""
+    stage.register()
+    stage.submit()
+    _, older = _begun(stage, worker)
+    stage.later(LEASE_MS)
+    reconcile.reap(stage.dispatcher)
+    task, newer = _begun(stage, worker)
+    stage.later(LEASE_MS - SECOND)
+    worker.heartbeat.beat()
+    assert older.lost and not newer.lost
+    assert stage.room.expiry_of(task.held.job_id) == stage.now + LEASE_MS
+    worker.heartbeat.stop_all()
+    assert older.stop and newer.stop
+    worker.heartbeat.remove(older)
+    assert worker.heartbeat.holds() == [newer]
+
+
 def test_while_the_record_is_away_no_lease_is_taken_for_lost(stage, worker, monkeypatch):
     stage.register()
     job_id = stage.submit()
@@ -391,7 +409,7 @@ def test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot(
         assert runs.restore_missed(stage.dispatcher) == 0
         stage.later(runs.SETTLED_WITHIN_MS)
         assert [runs.restore_missed(stage.dispatcher) for _ in range(2)] == [1, 0]
-        lasts_ms = SETTINGS.renew_every_ms * 5 // 4
+        lasts_ms = SETTINGS.renew_every_ms * 9 // 4
     if busy:
         assert stage.renewal(other) is Renewal.RENEWED
     stage.later(lasts_ms - 1)
@@ -407,6 +425,19 @@ def test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot(
     if busy:
         assert stage.settle(other).moved is not None
     assert stage.room.taken() == {} and stage.free() == 1
+
+
+def test_a_living_worker_one_of_whose_renewals_is_late_keeps_a_lease_that_was_missed(stage, worker):
+    stage.register()
+    job_id = stage.submit()
+    task = stage.start("w1")
+    _forgotten(stage, job_id)
+    assert runs.restore_missed(stage.dispatcher) == 0
+    stage.later(runs.SETTLED_WITHIN_MS)
+    assert runs.restore_missed(stage.dispatcher) == 1
+    stage.later(2 * SETTINGS.renew_every_ms)
+    assert reconcile.reap(stage.dispatcher) == 0
+    assert stage.renewal(task) is Renewal.RENEWED and stage.job(job_id).crashes == 0
 
 
 def test_a_run_that_ends_while_its_lease_is_written_again_leaves_none(stage, worker, monkeypatch):

@@ -57,7 +57,7 @@ class Exchange:
         self._head: list[bytes] = []
         self._body: list[bytes] = []
         self._size = 0
-        self._moved = -1
+        self._moved = -1  # bytes, when it was last looked; -1: it was not yet
         self._timer: asyncio.TimerHandle | None = None
 
     def cut(self) -> None:
@@ -65,7 +65,9 @@ class Exchange:
         self.break_off(Break.RESET if self._sent else Break.CONNECT)
 
     def begin(self, handle: Any) -> None:
-        self._handle = handle
+        """Called once more if nothing has left yet: what was seen of the first try says nothing of the second."""
+        self._stop_looking()
+        self._handle, self._moved = handle, -1
         limits = self._limits
         left_s = limits.deadline - time.monotonic()
         handle.setopt(pycurl.TIMEOUT_MS, _ms(left_s))
@@ -102,8 +104,7 @@ class Exchange:
         self._finish(Broken(how, MESSAGES[how]))
 
     def _finish(self, reply: Answer | Broken) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_looking()
         handle, self._handle = self._handle, None
         if handle is not None:
             self._wires.give_back(handle)
@@ -123,6 +124,10 @@ class Exchange:
             return 0  # Not what it is long: libcurl gives up.
         self._body.append(piece)
         return None
+
+    def _stop_looking(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _look(self, still: int) -> None:
         """Give up when nothing has moved for `read_s`."""

@@ -265,6 +265,17 @@ RUN = [
         ("tests/unit/servers/test_client.py::test_a_call_that_is_cut_ends_at_once_and_leaves_the_outcome_unknown",),
     ),
     Mutant(
+        "an answer is broken off by what was seen of a connection that was closed",
+        "R113",
+        "tasks/servers/curl.py",
+        "        self._stop_looking()\n        self._handle, self._moved = handle, -1\n",
+        "        self._handle = handle\n",
+        (
+            "tests/unit/servers/test_curl.py::"
+            "test_an_answer_that_moves_is_waited_for_although_its_request_was_sent_anew",
+        ),
+    ),
+    Mutant(
         "libcurl sends again what may have been received",
         "SLOT-1",
         "tasks/servers/curl.py",

@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 _DOWN_PATIENCE_S = 10.0
 _CANCEL_PATIENCE_S = 5.0
 _FIND_OUT_EVERY_S = 1.0
-_ASK_S = 30.0  # A question takes no longer than this, and may take as long although the run's own time is over.
+_ASK_S = 30.0  # A question takes no longer than this, and may take as long, whatever is left of the run's own time.
 
 
 class Left(Enum):
@@ -72,7 +72,7 @@ class Watch:
         self._live = live
         self._note_remote = note_remote
         self._end = time.monotonic() + _seconds_left(task.run, config)
-        self._call = self._new_call()
+        self._question = self._new_question()
         self._remote_id = task.run.remote_id
         self._answered = False
         self._canceling: asyncio.Task[None] | None = None
@@ -117,22 +117,25 @@ class Watch:
     async def _send_again(self, live: Live) -> Outcome:
         """Only the connection was lost: under its key the server answers from its recent results, or runs it now."""
         self._may_send_again = False
-        return await live.submit(replace(self._call, deadline_s=max(self._end - time.monotonic(), 0.001)))
+        return await live.submit(self._call)
 
-    def _new_call(self) -> Call:
+    def _new_question(self) -> Call:
+        """What all questions about the run, and its cancel, are asked with."""
         run = self._run
         return Call(
             job_id=run.job.id,
             attempt=run.attempt,
-            payload=exact.loads(run.payload),
+            payload=None,
             callback_url=callbacks.url(run.job.id),
             callback_token=callbacks.token(run.job.id, run.attempt),
-            deadline_s=max(self._end - time.monotonic(), 0.001),
+            deadline_s=_ASK_S,
         )
 
     @property
-    def _question(self) -> Call:
-        return replace(self._call, payload=None, deadline_s=max(self._call.deadline_s, _ASK_S))
+    def _call(self) -> Call:
+        """The request itself.  Its payload is read when it is sent: a run that is polled for hours does not keep it."""
+        left_s = max(self._end - time.monotonic(), 0.001)
+        return replace(self._question, payload=exact.loads(self._run.payload), deadline_s=left_s)
 
     async def _keep_remote_id(self, outcome: Outcome) -> bool:
         """The server's id goes into the record before the first poll, so that another worker can resume."""
@@ -153,10 +156,8 @@ class Watch:
 
     async def _pause(self, live: Live, last: Outcome) -> Outcome | Left | None:
         """Wait one interval; answers what the waiting itself has come to, if it is over."""
-        left_s = self._end - time.monotonic()
-        every_s = self._config.poll_interval if last.kind is Kind.PENDING else _FIND_OUT_EVERY_S
         if self._left() is None:
-            await self._hold.wait(max(min(every_s, left_s), 0))
+            await self._hold.wait(self._interval_s(last))
         if (left := self._left()) is not None:
             return left
         if self._hold.cancel:
@@ -164,6 +165,13 @@ class Watch:
         if time.monotonic() < self._end:
             return None
         return await self._give_up(live, last)
+
+    def _interval_s(self, last: Outcome) -> float:
+        """How long to wait before the server is asked again."""
+        every_s = self._config.poll_interval if last.kind is Kind.PENDING else _FIND_OUT_EVERY_S
+        if self._hold.cancel:  # It may have been heard while the server was being asked, and has its own patience.
+            return min(every_s, _FIND_OUT_EVERY_S)
+        return max(min(every_s, self._end - time.monotonic()), 0)
 
     def _cancel(self) -> Outcome | None:
         """The server has been told, or is being told; watch for a moment whether it lets go."""
@@ -224,7 +232,7 @@ class Watch:
                 return Outcome(Kind.UNKNOWN, message=health.message)
             return Outcome(Kind.LOST, code="server_lost", message="The server went away under the job.", lingers=True)
         self._gone_since = None
-        if _knows(health, self._call) is False:
+        if _knows(health, self._question) is False:
             if self._may_send_again:
                 return await self._send_again(live)
             return Outcome(Kind.LOST, code="server_lost", message="The server does not know the job any more.")

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from celery.exceptions import Ignore, Retry
 from jobs.db import Write
 from jobs.errors import RecordUnavailable
 from jobs.states import State, Why
-from routing import reconcile, runs
+from routing import exact, reconcile, runs
 from routing.dispatcher import Task
 from routing.keys import Keys
 from routing.leases import Renewal
@@ -62,14 +63,16 @@ class FakeServer:
         return self.answers.pop(0)
 
     async def status(self, call: Call, remote_id: str) -> Outcome:
-        assert call.deadline_s >= 10, "a question has its time, whatever is left of the run's"
-        self.asked.append("status")
+        self._note_question("status", call)
         return self.answers.pop(0)
 
     async def cancel(self, call: Call, remote_id: str | None = None) -> bool:
-        assert call.deadline_s >= 10
-        self.asked.append("cancel")
+        self._note_question("cancel", call)
         return True
+
+    def _note_question(self, what: str, call: Call) -> None:
+        assert 10 <= call.deadline_s <= 30, "a question has its time, whatever is left of the run's, and no more"
+        self.asked.append(what)
 
     async def health(self) -> Health:
         self.asked.append("health")
@@ -506,6 +509,63 @@ def test_a_resumed_run_that_has_not_ended_in_its_time_is_given_up(stage, worker,
     assert (job.state, job.error_code, server.asked) == (State.DELAYED, "timed_out", ["status", "cancel"])
 
 
+# -- a polled run ----------------------------------------------------------------------------------------------
+
+
+def test_a_question_has_its_own_time_however_long_its_run_may_take(stage, worker, server):
+    stage.register(model_type="async", poll_interval=0.001, max_poll_time=7200.0)
+    stage.submit()
+    server.answers = [PENDING, DONE]
+    assert run(stage) == DONE.result and server.asked == ["submit", "status"]
+
+
+def test_a_run_that_is_polled_does_not_keep_its_payload(stage, worker, server, monkeypatch):
+    class Payload(dict[str, Any]):
+        """One that can be referred to weakly."""
+
+    read: list[weakref.ref[Payload]] = []
+    kept: list[Payload | None] = []
+
+    def loads(text: str) -> Payload:
+        payload = Payload(exact.loads(text))
+        read.append(weakref.ref(payload))
+        return payload
+
+    async def status(*_: Any) -> Outcome:
+        kept.extend(it() for it in read)
+        return DONE
+
+    monkeypatch.setattr(runner, "exact", SimpleNamespace(loads=loads))
+    monkeypatch.setattr(server, "status", status)
+    stage.register(model_type="async", poll_interval=0.001)
+    stage.submit()
+    server.answers = [PENDING]
+    run(stage)
+    assert kept == [None]
+
+
+@pytest.mark.parametrize("late_s", [0, 7200], ids=["in its time", "beyond its time"])
+def test_a_cancel_that_is_heard_while_the_server_is_asked_does_not_wait_for_the_interval(
+    stage, worker, server, monkeypatch, late_s
+):
+    waits: list[float] = []
+
+    async def wait(_: Hold, seconds: float) -> None:
+        waits.append(seconds)
+        await asyncio.sleep(0)
+
+    def canceled_meanwhile(hold: Hold) -> None:
+        server.during = hold.ask_to_cancel
+        stage.later(late_s * SECOND)
+
+    monkeypatch.setattr(Hold, "wait", wait)
+    monkeypatch.setattr(runner, "_CANCEL_PATIENCE_S", 0.0)
+    server.answers = [PENDING] * 3
+    found = _watched(stage, server, canceled_meanwhile, model_type="async", poll_interval=3600.0, max_poll_time=7200.0)
+    assert found.kind is Kind.CANCELED
+    assert set(waits) == {runner._FIND_OUT_EVERY_S}
+
+
 # -- a stale worker --------------------------------------------------------------------------------------------
 
 
@@ -582,9 +642,9 @@ def test_a_run_that_shall_be_canceled_and_goes_wrong_is_canceled(stage, worker, 
 # -- nothing is sent that nobody wants -------------------------------------------------------------------------
 
 
-def _watched(stage: Stage, server: FakeServer, flag: Callable[[Hold], None]) -> Any:
-    """What comes of a run of whose lease a flag was raised before its request was sent."""
-    stage.register()
+def _watched(stage: Stage, server: FakeServer, flag: Callable[[Hold], None], **config: Any) -> Any:
+    """What comes of a run; `flag` may raise one of its lease before its request is sent."""
+    stage.register(**config)
     stage.submit()
     task = stage.start("w1")
     hold = Hold(task.held)

@@ -76,7 +76,8 @@ def restore_missed(dispatcher: Dispatcher, *, silence_proves: bool = True) -> in
     missed = {
         fleet: [run for run in runs if now - since[run.held] >= SETTLED_WITHIN_MS] for fleet, runs in missing.items()
     }
-    return _restore(dispatcher, missed, settings.renew_every_ms * 9 // 4 if silence_proves else settings.lease_ms)
+    short_ms = min(settings.renew_every_ms * 9 // 4, settings.lease_ms)
+    return _restore(dispatcher, missed, short_ms if silence_proves else settings.lease_ms)
 
 
 def _without_lease(dispatcher: Dispatcher) -> dict[str, list[Restored]]:

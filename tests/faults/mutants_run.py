@@ -338,9 +338,17 @@ RUN = [
         "a run whose worker died as it passed its slot on waits for a whole lease",
         "LEASE-3",
         "routing/runs.py",
-        "settings.renew_every_ms * 9 // 4 if silence_proves else settings.lease_ms",
+        "short_ms if silence_proves else settings.lease_ms",
         "settings.lease_ms",
         (f"{RUNS}test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot",),
+    ),
+    Mutant(
+        "a lease that was missed lasts longer than any other where renewals are rare",
+        "LEASE-1",
+        "routing/runs.py",
+        "min(settings.renew_every_ms * 9 // 4, settings.lease_ms)",
+        "settings.renew_every_ms * 9 // 4",
+        (f"{RUNS}test_a_lease_that_was_missed_lasts_no_longer_than_any_other",),
     ),
     Mutant(
         "one late renewal of a lease that was missed costs a crash",

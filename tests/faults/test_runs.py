@@ -443,6 +443,19 @@ def test_a_living_worker_one_of_whose_renewals_is_late_keeps_a_lease_that_was_mi
     assert stage.renewal(task) is Renewal.RENEWED and stage.job(job_id).crashes == 0
 
 
+def test_a_lease_that_was_missed_lasts_no_longer_than_any_other(stage, worker):
+    """Two renewals and a bit may be longer than a lease where workers renew as seldom as they may."""
+    stage.dispatcher.settings = SETTINGS.model_copy(update={"renew_every_ms": LEASE_MS // 2 - 1})
+    stage.register()
+    job_id = stage.submit()
+    stage.start("w1")
+    _forgotten(stage, job_id)
+    runs.restore_missed(stage.dispatcher)
+    stage.later(runs.SETTLED_WITHIN_MS)
+    assert runs.restore_missed(stage.dispatcher) == 1
+    assert stage.room.expiry_of(job_id) == stage.now + LEASE_MS
+
+
 def test_a_run_that_ends_while_its_lease_is_written_again_leaves_none(stage, worker, monkeypatch):
     stage.register()
     first, second = stage.submit(), stage.submit()

@@ -1,5 +1,6 @@
 """A worker process: its name on leases, its heartbeat, and the lives of its runs, from their offers to their ends."""
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -17,10 +18,10 @@ from jobs.crash import crash_at
 from jobs.db import Write
 from jobs.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
 from jobs.once import once
-from jobs.record import now_ms
+from jobs.record import Run, now_ms
 from jobs.states import State
 from jobs.store import Moved
-from routing import draining, exact
+from routing import draining, exact, runs
 from routing.dispatcher import Dispatcher, Task, new_owner
 from routing.leases import Held
 from routing.outcome import Kind, Outcome
@@ -47,7 +48,7 @@ log = structlog.get_logger(__name__)
 _WATCH_EVERY_S = 1.0
 _START_AGAIN_MS = 1_000
 _EVENTS_EVERY_S = 0.2
-_EVENTS_AT_ONCE = 500
+_EVENTS_AT_ONCE = 10_000  # Above it the loop would have to send them, and wait for a silent broker.
 _STORE_AGAIN_S = 1.0
 _LAST_TRIES_S = 3.0  # A worker that is told to stop goes on trying for so long: another can resume what is stored.
 
@@ -97,16 +98,24 @@ class Worker:
         )
         self.heartbeat.start()
         self.consumer: Any = None  # Celery's consumer; None while there is none, or while draining
+        self._draining = False  # for good
+        self._grace_over = False  # runs are handed back
         self.poller = Poller(dispatcher, workers, self.owner, lambda: self.room, self.hand_on)
         self._capacity = capacity
-        self._begun: set[str] = set()  # leases whose offers this process has taken up, until their runs end
+        self._begun: dict[str, Shown] = {}  # leases whose offers this process has taken up, until their runs end
+        self._unfilled = 0  # places of ended runs for which nothing was taken, since ends waited for the record
         self._untold: dict[str, Shown] = {}  # lease -> the task of a run of which Celery is being told
         self._lock = threading.Lock()
 
     @property
+    def takes(self) -> bool:
+        """Whether this worker takes jobs.  A consumer that starts when draining has begun changes nothing."""
+        return self.consumer is not None and not self._draining
+
+    @property
     def room(self) -> int:
         """For how many more runs there is room; none while draining."""
-        return 0 if self.consumer is None else max(self._capacity - len(self._begun), 0)
+        return max(self._capacity - len(self._begun), 0) if self.takes else 0
 
     @property
     def taker(self) -> str:
@@ -133,7 +142,7 @@ class Worker:
 
     def take_up(self, offer: Offer, shown: Shown) -> None:
         """Run the job of an open offer, unless this process has taken it up before."""
-        if self._note(offer.lease):
+        if self._note(offer.lease, shown):
             self.engine.live(self.begin(offer, shown))
         else:
             self._show_nothing(shown)
@@ -142,11 +151,13 @@ class Worker:
         """Run a job whose offer this worker holds, without the broker."""
         if offer is None:
             return
-        if self.consumer is None:  # Draining has begun since the offer was taken.
+        if not self.takes:  # Draining has begun since the offer was taken.
             self._reopen(offer)
             return
-        self._note(offer.lease)
-        self.engine.live(self.begin(offer, Shown()))
+        shown = Shown()
+        with self._lock:
+            self._begun[offer.lease] = shown  # Its message may be here too, and finds the offer taken up.
+        self.engine.live(self.begin(offer, shown))
 
     # -- a run, in the loop ----------------------------------------------------------------------------------
 
@@ -157,28 +168,29 @@ class Worker:
             if offer.owner != self.owner:
                 claimed = await self.engine.ask_room(lambda: self._leases.claiming(offer, self.owner))
             run = None if claimed is None else await self._start(claimed, shown)
-        except (SlotkeeperError, RedisError) as error:
-            self._forget(offer.lease)
+        except Exception as error:  # Whatever it is, neither the job nor its place in this worker is lost.
+            mine = self._forget(offer.lease, shown)
             self._show_nothing(shown)
-            await self.engine.rarely(self._put_back, offer, error)
+            if mine:
+                await self.engine.rarely(self._put_back, offer, error)
             return
         if run is not None:
             await self._run(run)
             return
-        self._forget(offer.lease)
+        self._forget(offer.lease, shown)
         self._show_nothing(shown)
         if claimed is not None:  # The job was gone, so the slot goes to the next.
-            await self._go_on(offer.fleet, await self.engine.rarely(self._free, claimed))
+            await self._go_on(self._held(claimed), await self.engine.rarely(self._free, claimed))
 
     async def _start(self, offer: Offer, shown: Shown) -> ActiveRun | None:
         """Its lease is kept alive while its start is being stored, which may take longer than a lease lasts."""
         crash_at("start_claimed")
         held, run = self._held(offer), None
         hold = self.heartbeat.add(held, starting=True)
+        if self._grace_over:  # All runs have been told already.
+            hold.end("stop")
         try:
-            run = await self.engine.store(
-                self.dispatcher.store.starting(offer.job_id, offer.server, offer.slot, held.tag, now_ms(), offer.number)
-            )
+            run = await self._store_start(offer, hold)
         finally:
             hold.starting = False
             if run is None:
@@ -186,19 +198,52 @@ class Worker:
         crash_at("start_committed")
         return None if run is None else ActiveRun(self.dispatcher.begun(offer, run, held), hold, shown)
 
+    async def _store_start(self, offer: Offer, hold: Hold) -> Run | None:
+        """Store a start; None: the job is gone.
+
+        Where its COMMIT was not heard of, the record is asked until it answers.  Raises RecordUnavailable: it was not
+        stored; RecordUncertain: this was not found out before the worker had to stop; SlotkeeperError.
+        """
+        store, tag = self.dispatcher.store, hold.held.tag
+        try:
+            return await self.engine.store(
+                store.starting(offer.job_id, offer.server, offer.slot, tag, now_ms(), offer.number)
+            )
+        except RecordUncertain:
+            while not (hold.lost or hold.stop):
+                await hold.wait(_STORE_AGAIN_S)
+                try:
+                    return await self.engine.rarely(self._recorded_start, hold.held)
+                except RecordUnavailable as error:
+                    log.warning("start_not_known", job_id=offer.job_id, error=str(error))
+            raise
+
+    def _recorded_start(self, held: Held) -> Run | None:
+        """The run that the record has under this lease; None: the job is gone.
+
+        Raises RecordUnavailable; SlotkeeperError: the start was not stored.
+        """
+        job = self.dispatcher.store.get(held.job_id)
+        if job is not None and job.state is State.QUEUED:
+            raise SlotkeeperError("The start was not stored.")
+        task = None if job is None else runs.task_of(self.dispatcher, job)
+        return task.run if task is not None and task.held.tag == held.tag else None
+
     async def _run(self, run: ActiveRun) -> None:
         self.engine.later(self._show, run)
+        job_id, held, said = run.task.run.job.id, run.task.held, Ignore()
         try:
-            outcome = await self._outcome(run)
-            self.engine.later(run.shown.ended, await self._end(run, outcome))
+            said = await self._end(run, await self._outcome(run))
         except RecordUnavailable as error:  # The lease is gone, or this worker is: another will run it again.
-            log.error("result_not_stored", job_id=run.task.run.job.id, error=str(error))
-            self.engine.later(run.shown.ended, Ignore())
-        finally:
-            self.heartbeat.remove(run.hold)
-            self._forget(run.task.held.lease)
+            log.error("result_not_stored", job_id=job_id, error=str(error))
+        except Exception:  # The lease expires, and its reaper sees to it.
+            log.exception("result_not_stored", job_id=job_id)
+        self.heartbeat.remove(run.hold)
+        self._forget(held.lease, run.shown)
+        self.engine.later(run.shown.ended, said)
         if run.hold.restored:  # Its lease was written again while its end was on the way to the record.
-            await self.engine.rarely(lambda: self.dispatcher.free(run.task.held, back=False))
+            await self.engine.rarely(lambda: self.dispatcher.free(held, back=False))
+        await self._fill(held.fleet)
 
     async def _outcome(self, run: ActiveRun) -> Outcome | Left:
         if run.task.run.cancel_requested:
@@ -254,7 +299,7 @@ class Worker:
         """
         task, it, held = run.task, run.task.run, run.task.held
         run.hold.passed_on_s = time.monotonic()
-        await self._go_on(held.fleet, await self._pass_on(held, end))
+        await self._go_on(held, await self._pass_on(held, end))
         crash_at("slot_passed_on")
         write = self.dispatcher.store.settling(
             it.job.id, it.attempt, end.verdict.why, now_ms(), result=end.result, error=end.error
@@ -283,7 +328,7 @@ class Worker:
     async def _settle(self, run: ActiveRun, end: End) -> Moved | None:
         """First the record, then the slot: the job may come back, or its server may be at it still."""
         settled = await self._patiently(lambda: settlement.store(run.task, end, taker=self.taker), run.hold)
-        await self._go_on(run.task.held.fleet, settled.next)
+        await self._go_on(run.task.held, settled.next)
         return settled.moved
 
     async def _hand_back(self, run: ActiveRun) -> Ignore:
@@ -299,20 +344,33 @@ class Worker:
         """
         it, held, taker = run.task.run, run.task.held, self.taker
         following = await self.engine.rarely(lambda: self.dispatcher.leave(held, it.job.id, it.attempt, taker=taker))
-        await self._go_on(held.fleet, following)
+        await self._go_on(held, following)
         job = await self.engine.rarely(self.dispatcher.store.get, it.job.id)
         if job is not None and job.state is State.COMPLETED and job.attempt == it.attempt:
             return exact.plain(job.result) if job.result else None
         return Ignore()
 
-    async def _go_on(self, fleet: str, offer: Offer | None) -> None:
-        """A run of this fleet is over: go on with the offer that came of it, or find another if this worker is full.
+    async def _go_on(self, ended: Held, offer: Offer | None) -> None:
+        """A run is over: go on with the offer that came of it, or find another if this worker is full.
 
         A full worker reads no messages, so each fleet with work in turn gets the place that has become free.
         """
-        if offer is None and self.consumer is not None and not self.room:
-            offer = await self.engine.rarely(self._offer_in_turn, fleet)
-        if offer is not None and self.consumer is None:
+        if offer is None and self.takes and not self.room:
+            others = len(self._begun) - (ended.lease in self._begun)
+            if others < self._capacity:
+                offer = await self.engine.rarely(self._offer_in_turn, ended.fleet)
+            else:  # Runs whose ends are not stored yet have taken their next already, and they still count.
+                self._unfilled += 1
+        await self._begin_or_reopen(offer)
+
+    async def _fill(self, fleet: str) -> None:
+        """A run of this fleet counts no more: take now what was left when its place was not free yet."""
+        if self._unfilled and self.room:
+            self._unfilled -= 1
+            await self._begin_or_reopen(await self.engine.rarely(self._offer_in_turn, fleet))
+
+    async def _begin_or_reopen(self, offer: Offer | None) -> None:
+        if offer is not None and not self.takes:
             await self.engine.rarely(self._reopen, offer)
         else:
             self.hand_on(offer)
@@ -335,7 +393,8 @@ class Worker:
                     ends = ends or now + _LAST_TRIES_S
                 if hold.lost or (ends is not None and now >= ends):
                     raise
-                await hold.wait(_STORE_AGAIN_S)
+                # Not all at the same moment, in which they would make one batch again that may be what is too much.
+                await hold.wait(_STORE_AGAIN_S * random.uniform(0.5, 1.5))
 
     # -- Celery ----------------------------------------------------------------------------------------------
 
@@ -374,23 +433,24 @@ class Worker:
             log.warning("offer_postponed", error=str(error))
         return None
 
-    def _note(self, lease: str) -> bool:
+    def _note(self, lease: str, shown: Shown) -> bool:
         """Remember that this process has taken up an offer.  False: it had done so before."""
         with self._lock:
-            if lease in self._begun:
-                return False
-            self._begun.add(lease)
-            return True
+            return self._begun.setdefault(lease, shown) is shown
 
-    def _forget(self, lease: str) -> None:
+    def _forget(self, lease: str, shown: Shown) -> bool:
+        """False: the offer came to this process another way meanwhile, and that run lives."""
         with self._lock:
-            self._begun.discard(lease)
+            mine = self._begun.get(lease) is shown
+            if mine:
+                del self._begun[lease]
+            return mine
 
     def _free(self, offer: Offer) -> Offer | None:
         try:
             job = self.dispatcher.store.get(offer.job_id)
             return draining.leave(self.dispatcher, self._held(offer), job, self.taker)
-        except SlotkeeperError as error:  # The lease expires, and its reaper sees to it.
+        except Exception as error:  # The lease expires, and its reaper sees to it.
             log.warning("release_postponed", job_id=offer.job_id, error=str(error))
             return None
 
@@ -403,7 +463,8 @@ class Worker:
 
     def _put_back(self, offer: Offer, error: Exception) -> None:
         """The job could not be started, through no fault of its own: back to its place, and not at once again."""
-        log.warning("start_postponed", job_id=offer.job_id, error=str(error))
+        is_foreseen = isinstance(error, SlotkeeperError | RedisError)
+        log.warning("start_postponed", job_id=offer.job_id, error=str(error), exc_info=None if is_foreseen else error)
         if offer.number == 0:
             # Made again for a run that its server may be at: nowhere else.  The reaper will make it once more.
             return
@@ -438,15 +499,22 @@ class Worker:
             self.poller.start()
 
     def drain(self) -> None:
-        """Take nothing more; after the grace time, hand back what another worker can go on with."""
-        self.consumer = None
+        """Take nothing more, ever; after the grace time, hand back what another worker can go on with."""
+        if self._draining:
+            return
+        self._draining, self.consumer = True, None
         self.poller.end()
-        timer = threading.Timer(TaskSettings().grace_s, self.heartbeat.stop_all)
+        timer = threading.Timer(TaskSettings().grace_s, self._hand_all_back)
         timer.daemon = True
         timer.start()
 
+    def _hand_all_back(self) -> None:
+        self._grace_over = True  # First: a run that begins just now is told by itself, or with the others.
+        self.heartbeat.stop_all()
+
     def end(self) -> None:
-        """The pool stops: all runs have their time to end, or are handed back."""
+        """The pool stops, whoever wants that: all runs have their time to end, or are handed back."""
+        self.drain()  # Of a signal Celery has told already, of anything else not.
         self.engine.wait()
         self.engine.close()
 

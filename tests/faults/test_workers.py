@@ -1,12 +1,15 @@
 """What a worker does when something is away just then: nothing is dropped, nothing is tried at once again."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery.events import EventDispatcher
 from celery.exceptions import Reject
 from redis.exceptions import RedisError
 
@@ -22,13 +25,16 @@ from routing.queues import Offer
 from routing.scripts import Scripts
 from routing.workers import Workers
 from tasks import inference, settlement
+from tasks import worker as workers
 from tasks.aside import Aside
+from tasks.heartbeat import Hold
 from tasks.inference import InferRequest, infer
 from tasks.releases import PatientLeases
 from tasks.shown import Shown
 from tasks.worker import ActiveRun, Worker, _Message
 from tests.lua.room import FRAGMENTS
 from tests.lua.stage import LEASE_MS, SECOND, SETTINGS, Stage, client, stage, valkey
+from tests.support.builders import eventually
 
 __all__ = ["client", "stage", "valkey"]
 
@@ -140,9 +146,11 @@ class Beginner(Worker):
         self.heartbeat.end()
         self.consumer = object()
         self.tasks: dict[str, Task] = {}  # that it began, by lease, in order
+        self.begun: list[ActiveRun] = []
 
     async def _run(self, run: ActiveRun) -> None:
         self.tasks[run.task.held.lease] = run.task
+        self.begun.append(run)
         self.heartbeat.remove(run.hold)
 
     @property
@@ -172,14 +180,44 @@ class Beginner(Worker):
         return found
 
 
-@pytest.fixture
-def worker(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Beginner]:
-    monkeypatch.setattr(Aside, "ask", lambda it: it._act())  # at once: nobody waits here
+class Finisher(Beginner):
+    """One that ends what it begins: each server answers at once, once a test lets it."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.answered: list[str] = []  # jobs
+
+    async def _run(self, run: ActiveRun) -> None:
+        await Worker._run(self, run)
+
+    async def _outcome(self, run: ActiveRun) -> Outcome:
+        self.answered.append(run.task.run.job.id)
+        return Outcome(Kind.DONE, result={"url": "x"})
+
+
+def _of(kind: type[Beginner], stage: Stage, capacity: int = 3) -> Iterator[Any]:
     leases = PatientLeases(Scripts(stage.redis, Keys("test"), FRAGMENTS), SETTINGS)
     stage.dispatcher.leases = leases
-    found = Beginner(stage.dispatcher, leases, Workers(leases._scripts), capacity=3)
+    found = kind(stage.dispatcher, leases, Workers(leases._scripts), capacity=capacity)
     yield found
     found.engine.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits here."""
+    monkeypatch.setattr(Aside, "ask", lambda it: it._act())
+    monkeypatch.setattr(workers, "_STORE_AGAIN_S", 0.001)
+
+
+@pytest.fixture
+def worker(stage: Stage) -> Iterator[Beginner]:
+    yield from _of(Beginner, stage)
+
+
+@pytest.fixture
+def finisher(stage: Stage) -> Iterator[Finisher]:
+    yield from _of(Finisher, stage, capacity=1)
 
 
 @pytest.mark.parametrize("begin", ["start", "go_on_with"])
@@ -210,22 +248,123 @@ def test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_
 def test_a_job_whose_start_may_have_been_stored_keeps_its_lease_until_the_reaper_has_looked(
     stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch, begin: str
 ) -> None:
-    """Put back, it would wait and run at once, and nobody would hold its slot."""
+    """Its worker stops and cannot ask.  Put back, it would wait and run at once, and nobody would hold its slot."""
     stage.register()
     job_id = stage.submit()
     offer = stage.told.offers.pop()
-    start = stage.store.starting
 
-    def unheard(*told: Any) -> Write[Any]:
-        stage.database.do(start(*told))
-        return Write(_raise(RecordUncertain("the commit was not answered")))
-
-    with monkeypatch.context() as away:
-        away.setattr(stage.store, "starting", unheard)
+    with _starts_unheard(stage, monkeypatch, worker.heartbeat.stop_all):
         assert getattr(worker, begin)(offer) is None
     assert list(stage.room.taken().values()) == [job_id]
     assert stage.room.waiting() == []
     assert stage.job(job_id).state is State.RUNNING
+
+
+@contextmanager
+def _starts_unheard(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, also: Callable[[], None] = lambda: None, *, stored: bool = True
+) -> Iterator[None]:
+    start = stage.store.starting
+
+    def unheard(*told: Any) -> Write[Any]:
+        if stored:
+            stage.database.do(start(*told))
+        also()
+        return Write(_raise(RecordUncertain("the commit was not answered")))
+
+    with monkeypatch.context() as away:
+        away.setattr(stage.store, "starting", unheard)
+        yield
+
+
+@sqlite
+def test_a_job_whose_start_was_stored_and_not_heard_of_runs_and_costs_nothing(
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker keeps the lease, and asks the record until that answers."""
+    stage.register()
+    job_id = stage.submit()
+    get, left, kept = stage.store.get, iter(range(3)), []
+
+    def at_last(asked: str) -> Any:
+        kept.extend((hold.starting, hold.over) for hold in worker.heartbeat.holds())
+        return _is_away() if next(left, None) is not None else get(asked)
+
+    with _starts_unheard(stage, monkeypatch):
+        monkeypatch.setattr(stage.store, "get", at_last)
+        task = worker.start(stage.told.offers.pop())
+
+    assert task is not None and kept == [(True, False)] * 4
+    assert stage.renewal(task) is Renewal.RENEWED
+    assert stage.settle(task).moved is not None
+    assert (stage.job(job_id).attempt, stage.job(job_id).crashes) == (1, 0)
+
+
+@sqlite
+def test_a_job_whose_start_was_neither_stored_nor_heard_of_goes_back_to_its_place(
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.register()
+    job_id = stage.submit()
+    with _starts_unheard(stage, monkeypatch, stored=False):
+        assert worker.start(stage.told.offers.pop()) is None
+    assert stage.room.taken() == {} and stage.room.waiting() == [job_id] and worker.room == 3
+
+
+@sqlite
+def test_a_job_whose_start_was_not_heard_of_and_that_another_has_by_now_is_left_to_him(
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.register(2)
+    job_id = stage.submit()
+    (offer,) = stage.told.offers
+
+    def is_taken() -> None:
+        stage.database.do(starting(job_id, "gpu", "gpu-slot1", "another w2", stage.now, 1))
+
+    starting = stage.store.starting
+    with _starts_unheard(stage, monkeypatch, is_taken, stored=False):
+        assert worker.start(offer) is None
+    assert stage.room.taken() == {} and stage.room.waiting() == [] and stage.job(job_id).lease == "another w2"
+
+
+@pytest.mark.parametrize("what", ["claimed", "stored"])
+@sqlite
+def test_an_error_that_nobody_foresaw_costs_neither_the_job_nor_its_place_in_the_worker(
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """As when a worker meets tables that a migration is changing."""
+    stage.register()
+    job_id = stage.submit()
+    (offer,), shown = stage.told.offers, Shown()
+
+    def broken(*_: object) -> Any:
+        raise LookupError("no such table: jobs")
+
+    with monkeypatch.context() as changing:
+        if what == "stored":
+            changing.setattr(stage.store, "starting", lambda *_: Write(broken))
+        else:
+            changing.setattr(worker._leases, "claiming", broken)
+        worker.take_up(offer, shown)
+        assert worker.engine.wait(10)
+    assert worker.room == 3 and len(shown._ended) == 1
+    if what == "stored":
+        assert stage.room.taken() == {} and stage.room.waiting() == [job_id]
+    assert stage.told.offers == [offer]
+
+
+@sqlite
+def test_a_run_whose_end_fails_as_nobody_foresaw_is_shown_as_ended_and_gives_its_place_back(
+    stage: Stage, finisher: Finisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.register()
+    stage.submit()
+    shown = Shown()
+    monkeypatch.setattr(stage.store, "settling", lambda *_, **__: Write(_raise(LookupError("no such table"))))
+    finisher.take_up(stage.told.offers.pop(), shown)
+    assert finisher.engine.wait(10)
+    assert len(shown._ended) == 1 and finisher.room == 1 and finisher.heartbeat.holds() == []
 
 
 @pytest.mark.parametrize("begin", ["start", "go_on_with"])
@@ -391,11 +530,87 @@ def test_a_full_worker_shares_its_runs_between_models(stage: Stage, worker: Begi
     for task in tasks[:2]:
         assert task is not None
         settled = stage.settle(task, taker=worker.taker)
-        worker.engine.live(worker._go_on(task.held.fleet, settled.next))
+        worker.engine.live(worker._go_on(task.held, settled.next))
         assert worker.engine.wait(10)
-        worker._forget(task.held.lease)
+        worker._forget(task.held.lease, worker._begun[task.held.lease])
 
     assert sorted(worker.handed_on[3:]) == sorted([busy[3], waiting])
+
+
+@sqlite
+def test_a_worker_whose_ends_are_not_stored_takes_one_more_at_most_and_is_full_again_when_they_are(
+    stage: Stage, finisher: Finisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot is free, but its memory would fill with results."""
+    stage.register()
+    stored, waiting = Event(), [stage.submit() for _ in range(8)]
+    settling = stage.store.settling
+
+    def late(*args: Any, **more: Any) -> Write[Any]:
+        write = settling(*args, **more)
+        return Write(lambda tx: write.unit(tx) if stored.is_set() else _is_away())
+
+    monkeypatch.setattr(stage.store, "settling", late)
+    finisher.take_up(stage.told.offers.pop(0), Shown())
+    eventually(lambda: len(finisher.answered) == 2 and finisher._unfilled)
+    assert finisher.room == 0
+
+    stored.set()
+
+    assert finisher.engine.wait(20)
+    assert finisher.answered == waiting and finisher.room == 1
+
+
+@pytest.mark.parametrize("redis_answers", [True, False])
+@sqlite
+def test_a_run_that_was_found_before_its_message_was_read_counts_until_it_ends(
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch, redis_answers: bool
+) -> None:
+    """The message waits for its claim, while the poller takes the same offer: the loser forgets nothing."""
+    stage.register()
+    job_id = stage.submit()
+    (offer,) = stage.told.offers
+    (mine,) = stage.dispatcher.queues.offer("zimg", 1, taker=worker.owner)
+    claiming = worker._leases.claiming
+
+    def found_first(*args: Any) -> Any:
+        worker.hand_on(mine)
+        return claiming(*args) if redis_answers else _renewals_fail()
+
+    monkeypatch.setattr(worker._leases, "claiming", found_first)
+    worker.take_up(offer, Shown())
+    assert worker.handed_on == [job_id] and worker.room == 2
+    assert stage.room.taken() == {"gpu-slot0": job_id}
+
+
+@sqlite
+def test_runs_that_wait_for_the_record_do_not_come_back_at_the_same_moment(
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be one batch again, and it may be what is too large."""
+    monkeypatch.setattr(workers, "_STORE_AGAIN_S", 1.0)
+    waits: list[float] = []
+
+    async def wait(hold: Hold, seconds: float) -> None:
+        waits.append(seconds)
+        hold.lost = len(waits) % 20 == 0
+
+    monkeypatch.setattr(Hold, "wait", wait)
+    with pytest.raises(RecordUnavailable):
+        asyncio.run(worker._until_stored(_is_away, Hold(Held("zimg", "one", "l", "w", "gpu-slot0"))))
+    assert len(set(waits)) > 10 and all(0.5 <= it <= 1.5 for it in waits)
+
+
+def test_events_are_sent_by_the_hub_alone_however_many_a_busy_worker_has() -> None:
+    """The loop that the runs live in would wait for a broker that is silent."""
+    sent: list[str] = []
+    events = EventDispatcher(enabled=False, app=infer.app, buffer_group={"task"})
+    events.enabled, events.flush = True, lambda *_, **__: sent.append("flushed")  # type: ignore[method-assign]
+    hub = SimpleNamespace(call_repeatedly=lambda *_: None)
+    workers._bundle_events(SimpleNamespace(hub=hub, event_dispatcher=events, _flush_events=None))
+    for n in range(9_000):
+        events.send("task-started", uuid=str(n))
+    assert sent == []
 
 
 # -- a worker that stops ---------------------------------------------------------------------------------------
@@ -415,6 +630,53 @@ def test_a_worker_that_is_told_to_stop_begins_nothing_it_was_just_offered(stage:
 
     assert (stage.state(second), stage.job(second).attempt) == (State.QUEUED, 0)
     assert stage.offered() == [second], "another worker is told"
+
+
+@sqlite
+def test_a_pool_that_stops_takes_nothing_more_whoever_stops_it(
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Celery tells of a signal alone, and not of a remote control's wish, nor of a consumer that gives up."""
+    monkeypatch.setenv("SLOTKEEPER_GRACE_S", "0")
+    stage.register()
+    stage.submit()
+    hold = worker.heartbeat.add(Held("zimg", "one", "lease", worker.owner, "gpu-slot0"))
+    worker.look()
+    monkeypatch.setattr(worker.engine, "close", lambda: None)
+
+    worker.end()
+
+    assert worker.look() == 0 and worker.room == 0 and worker.taker == ""
+    eventually(lambda: hold.stop)
+
+
+@sqlite
+def test_a_consumer_that_starts_when_draining_has_begun_gets_no_jobs(stage: Stage, worker: Beginner) -> None:
+    """It was still connecting when its worker was told to stop."""
+    worker.drain()
+    worker.attend(object())
+    assert worker.room == 0 and worker.taker == ""
+
+
+@sqlite
+def test_a_worker_that_is_told_to_stop_twice_has_its_grace_time_once(
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[str] = []
+    monkeypatch.setattr(worker.poller, "end", lambda: ends.append("ended"))
+    worker.drain()
+    worker.drain()
+    assert ends == ["ended"]
+
+
+@sqlite
+def test_a_run_that_begins_after_the_grace_time_is_handed_back_too(stage: Stage, worker: Beginner) -> None:
+    """Its message was read before the worker was told to stop; the others have been told."""
+    stage.register()
+    stage.submit()
+    worker._hand_all_back()
+    assert worker.start(stage.told.offers.pop()) is not None
+    assert [run.hold.stop for run in worker.begun] == [True]
 
 
 @sqlite

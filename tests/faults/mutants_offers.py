@@ -71,8 +71,8 @@ OFFERS = [
         "a wake-up that comes twice while Redis does not answer frees the running job's slot",
         "LEASE-1",
         "tasks/worker.py",
-        "        if self._note(offer.lease, shown):\n",
-        "        if self._note(offer.lease, shown) or offer:\n",
+        "return self._begun.setdefault(lease, shown) is shown",
+        "return self._begun.update({lease: shown}) is None",
         (f"{WORKERS}test_a_doubled_wake_up_frees_nothing_while_redis_does_not_answer",),
     ),
     Mutant(

@@ -41,9 +41,18 @@ class Rounds:
                     self._waiting.append(server)
             found = {server.name: self._asked[server.name] for server in wanted}
             begun = self._next()
-        for server in begun:
-            threading.Thread(target=self._carry_out, args=(server,), name="ask", daemon=True).start()
+        self._begin(begun)
         return found
+
+    def _begin(self, servers: Iterable[Server]) -> None:
+        for server in servers:
+            try:
+                threading.Thread(target=self._carry_out, args=(server,), name="ask", daemon=True).start()
+            except RuntimeError as error:  # The system has no thread left; the next round may have one.
+                with self._lock:
+                    self._under_way.discard(server.name)
+                    future = self._asked.pop(server.name)
+                future.set_exception(error)
 
     def _next(self) -> list[Server]:
         """Those that may be asked now; the lock is held."""
@@ -72,8 +81,7 @@ class Rounds:
                 (self._slow.add if time.monotonic() - began > _SLOW_S else self._slow.discard)(server.name)
                 self._under_way.discard(server.name)
                 future = self._asked.pop(server.name)
-                server, *others = [*self._next(), None]
-            for other in others:
-                if other is not None:
-                    threading.Thread(target=self._carry_out, args=(other,), name="ask", daemon=True).start()
+                begun = self._next()
+            server = begun.pop() if begun else None
+            self._begin(begun)
             future.set_exception(report) if isinstance(report, Exception) else future.set_result(report)

@@ -67,12 +67,20 @@ class Teller:
 
     def soon(self, telling: Telling) -> None:
         """Tell it as soon as may be.  With too many before it, it is left to whoever finds it owed."""
-        if self._begun.acquire(blocking=False):
-            threading.Thread(target=self._run, name="teller", daemon=True).start()
         try:
+            self._begin()
             self._waiting.put_nowait(telling)
-        except Full:
-            log.warning("telling_left_for_later", job_id=telling.job_id)
+        except (Full, RuntimeError) as error:
+            log.warning("telling_left_for_later", job_id=telling.job_id, error=repr(error))
+
+    def _begin(self) -> None:
+        """Raises RuntimeError: the system has no thread left; it may have one next time."""
+        if self._begun.acquire(blocking=False):
+            try:
+                threading.Thread(target=self._run, name="teller", daemon=True).start()
+            except RuntimeError:
+                self._begun.release()
+                raise
 
     def _run(self) -> None:
         while True:

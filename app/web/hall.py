@@ -64,11 +64,11 @@ class Lane:
         return self._held.get(owner, 0) < self.share
 
     def _begin(self, errand: Errand) -> None:
+        if self.busy == self._started:
+            threading.Thread(target=self._serve, name=f"{self.name}-{self._started + 1}", daemon=True).start()
+            self._started += 1
         self.busy += 1
         self._held[errand.owner] = self._held.get(errand.owner, 0) + 1
-        if self.busy > self._started:
-            self._started += 1
-            threading.Thread(target=self._serve, name=f"{self.name}-{self._started}", daemon=True).start()
         self._inbox.put(errand)
 
     def _serve(self) -> None:

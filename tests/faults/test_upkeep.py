@@ -508,6 +508,17 @@ def test_a_server_is_asked_once_at_a_time_and_an_error_of_its_own_is_nobody_else
     assert maintenance._taken(first).keys() == {"well"}
 
 
+def test_a_server_for_which_there_is_no_thread_is_asked_in_the_next_round(monkeypatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    asking = Rounds(lambda _: ServerReport(up=True))
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", start)
+        assert isinstance(asking.ask([_server("well")])["well"].exception(10), RuntimeError)
+    assert asking.ask([_server("well")])["well"].result(10).up
+
+
 def test_a_report_that_comes_late_is_heeded_by_the_next_round(monkeypatch) -> None:
     let_go = threading.Event()
     monkeypatch.setattr(maintenance, "_ROUND_S", 0.01)

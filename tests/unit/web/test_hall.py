@@ -52,6 +52,19 @@ def test_no_owner_holds_more_than_its_share(loop):
     work.go.release(9)
 
 
+def test_an_errand_for_which_there_is_no_thread_takes_no_place(loop, monkeypatch):
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    lane, work = Lane("web", 1, 1, loop.soon, 9), Work()
+    with monkeypatch.context() as crowded, pytest.raises(RuntimeError):
+        crowded.setattr(threading.Thread, "start", start)
+        lane.enter(work.errand("alice"))
+    assert lane.has_room_for("alice") and lane.enter(work.errand("alice"))
+    assert work.next() == "alice"
+    work.go.release(9)
+
+
 def test_those_who_wait_get_turns_one_after_the_other(loop):
     lane, work = Lane("web", 1, 1, loop.soon, 9), Work()
     for number in range(3):

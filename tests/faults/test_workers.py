@@ -465,7 +465,7 @@ def test_a_doubled_wake_up_frees_nothing_while_redis_does_not_answer(
     job_id = stage.submit()
     (offer,) = stage.told.offers
     assert worker.start(offer) is not None
-    monkeypatch.setattr(Leases, "claim", _renewals_fail)
+    monkeypatch.setattr(worker._leases, "claiming", _renewals_fail)
     assert worker.start(offer) is None
     assert stage.room.taken() == {"gpu-slot0": job_id}
 

@@ -197,11 +197,12 @@ class StuckWatch:
     def __init__(self, patience_s: float = 5.0) -> None:
         self._patience_s = patience_s
         self._since: dict[str, tuple[str, float]] = {}
+        self._at_servers: dict[str, set[str]] = {}
         self.stuck: dict[str, str] = {}
         """Job -> what is wrong with it."""
 
     def see(self, sight: Sight, now_s: float) -> None:
-        still = _unmoved(sight)
+        still = _unmoved(sight, self._going_on(sight))
         self._since = {
             job_id: self._since[job_id] if self._since.get(job_id, ("",))[0] == what else (what, now_s)
             for job_id, what in still.items()
@@ -210,10 +211,20 @@ class StuckWatch:
             if now_s - since_s >= self._patience_s:
                 self.stuck.setdefault(job_id, what)
 
+    def _going_on(self, sight: Sight) -> set[str]:
+        """Models whose servers run other jobs than at the last look: there a slot is free between two runs."""
+        before = self._at_servers
+        self._at_servers = {model: set(jobs) for model, jobs in sight.at_servers.items()}
+        return {model for model, jobs in self._at_servers.items() if jobs - before.get(model, jobs)}
 
-def _unmoved(sight: Sight) -> dict[str, str]:
+
+def _unmoved(sight: Sight, going_on: Collection[str]) -> dict[str, str]:
     free = {model: slots - len(sight.at_servers.get(model, ())) for model, slots in sight.slots.items()}
-    found = {job_id: "waits beside a free slot" for job_id, model in sight.waiting.items() if free.get(model, 0) > 0}
+    found = {
+        job_id: "waits beside a free slot"
+        for job_id, model in sight.waiting.items()
+        if free.get(model, 0) > 0 and model not in going_on
+    }
     for job_id, model in sight.running.items():
         if job_id not in sight.at_servers.get(model, ()):
             found[job_id] = "is said to run, and no server knows it"

@@ -189,6 +189,13 @@ def test_a_job_that_moves_in_between_is_not_stuck() -> None:
     assert watched(WAITS, WAITS, GOES_ON, WAITS, WAITS) == {}
 
 
+def test_a_job_that_waits_while_others_of_its_model_are_started_is_not_stuck() -> None:
+    """Far behind them, and a slot is free whenever one of them has just ended."""
+    looks = [Sight({"j": "m"}, {}, {"m": {f"other{n}"}}, {"m": 2}) for n in range(5)]
+    assert watched(*looks) == {}
+    assert watched(*looks, looks[-1], looks[-1], looks[-1]) == {"j": "waits beside a free slot"}
+
+
 def test_a_job_that_waits_for_a_taken_slot_is_not_stuck() -> None:
     full = Sight({"j": "m"}, {}, {"m": {"one", "other"}}, {"m": 2})
     assert watched(full, full, full) == {}

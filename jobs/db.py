@@ -165,13 +165,7 @@ class Database:
         here: so its neighbours are not concerned.  Raises what the unit raised, or RecordUnavailable; then nothing
         of it was stored; or RecordUncertain.
         """
-        limits = self.limits
-        ticket: _Ticket[T] = _Ticket(unit, relaxed, time.monotonic() + limits.turn_s)
-        with self._lock:
-            self._line.append(ticket)
-            ticket.leads, self._led = not self._led, True
-        self._come_to(ticket)
-        return ticket.outcome()
+        return self.do(Write(unit, relaxed))
 
     def do(self, write: Write[T]) -> T:
         """One write.  Raises as `write`."""
@@ -208,12 +202,8 @@ class Database:
 
     def _come_to(self, ticket: _Ticket[Any]) -> None:
         """Have a ticket done.  Raises RecordUnavailable: its turn does not come."""
-        try:
-            if not ticket.leads and not ticket.wait(self.limits.turn_s):
-                self._leave(ticket)
-        except BaseException:
-            self._abandon([ticket])
-            raise
+        if not ticket.leads and not ticket.wait(self.limits.turn_s):
+            self._leave(ticket)
         if not ticket.done:
             self._lead()
 

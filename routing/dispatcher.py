@@ -129,7 +129,7 @@ class Dispatcher:
         RecordUnavailable.
         """
         receipts = self._accept(asked, tenant)
-        self._enter_all([receipt.waiting for receipt in receipts if receipt.comes_in], new=True)
+        self.enqueue([receipt.waiting for receipt in receipts if receipt.comes_in], new=True)
         return receipts
 
     def submit_one(self, asked: Submission, tenant: Tenant | None = None) -> Receipt:
@@ -174,11 +174,11 @@ class Dispatcher:
         waiting = Waiting(job.id, accepted.seq, job.model, job.tier, job.tenant, now, job.needs)
         return Receipt(accepted, waiting, notice)
 
-    def enqueue(self, waiting: Sequence[Waiting]) -> None:
-        """Put queued jobs into the room, and publish what that offers.  Failures are left to the reconciler."""
-        self._enter_all(waiting)
+    def enqueue(self, waiting: Sequence[Waiting], *, new: bool = False) -> None:
+        """Put queued jobs into the room, and publish what that offers.  Failures are left to the reconciler.
 
-    def _enter_all(self, waiting: Sequence[Waiting], *, new: bool = False) -> None:
+        `new`: they have come just now.
+        """
         snapshot = self.fleet.snapshot()
         by_fleet: dict[str, list[Waiting]] = defaultdict(list)
         for job in waiting:

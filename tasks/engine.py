@@ -71,9 +71,8 @@ class Together:
 
     def _work(self) -> None:
         while (batch := self._next()) is not None:
-            urgent = [it for it in batch if self._is_urgent(it[0])]
-            for group in (urgent, [it for it in batch if it not in urgent]):
-                if group:
+            for first in (True, False):
+                if group := [it for it in batch if self._is_urgent(it[0]) is first]:
                     found = self._done([wanted for wanted, _ in group])
                     self._loop.call_soon_threadsafe(_answer, [future for _, future in group], found)
 
@@ -117,6 +116,7 @@ class Engine:
         self._record = Together("record", self.loop, database.do_all, lambda write: write.relaxed)
         self._rare = ThreadPoolExecutor(_RARE_THREADS, thread_name_prefix="rare")
         self._lives: set[asyncio.Task[Any]] = set()
+        self._count = 0  # of lives, those among them that the loop has not begun yet
         self._later: deque[Callable[[], object]] = deque()
         self._idle = threading.Condition()
         self._thread = threading.Thread(target=self._turn, name="engine", daemon=True)
@@ -169,8 +169,6 @@ class Engine:
     async def rarely(self, act: Callable[..., T], *args: Any) -> T:
         """Have something done that waits for others, in a thread: not what every run needs."""
         return await self.loop.run_in_executor(self._rare, act, *args)
-
-    _count = 0
 
     def _begin(self, life: Coroutine[Any, Any, object]) -> None:
         task = self.loop.create_task(life)

@@ -25,6 +25,7 @@ from tasks.rounds import Rounds
 from tests.lua.stage import LEASE_MS, OFFER_MS, Stage, client, stage, valkey
 from tests.support.builders import at_once
 from tests.support.stack import eventually
+from tests.support.threads import no_thread_left
 
 __all__ = ["client", "stage", "valkey"]
 
@@ -508,13 +509,9 @@ def test_a_server_is_asked_once_at_a_time_and_an_error_of_its_own_is_nobody_else
     assert maintenance._taken(first).keys() == {"well"}
 
 
-def test_a_server_for_which_there_is_no_thread_is_asked_in_the_next_round(monkeypatch) -> None:
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+def test_a_server_for_which_there_is_no_thread_is_asked_in_the_next_round() -> None:
     asking = Rounds(lambda _: ServerReport(up=True))
-    with monkeypatch.context() as crowded:
-        crowded.setattr(threading.Thread, "start", start)
+    with no_thread_left():
         assert isinstance(asking.ask([_server("well")])["well"].exception(10), RuntimeError)
     assert asking.ask([_server("well")])["well"].result(10).up
 

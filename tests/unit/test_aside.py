@@ -1,23 +1,15 @@
 """Work that is done aside."""
 
 import threading
-from typing import NoReturn
-
-import pytest
 
 from tasks.aside import Aside
+from tests.support.threads import no_thread_left
 
 
-def test_work_for_which_no_thread_could_be_had_is_done_when_it_is_asked_for_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def none_to_be_had(_: threading.Thread) -> NoReturn:
-        raise RuntimeError("can't start new thread")
-
+def test_work_for_which_no_thread_could_be_had_is_done_when_it_is_asked_for_again() -> None:
     done = threading.Event()
     work = Aside("work", done.set)
-    with monkeypatch.context() as full:
-        full.setattr(threading.Thread, "start", none_to_be_had)
+    with no_thread_left():
         work.ask()  # Nothing is raised: it is the heartbeat that asks.
     assert not done.is_set()
     work.ask()

@@ -1,26 +1,23 @@
 """Ends are told in a thread of their own."""
 
 import threading
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
 from jobs.tellings import Telling
 from tasks import telling
+from tests.support.threads import no_thread_left
 
 
 def test_an_end_for_which_there_was_no_thread_keeps_no_later_one_from_being_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def none_to_be_had(_: threading.Thread) -> NoReturn:
-        raise RuntimeError("can't start new thread")
-
     told = threading.Event()
     monkeypatch.setattr(telling.Teller, "_run", lambda _: told.set())
     owed: Any = None
     teller = telling.Teller(owed)
-    with monkeypatch.context() as full:
-        full.setattr(threading.Thread, "start", none_to_be_had)
+    with no_thread_left():
         teller.soon(Telling("first", "j1"))  # Nothing is raised: it is a run that has ended that asks.
     teller.soon(Telling("second", "j2"))
     assert told.wait(10)

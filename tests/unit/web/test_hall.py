@@ -4,6 +4,7 @@ from queue import SimpleQueue
 import pytest
 
 from app.web.hall import Errand, Lane
+from tests.support.threads import no_thread_left
 
 
 class Loop:
@@ -52,13 +53,9 @@ def test_no_owner_holds_more_than_its_share(loop):
     work.go.release(9)
 
 
-def test_an_errand_for_which_there_is_no_thread_takes_no_place(loop, monkeypatch):
-    def start(_):
-        raise RuntimeError("can't start new thread")
-
+def test_an_errand_for_which_there_is_no_thread_takes_no_place(loop):
     lane, work = Lane("web", 1, 1, loop.soon, 9), Work()
-    with monkeypatch.context() as crowded, pytest.raises(RuntimeError):
-        crowded.setattr(threading.Thread, "start", start)
+    with no_thread_left(), pytest.raises(RuntimeError):
         lane.enter(work.errand("alice"))
     assert lane.has_room_for("alice") and lane.enter(work.errand("alice"))
     assert work.next() == "alice"

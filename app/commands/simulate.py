@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from app.simulate.engine import Progress
     from app.simulate.scenario import Scenario
 
+_AGAIN_S = 0.01
+
 _LOAD = (
     "duration",
     "busy",
@@ -233,16 +235,26 @@ def _stoppable() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = {number: signal.getsignal(number) for number in STOPPING}
+    def stop_again(lost: "sys.UnraisableHookArgs") -> None:
+        if (
+            lost.exc_type is KeyboardInterrupt
+        ):  # An object was just being destroyed, and Python drops what is raised there.
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        else:
+            hook(lost)
+
+    before = {number: signal.getsignal(number) for number in (*STOPPING, signal.SIGALRM)}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN or number == signal.SIGINT:
             signal.signal(number, stop)
+    hook, sys.unraisablehook = sys.unraisablehook, stop_again
     try:
         yield
     except KeyboardInterrupt:
         say("Stopped; nothing is left running.", err=True)
         sys.exit(130)
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from app.cli import main
+from app.commands.simulate import _stoppable
 from jobs.catalog import Catalog
 from jobs.db import Database
 from jobs.record import now_ms
@@ -168,6 +169,20 @@ def test_whatever_ends_it_leaves_no_process_and_no_folder(tmp_path, number):
     if number != signal.SIGKILL:
         assert (process.returncode, said) == (130, "Stopped; nothing is left running.\n")
         assert list(tmp_path.iterdir()) == []
+
+
+class Dying:
+    """Python drops whatever is raised while it destroys this."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_that_comes_while_an_object_is_destroyed_is_not_lost(capsys):
+    with pytest.raises(SystemExit), _stoppable():
+        Dying()
+        until(lambda: False, "the signal")
+    assert capsys.readouterr().err == "Stopped; nothing is left running.\n"
 
 
 def valkey_below(folder: Path) -> int | None:

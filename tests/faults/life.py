@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -178,6 +179,17 @@ class Life:
         assert outcome is not None
         push.push(job, outcome)
 
+    def forget(self, hook: str) -> None:
+        """A worker falls silent, and its server is asked before the lease has run out, however busy the machine is."""
+        for n in count():
+            self.abandon(job_id := self.submit(f"forgotten{n}", {"do": "ok"}, callback_url=hook))
+            _pause(_SILENT_S)
+            maintenance.check_servers()
+            job = self.dispatcher.store.get(job_id)
+            if job is not None and job.error_code == "server_lost":
+                return
+            self.recover()
+
     def _come_to(self, job_id: str) -> tuple[dict[str, Any], Any]:
         """Do what comes before the job's wake-up, and answer that."""
         while (found := self.hands.next()) is None or found[0]["id"] != job_id:
@@ -240,9 +252,7 @@ class Life:
         self.recover()
         self.abandon(unwanted := self.submit("regretted", {"do": "ok"}, callback_url=hook))
         self._cancel(unwanted)
-        self.abandon(self.submit("forgotten", {"do": "ok"}, callback_url=hook))
-        _pause(_SILENT_S)
-        maintenance.check_servers()
+        self.forget(hook)
         self.recover()
         self.abandon(self.submit("orphan", {"do": "ok"}, callback_url=hook))
         self.submit("offered", {"do": "ok"})

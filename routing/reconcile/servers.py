@@ -62,7 +62,7 @@ def heed_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport], *,
                 jobs, lingering = running[server.name], withheld[server.name]
                 freed += draining.heed(dispatcher, server, report, lingering, jobs)
                 compared = identity.compare([*_views(jobs, report), *draining.views(lingering, report)], report)
-                ghosts = [job for job in jobs if job.id in compared.ghosts and (server.name, job.id) in silent]
+                ghosts = [job for job in _ghosts(jobs, compared) if (server.name, job.id) in silent]
                 freed += sum(free_ghost(dispatcher, job) for job in ghosts)
                 if strange := _strangers(dispatcher, server, compared, report):
                     dispatcher.slots.occupy(fleet, server.name, strange, OCCUPIED_MS)
@@ -89,8 +89,7 @@ def suspects(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> lis
     running = _by_server(dispatcher)
     for server, report in _known(dispatcher, reports):
         jobs = running[server.name]
-        ghosts = set(identity.compare(_views(jobs, report), report).ghosts)
-        found += [job for job in jobs if job.id in ghosts]
+        found += _ghosts(jobs, identity.compare(_views(jobs, report), report))
     return found
 
 
@@ -98,6 +97,12 @@ def free_ghosts(dispatcher: Dispatcher, before: Sequence[Job], reports: Mapping[
     """Free the leases of runs that were suspects `before` and still are; answers how many (R114)."""
     known = {(job.id, job.attempt) for job in before}
     return sum(free_ghost(dispatcher, job) for job in suspects(dispatcher, reports) if (job.id, job.attempt) in known)
+
+
+def _ghosts(jobs: Sequence[Job], compared: identity.Comparison) -> list[Job]:
+    """Runs that are given up.  Not those that have an id at their server: it may just have ended them, and whoever
+    watches them, or the next worker that does, asks by that id and is told the result, or that it is unknown."""
+    return [job for job in jobs if job.id in compared.ghosts and job.remote_id is None]
 
 
 def _known(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> list[tuple[Server, ServerReport]]:

@@ -80,7 +80,6 @@ def test_r115_a_run_younger_than_five_seconds_is_never_suspected(stage):
         pytest.param(ServerReport(True, 0, frozenset({"one"})), ["two"], id="ids beat the count"),
         pytest.param(ServerReport(True, 2, frozenset()), ["one", "two"], id="ids beat the count, again"),
         pytest.param(ServerReport(True, 2, frozenset({"one", "two"})), [], id="it knows both"),
-        pytest.param(ServerReport(True, 2, frozenset({"remote-one"})), ["two"], id="by its own id"),
         pytest.param(ServerReport(True, 2, frozenset({"one-1", "two-1"})), [], id="by the attempt's id"),
         pytest.param(ServerReport(True, 2, frozenset({"one-2"})), ["one", "two"], id="by another attempt's id"),
         pytest.param(DOWN, [], id="it is down"),
@@ -92,7 +91,7 @@ def test_r114_only_a_report_that_says_so_makes_a_suspect(stage, report, suspecte
     stage.register(2)
     stage.submit(id="one")
     stage.submit(id="two")
-    stage.remote(stage.start(), "remote-one")
+    stage.start()
     stage.start()
     stage.later(60_000)
     reports = {} if report is None else {"gpu": report}

@@ -384,9 +384,20 @@ MUTANTS = [
         "a living worker's run is freed at once",
         "R114",
         "routing/reconcile/servers.py",
-        "if job.id in compared.ghosts and (server.name, job.id) in silent]",
-        "if job.id in compared.ghosts]",
+        "for job in _ghosts(jobs, compared) if (server.name, job.id) in silent]",
+        "for job in _ghosts(jobs, compared)]",
         (f"{SERVERS}test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too",),
+    ),
+    Mutant(
+        "a run that its server may just have ended is given up",
+        "R114",
+        "routing/reconcile/servers.py",
+        "if job.id in compared.ghosts and job.remote_id is None]",
+        "if job.id in compared.ghosts]",
+        (
+            "tests/faults/test_identity.py::"
+            "test_a_run_that_has_an_id_at_its_server_is_no_ghost_its_result_is_asked_for_by_that_id",
+        ),
     ),
     # -- budgets ---------------------------------------------------------------------------------------------
     Mutant(

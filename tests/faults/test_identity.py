@@ -74,6 +74,19 @@ def test_ghost_a_living_workers_lease_goes_only_after_a_second_look(stage):
     assert stage.renewal(task) is Renewal.LOST
 
 
+def test_a_run_that_has_an_id_at_its_server_is_no_ghost_its_result_is_asked_for_by_that_id(stage):
+    stage.register(model_type="async")
+    job_id = stage.submit()
+    task = stage.start()
+    stage.remote(task)
+    stage.later(SILENT_MS)
+    assert heed(stage, UP_AND_IDLE) == look_twice(stage, UP_AND_IDLE, UP_AND_IDLE) == 0
+    assert stage.renewal(task) is Renewal.RENEWED, "its worker asks by itself"
+    stage.later(LEASE_MS)
+    assert reconcile.reap(stage.dispatcher) == 1
+    assert stage.job(job_id).remote_id == stage.start("w2").run.remote_id == "r-1", "or the next one does"
+
+
 def test_r115_a_young_lease_may_be_ahead_of_its_servers_count(stage):
     stage.register()
     job_id = stage.submit()

@@ -133,6 +133,7 @@ def make_writer(connection: Connection) -> str | None:
     """
     if connection.dialect.name != "sqlite":
         return None
+    connection.detach()  # Nobody gets it afterwards, who would not expect what is set here.
     say(connection, "PRAGMA busy_timeout=0")
     (mode,), (_, _, file) = _row(connection, "PRAGMA journal_mode"), _row(connection, "PRAGMA database_list")
     if mode != "wal" or not file:  # There are file systems where SQLite can keep no log.

@@ -6,7 +6,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -312,6 +312,17 @@ def test_a_connection_that_breaks_in_the_middle_of_a_unit_stores_nothing_and_the
     assert _count(database, jobs_table) == 0
     assert len(store.submit([a_job()], T0)) == 1
     database.close()
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_what_a_writers_connection_is_set_to_concerns_no_other_even_when_it_is_given_up(database):
+    with pytest.raises(ZeroDivisionError):
+        database.write(lambda _: 1 // 0)
+    with ExitStack() as stack:
+        for _ in range(8):
+            connection = stack.enter_context(database.read())
+            assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar() == database.limits.lock_s * 1000
+            assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
 
 
 def test_connections_that_the_server_closed_while_idle_are_replaced_unseen(postgres, postgres_url):

@@ -133,7 +133,6 @@ def make_writer(connection: Connection) -> str | None:
     """
     if connection.dialect.name != "sqlite":
         return None
-    connection.detach()  # Nobody gets it afterwards, who would not expect what is set here.
     say(connection, "PRAGMA busy_timeout=0")
     (mode,), (_, _, file) = _row(connection, "PRAGMA journal_mode"), _row(connection, "PRAGMA database_list")
     if mode != "wal" or not file:  # There are file systems where SQLite can keep no log.
@@ -141,6 +140,13 @@ def make_writer(connection: Connection) -> str | None:
     say(connection, "PRAGMA synchronous=NORMAL")
     _row(connection, "PRAGMA schema_version")  # The log is there from the first look on.
     return f"{file}-wal"
+
+
+def end_writer(connection: Connection) -> None:
+    """Give it up.  Nobody else gets it: they would not expect what `make_writer` has set."""
+    if connection.dialect.name == "sqlite":
+        connection.invalidate()
+    connection.close()
 
 
 def _row(connection: Connection, text: str) -> Any:

@@ -54,10 +54,10 @@ class Writer:
         try:
             yield connection
         except BaseException:
-            connection.close()
+            engines.end_writer(connection)
             raise
         if connection.invalidated or self._kept is not None:
-            connection.close()
+            engines.end_writer(connection)
         else:
             self._kept = connection
 
@@ -67,7 +67,7 @@ class Writer:
             log = engines.make_writer(connection)
             self._log = None if log is None else _Log(log)
         except BaseException:
-            connection.close()
+            engines.end_writer(connection)
             raise
         return connection
 
@@ -84,4 +84,4 @@ class Writer:
         """Give the connection back, if nobody has it just now."""
         kept, self._kept = self._kept, None
         if kept is not None:
-            kept.close()
+            engines.end_writer(kept)

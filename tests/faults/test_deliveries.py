@@ -107,7 +107,7 @@ def test_one_receivers_pile_does_not_hide_what_is_owed_to_another(deliveries, st
         return receivers.told == [("good", "inside")]
 
     eventually(is_told, "it is found inside the pile")
-    assert deliveries.under_way == 1
+    eventually(lambda: deliveries.under_way == 1, "of the pile one is being tried")
 
 
 def test_what_has_become_due_just_now_does_not_wait_until_a_pile_has_been_read(

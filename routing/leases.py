@@ -3,15 +3,18 @@
 A lease is held by whoever knows its name and its owner; nobody else renews or frees it (LEASE-4).
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
 
 import structlog
+from redis.exceptions import RedisError
 
 from jobs.record import Waiting
 from routing.config import RoutingSettings
+from routing.pipeline import Pipeline
 from routing.policies import order
 from routing.queues import Offer, new_prefix, offers
 from routing.scripts import Command, Scripts, say_failed
@@ -97,14 +100,18 @@ class Leases:
             slot, server = answer[1].decode(), answer[2].decode()
             return replace(offer, owner=owner, slot=slot, server=server, number=int(answer[3]))
 
-        return Command("claim", offer.fleet, [offer.job_id, offer.lease, owner, self._settings.lease_ms], read)
+        keys = self._scripts.keys.fleet(offer.fleet)
+        return Command("claim", keys, [offer.job_id, offer.lease, owner, self._settings.lease_ms], read)
 
     def _run(self, command: Command) -> Any:
-        return command.read(self._scripts.run(command.name, command.fleet, command.args))
+        (answer,) = self._scripts.run_many([command])
+        if isinstance(answer, RedisError):
+            raise answer
+        return answer
 
-    def run_many(self, commands: Sequence[Command]) -> list[Any]:
-        """Run these in one round trip; the answer, or the RedisError, of each."""
-        return self._scripts.run_many(commands)
+    def pipeline(self, loop: asyncio.AbstractEventLoop) -> Pipeline:
+        """A way for the commands of these leases that an event loop has for itself."""
+        return Pipeline(loop, self._scripts, self._settings.redis_timeout_s)
 
     def renew(self, fleet: str, owner: str, held: Sequence[Held]) -> list[Renewal]:
         """Renew all of one owner's leases in a fleet; one answer each, in order."""
@@ -160,7 +167,7 @@ class Leases:
         def read(answer: Any) -> tuple[bool, list[Offer]]:
             return answer[0] == b"released", offers(held.fleet, answer[1])
 
-        return Command("release", held.fleet, args, read)
+        return Command("release", self._scripts.keys.fleet(held.fleet), args, read)
 
     def keep(self, held: Held, *, resumes: bool) -> str:
         """Give an open offer more time: "kept"; "closed": nothing is started there now; "lost": it is not open.

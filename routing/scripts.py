@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 from redis import Redis
+from redis.asyncio import connection as live
 from redis.backoff import NoBackoff
+from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
@@ -122,20 +124,29 @@ def connect(url: str, timeout_s: float) -> Redis:
     )
 
 
+_LIVE: dict[type, type[live.AbstractConnection]] = {
+    Connection: live.Connection,
+    SSLConnection: live.SSLConnection,
+    UnixDomainSocketConnection: live.UnixDomainSocketConnection,
+}
+_ADDRESS = re.compile(r"host|port|path|db|username|password|ssl_\w+")
+
+
+def connection_for(redis: Redis) -> live.AbstractConnection:
+    """A connection for an event loop to the Redis of this client."""
+    pool = redis.connection_pool
+    found = {name: value for name, value in pool.connection_kwargs.items() if _ADDRESS.fullmatch(name)}
+    return _LIVE[pool.connection_class](socket_timeout=None, **found)
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A script that is to be run on a fleet's keys, and what its answer means."""
+    """A script that is to be run, and how its answer is read, in which texts are bytes."""
 
     name: str
-    fleet: str
+    keys: Sequence[str]
     args: Sequence[Any]
-    read: Callable[[Any], Any]
-
-
-class _Call(NamedTuple):
-    name: str
-    keys: list[str]
-    args: Sequence[Any]
+    read: Callable[[Any], Any] = lambda answer: answer
 
 
 class Scripts:
@@ -163,41 +174,47 @@ class Scripts:
 
     def run_many(self, commands: Sequence[Command]) -> list[Any]:
         """Run these, in order, in one round trip; what each reads in its answer, or its RedisError."""
-        answers = self._call([_Call(it.name, self.keys.fleet(it.fleet), it.args) for it in commands])
         return [
             answer if isinstance(answer, RedisError) else it.read(answer)
-            for it, answer in zip(commands, answers, strict=True)
+            for it, answer in zip(commands, self._call(commands), strict=True)
         ]
 
     def run_all(self, name: str, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
         """Run a script once for each (fleet, args), in few round trips; its answer, or the RedisError, of each."""
-        on_keys = [_Call(name, self.keys.fleet(fleet), args) for fleet, args in calls]
+        on_keys = [Command(name, self.keys.fleet(fleet), args) for fleet, args in calls]
         parts = (on_keys[n : n + _AT_ONCE] for n in range(0, len(on_keys), _AT_ONCE))
         return [answer for part in parts for answer in self._call(part)]
 
-    def _call(self, calls: Sequence[_Call]) -> list[Any]:
+    def _call(self, calls: Sequence[Command]) -> list[Any]:
         """The answers, or ResponseErrors.  What Redis does not know is sent once more, after its text."""
         answers = self._send(calls)
-        missing = [n for n, answer in enumerate(answers) if _is_missing(answer)]
+        missing = [n for n, answer in enumerate(answers) if is_missing(answer)]
         if missing:
             for name in {calls[n].name for n in missing}:
                 # Another process may have done it meanwhile.
-                self.redis.function_load(self._function(name).text, replace=True)
+                self.redis.execute_command(*self.load_words(name))
             for n, answer in zip(missing, self._send([calls[n] for n in missing]), strict=True):
                 answers[n] = answer
         return answers
 
-    def _send(self, calls: Sequence[_Call]) -> list[Any]:
-        commands = [(self._function(it.name).name, len(it.keys), *it.keys, *it.args) for it in calls]
-        if len(commands) == 1:  # A pipeline would take a connection of its own.
+    def _send(self, calls: Sequence[Command]) -> list[Any]:
+        if len(calls) == 1:  # A pipeline would take a connection of its own.
             try:
-                return [self.redis.fcall(*commands[0])]
+                return [self.redis.execute_command(*self.words(calls[0]))]
             except ResponseError as error:
                 return [error]
         with self.redis.pipeline(transaction=False) as pipe:
-            for command in commands:
-                pipe.fcall(*command)
+            for call in calls:
+                pipe.execute_command(*self.words(call))
             return pipe.execute(raise_on_error=False)
+
+    def words(self, command: Command) -> tuple[Any, ...]:
+        """What Redis is sent to run it."""
+        return "FCALL", self._function(command.name).name, len(command.keys), *command.keys, *command.args
+
+    def load_words(self, name: str) -> tuple[Any, ...]:
+        """What Redis is sent first, if it does not know the script."""
+        return "FUNCTION LOAD", "REPLACE", self._function(name).text
 
     def existing(self, key: str, fleets: Sequence[str]) -> list[str]:
         """Those of the fleets that have this key: a look at many that costs a small part of a script for each."""
@@ -234,11 +251,11 @@ class Scripts:
 
         Raises redis errors.
         """
-        answers = self._call([_Call("learn", [forecast], args) for forecast, args in calls])
+        answers = self._call([Command("learn", [forecast], args) for forecast, args in calls])
         return [(int(learned), int(level)) for learned, level in map(_or_raise, answers)]
 
     def _run(self, name: str, keys: list[str], args: Sequence[Any]) -> Any:
-        (answer,) = self._call([_Call(name, keys, args)])
+        (answer,) = self._call([Command(name, keys, args)])
         return _or_raise(answer)
 
     def _function(self, name: str) -> Function:
@@ -253,7 +270,7 @@ def _or_raise(answer: Any) -> Any:
     return answer
 
 
-def _is_missing(answer: object) -> bool:
+def is_missing(answer: object) -> bool:
     """Whether Redis has run nothing, because it does not know the function."""
     return isinstance(answer, ResponseError) and _MISSING in str(answer)
 

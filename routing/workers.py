@@ -31,6 +31,7 @@ class Workers:
         self._lock = threading.Lock()
         self._room = 0
         self._until = 0.0
+        self._refresh: Callable[[], object] | None = None
 
     def say(self, worker: str, room: int) -> int:
         """`worker` lives and has room for so many more runs; answers the room of all."""
@@ -45,7 +46,20 @@ class Workers:
         with self._lock:
             if time.monotonic() < self._until:
                 return self._room
+            if self._refresh is not None:
+                self._until = time.monotonic() + _COPY_S  # Asking once is enough until the answer is here.
+        if self._refresh is None:
+            return self.look()
+        self._refresh()
+        return self._room
+
+    def look(self) -> int:
+        """The room of all, as they say now."""
         return self._keep(self._scripts.workers("", None, 0))
+
+    def refresh_by(self, refresh: Callable[[], object]) -> None:
+        """From now on nobody waits: `room` answers what is known, and `refresh` has somebody else `look` again."""
+        self._refresh = refresh
 
     def _keep(self, room: int) -> int:
         with self._lock:

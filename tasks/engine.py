@@ -1,7 +1,7 @@
 """The event loop of a worker process: all its runs live in it, and none has a thread of its own.
 
-What runs ask of Redis and of the record in the same moment goes there together: one thread sends what is for Redis in
-one pipeline, another commits what is for the record in one transaction.  The loop itself waits for neither.
+What runs ask of Redis and of the record in the same moment goes there together: the loop has a connection to Redis, on
+which nothing waits for the answer before; and a thread commits what is for the record in one transaction.
 """
 
 import asyncio
@@ -111,8 +111,7 @@ class Engine:
     def __init__(self, database: Database, leases: Leases) -> None:
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self.wires = Wires(self.loop)
-        self._leases, self._database = leases, database
-        self._room = Together("room", self.loop, self._run_scripts)
+        self._room = leases.pipeline(self.loop)
         self._record = Together("record", self.loop, database.do_all, lambda write: write.relaxed)
         self._rare = ThreadPoolExecutor(_RARE_THREADS, thread_name_prefix="rare")
         self._lives: set[asyncio.Task[Any]] = set()
@@ -144,9 +143,8 @@ class Engine:
 
     def close(self) -> None:
         """End the loop; what still lives is left where it is."""
-        self.soon(self.loop.stop)
+        self.soon(lambda: self.loop.create_task(self._end()))
         self._thread.join(5)
-        self._room.end()
         self._record.end()
         self._rare.shutdown(wait=False)
 
@@ -158,8 +156,8 @@ class Engine:
         if len(self._later) == 1:
             self.loop.call_later(_LATER_S, self._catch_up)
 
-    async def ask_room(self, command: Callable[[], Command]) -> Any:
-        """Run a script.  `command` makes it, in another thread.  Raises redis errors."""
+    async def ask_room(self, command: Command) -> Any:
+        """Run a script.  Raises redis errors."""
         return await self._room.ask(command)
 
     async def store(self, write: Write[T]) -> T:
@@ -169,6 +167,10 @@ class Engine:
     async def rarely(self, act: Callable[..., T], *args: Any) -> T:
         """Have something done that waits for others, in a thread: not what every run needs."""
         return await self.loop.run_in_executor(self._rare, act, *args)
+
+    async def _end(self) -> None:
+        await self._room.close()
+        self.loop.stop()
 
     def _begin(self, life: Coroutine[Any, Any, object]) -> None:
         task = self.loop.create_task(life)
@@ -201,6 +203,3 @@ class Engine:
     def _turn(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
-
-    def _run_scripts(self, wanted: list[Callable[[], Command]]) -> Sequence[Any]:
-        return self._leases.run_many([command() for command in wanted])

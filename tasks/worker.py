@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -86,6 +87,8 @@ class Worker:
         self.owner = new_owner("worker")
         self._leases = leases
         self.engine = Engine(dispatcher.store.database, leases)
+        self._workers = workers
+        workers.refresh_by(Aside("room", self._look_at_workers).ask)  # The loop asks for it, and must not wait.
         self.inquiry = Inquiry(dispatcher.store, leases)
         self._chores = Aside("chores", self.do_chores)
         self.heartbeat = Heartbeat(
@@ -166,7 +169,7 @@ class Worker:
         claimed: Offer | None = offer
         try:
             if offer.owner != self.owner:
-                claimed = await self.engine.ask_room(lambda: self._leases.claiming(offer, self.owner))
+                claimed = await self.engine.ask_room(self._leases.claiming(offer, self.owner))
             run = None if claimed is None else await self._start(claimed, shown)
         except Exception as error:  # Whatever it is, neither the job nor its place in this worker is lost.
             mine = self._forget(offer.lease, shown)
@@ -317,7 +320,7 @@ class Worker:
         taker, outcome = self.taker, end.verdict.outcome
         try:
             _, offers = await self.engine.ask_room(
-                lambda: self._leases.releasing(held, back=False, taker=taker, outcome=outcome)
+                self._leases.releasing(held, back=False, taker=taker, outcome=outcome)
             )
         except RedisError as error:
             log.warning("release_postponed", job_id=held.job_id, error=str(error))
@@ -477,6 +480,10 @@ class Worker:
         if was_away:  # A cancel or a passed deadline of which Redis could not tell us stands in the record.
             self.inquiry.ask(self.heartbeat.holds())
         self._chores.ask()
+
+    def _look_at_workers(self) -> None:
+        with suppress(RedisError):  # The poller says so once a second.
+            self._workers.look()
 
     def do_chores(self) -> None:
         self._free_owed()

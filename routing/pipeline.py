@@ -1,0 +1,145 @@
+"""Redis as an event loop reaches it: on one connection, where nothing waits for the answer to what was asked before.
+
+What is asked in one turn of the loop leaves in one write, and Redis answers in the order in which it was asked.
+"""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ConnectionError as Broken
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as Silent
+
+from routing.scripts import Command, Scripts, connection_for, is_missing
+
+
+@dataclass(slots=True)
+class _Asked:
+    """`words`: the command as it is sent; `until`: when its answer comes too late, by the loop's clock."""
+
+    words: Sequence[Any]
+    read: Callable[[Any], Any]
+    answer: "asyncio.Future[Any]"
+    until: float
+    command: Command | None = None  # None: it has been sent twice, or is not a script
+
+    def settle(self, found: Any) -> None:
+        if self.answer.done():  # Nobody waits for it any more.
+            return
+        try:
+            if isinstance(found, RedisError):
+                raise found
+            self.answer.set_result(self.read(found))
+        except Exception as error:
+            self.answer.set_exception(error)
+
+
+class Pipeline:
+    """Runs scripts for the tasks of one event loop, and is used in that loop alone."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, scripts: Scripts, timeout_s: float) -> None:
+        self._loop, self._scripts, self._timeout_s = loop, scripts, timeout_s
+        self._next: list[_Asked] = []  # to be sent in this turn
+        self._told: set[str] = set()  # scripts whose texts are among it
+        self._sent: deque[_Asked] = deque()  # not answered yet
+        self._wanted = asyncio.Event()
+        self._life: asyncio.Task[None] | None = None  # of the connection
+
+    def ask(self, command: Command) -> "asyncio.Future[Any]":
+        """Run a script.  The future has what the command reads in its answer, or a RedisError."""
+        until = self._loop.time() + self._timeout_s
+        asked = _Asked(self._scripts.words(command), command.read, self._loop.create_future(), until, command)
+        self._send(asked)
+        return asked.answer
+
+    async def close(self) -> None:
+        """Break off; what is not answered yet ends with an error."""
+        if self._life is not None:
+            self._life.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._life
+
+    def _send(self, asked: _Asked) -> None:
+        self._next.append(asked)
+        self._wanted.set()
+        if self._life is None:
+            self._life = self._loop.create_task(self._live())
+
+    async def _live(self) -> None:
+        """A connection's life, from the first command on, until it breaks or Redis is silent for too long."""
+        connection = connection_for(self._scripts.redis)
+        why: RedisError = Broken("The connection to Redis was closed.")
+        try:
+            await self._connect(connection)
+            async with asyncio.TaskGroup() as tasks:
+                for act in (self._write(connection), self._read(connection), self._watch()):
+                    tasks.create_task(act)
+        except* RedisError as errors:
+            why = next(error for error in errors.exceptions if isinstance(error, RedisError))
+        finally:
+            self._life = None
+            self._fail(why)
+            await connection.disconnect(nowait=True)
+
+    async def _connect(self, connection: AbstractConnection) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await connection.connect()
+        except TimeoutError as error:
+            raise Silent("Redis has not let us in in time.") from error
+
+    def _fail(self, why: RedisError) -> None:
+        """None of these will be answered; whether they were run is not known."""
+        lost = [*self._sent, *self._next]
+        self._sent, self._next, self._told = deque(), [], set()
+        for asked in lost:
+            asked.settle(why)
+
+    async def _write(self, connection: AbstractConnection) -> NoReturn:
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            now, self._next, self._told = self._next, [], set()
+            self._sent += now
+            packed = connection.pack_commands([asked.words for asked in now])
+            await connection.send_packed_command(packed, check_health=False)
+
+    async def _read(self, connection: AbstractConnection) -> NoReturn:
+        """Also while nothing is asked, so that a connection that was closed is not used again."""
+        while True:
+            try:
+                found = await connection.read_response(timeout=math.inf, disconnect_on_error=False)
+            except ResponseError as error:
+                found = error
+            if not self._sent:
+                raise Broken("Redis has said what nobody asked.")
+            self._take(self._sent.popleft(), found)
+
+    def _take(self, asked: _Asked, found: Any) -> None:
+        """An answer.  What Redis does not know is sent once more, after its text."""
+        command = asked.command
+        if command is None or not is_missing(found):
+            asked.settle(found)
+            return
+        asked.command = None
+        if command.name not in self._told:
+            self._told.add(command.name)
+            nobody: asyncio.Future[Any] = self._loop.create_future()
+            nobody.cancel()
+            self._send(_Asked(self._scripts.load_words(command.name), command.read, nobody, asked.until))
+        self._send(asked)
+
+    async def _watch(self) -> NoReturn:
+        """One look in the time in which an answer must come is enough while there is none to be waited for."""
+        while True:
+            until = self._sent[0].until if self._sent else math.inf
+            now = self._loop.time()
+            if now >= until:
+                raise Silent("Redis has not answered in time.")
+            await asyncio.sleep(min(until - now, self._timeout_s))

@@ -1,0 +1,171 @@
+"""What an event loop asks of Redis leaves together, waits for nothing, and always has its answer."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+from redis.exceptions import ConnectionError as Broken
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as Silent
+
+from routing.keys import Keys
+from routing.pipeline import Pipeline
+from routing.scripts import Command, Scripts
+from tests.support.valkey import Valkey
+
+KEYS = Keys("test")
+_TIMEOUT_S = 0.3
+
+
+def depths(fleet: str = "zimg") -> Command:
+    """A script that works on an empty room."""
+    return Command("depths", KEYS.fleet(fleet), [], lambda answer: ("read", int(answer[0])))
+
+
+def misused() -> Command:
+    """It breaks off."""
+    return Command("depths", [], [])
+
+
+@pytest.fixture(params=["tcp", "unix", "password"])
+def own_valkey(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Valkey]:
+    with Valkey(tmp_path, unix=request.param == "unix") as server:
+        if request.param == "password":
+            server.client().config_set("requirepass", "s3cret")
+            server.client = lambda: _client_with_password(server)  # type: ignore[method-assign]
+        yield server
+
+
+def _client_with_password(server: Valkey) -> Redis:
+    return Redis.from_url(server.url, password="s3cret", socket_timeout=5)
+
+
+def play(valkey: Valkey, act: Callable[[Pipeline], Awaitable[Any]], timeout_s: float = 10.0) -> Any:
+    """Do `act` in a loop that has a pipeline."""
+
+    async def life() -> Any:
+        with valkey.client() as client:
+            pipeline = Pipeline(asyncio.get_running_loop(), Scripts(client, KEYS), timeout_s)
+            try:
+                return await act(pipeline)
+            finally:
+                await pipeline.close()
+
+    return asyncio.run(life())
+
+
+def count_of(valkey: Valkey, command: str) -> int:
+    with valkey.client() as client:
+        return int(client.info("commandstats").get(f"cmdstat_{command}", {}).get("calls", 0))
+
+
+def test_all_that_is_asked_is_answered_on_one_connection_and_a_text_is_sent_once(own_valkey):
+    async def act(pipeline: Pipeline) -> Any:
+        first = await asyncio.gather(*(pipeline.ask(depths()) for _ in range(50)))
+        return first + [await pipeline.ask(depths("flux")) for _ in range(3)]
+
+    assert play(own_valkey, act) == [("read", 0)] * 53
+    assert count_of(own_valkey, "function|load") == 1
+    with own_valkey.client() as client:
+        assert client.info("stats")["total_connections_received"] <= 5
+
+
+def test_a_command_does_not_wait_for_the_answer_to_the_one_before(own_valkey):
+    async def act(pipeline: Pipeline) -> None:
+        await pipeline.ask(depths())
+        with own_valkey.client() as client:
+            client.client_pause(300)
+        first = pipeline.ask(depths())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        second = pipeline.ask(depths())
+        await asyncio.sleep(0.05)
+        assert len(pipeline._sent) == 2 and not pipeline._next
+        await asyncio.gather(first, second)
+
+    play(own_valkey, act)
+
+
+def test_what_fails_is_its_own_error_and_no_neighbours(own_valkey):
+    async def act(pipeline: Pipeline) -> Any:
+        asked = [pipeline.ask(it) for it in (depths(), misused(), depths())]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    one, wrong, other = play(own_valkey, act)
+    assert one == other == ("read", 0) and isinstance(wrong, ResponseError)
+
+
+def test_an_answer_that_cannot_be_read_is_its_askers_error(own_valkey):
+    async def act(pipeline: Pipeline) -> Any:
+        wrong = Command("depths", KEYS.fleet("zimg"), [], lambda _: 1 // 0)
+        return await asyncio.gather(pipeline.ask(wrong), pipeline.ask(depths()), return_exceptions=True)
+
+    wrong, right = play(own_valkey, act)
+    assert isinstance(wrong, ZeroDivisionError) and right == ("read", 0)
+
+
+def test_who_waits_no_more_takes_no_neighbours_answer(own_valkey):
+    async def act(pipeline: Pipeline) -> Any:
+        gone, here = pipeline.ask(depths()), pipeline.ask(depths())
+        gone.cancel()
+        return await here
+
+    assert play(own_valkey, act) == ("read", 0)
+
+
+def test_a_redis_that_was_away_while_nothing_was_asked_is_not_noticed(own_valkey):
+    async def act(pipeline: Pipeline) -> Any:
+        before = await pipeline.ask(depths())
+        own_valkey.kill()
+        own_valkey.start()
+        while pipeline._life is not None:
+            await asyncio.sleep(0.01)
+        return [before, await pipeline.ask(depths())]
+
+    if own_valkey.client().connection_pool.connection_kwargs.get("password"):
+        pytest.skip("its password was not written down")
+    assert play(own_valkey, act) == [("read", 0)] * 2
+
+
+def test_what_a_redis_that_dies_has_not_answered_ends_with_an_error(own_valkey):
+    async def act(pipeline: Pipeline) -> Any:
+        await pipeline.ask(depths())
+        with own_valkey.client() as client:
+            client.client_pause(60_000)
+        asked = [pipeline.ask(depths()) for _ in range(3)]
+        while not pipeline._sent:
+            await asyncio.sleep(0.01)
+        own_valkey.kill()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        again = await asyncio.gather(pipeline.ask(depths()), return_exceptions=True)
+        return found + again
+
+    found = play(own_valkey, act)
+    assert len(found) == 4 and all(isinstance(it, Broken) for it in found)
+
+
+def test_a_redis_that_falls_silent_is_waited_for_no_longer_than_may_be_and_asked_anew(own_valkey):
+    async def act(pipeline: Pipeline) -> Any:
+        await pipeline.ask(depths())
+        with own_valkey.client() as client:
+            client.client_pause(60_000)
+        found = await asyncio.gather(*(pipeline.ask(depths()) for _ in range(3)), return_exceptions=True)
+        return found, await asyncio.gather(pipeline.ask(depths()), return_exceptions=True)
+
+    found, (again,) = play(own_valkey, act, _TIMEOUT_S)
+    assert len(found) == 3 and all(isinstance(it, Silent) for it in found)
+    assert isinstance(again, RedisError)
+
+
+def test_what_is_asked_of_a_pipeline_that_closes_ends_with_an_error(own_valkey):
+    async def act(pipeline: Pipeline) -> Any:
+        asked = pipeline.ask(depths())
+        await asyncio.sleep(0)
+        await pipeline.close()
+        return await asyncio.gather(asked, return_exceptions=True)
+
+    (found,) = play(own_valkey, act)
+    assert isinstance(found, RedisError)

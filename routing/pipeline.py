@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NoReturn
 
 from redis.asyncio.connection import AbstractConnection
@@ -28,6 +29,7 @@ class _Asked:
     answer: "asyncio.Future[Any]"
     until: float
     command: Command | None = None  # None: it has been sent twice, or is not a script
+    number: int = -1
 
     def settle(self, found: Any) -> None:
         if self.answer.done():  # Nobody waits for it any more.
@@ -46,7 +48,8 @@ class Pipeline:
     def __init__(self, loop: asyncio.AbstractEventLoop, scripts: Scripts, timeout_s: float) -> None:
         self._loop, self._scripts, self._timeout_s = loop, scripts, timeout_s
         self._next: list[_Asked] = []  # to be sent in this turn
-        self._told: set[str] = set()  # scripts whose texts are among it
+        self._numbers = count()  # in the order of sending
+        self._told: dict[str, int] = {}  # script -> number of the command that told Redis its text
         self._sent: deque[_Asked] = deque()  # not answered yet
         self._wanted = asyncio.Event()
         self._life: asyncio.Task[None] | None = None  # of the connection
@@ -66,6 +69,7 @@ class Pipeline:
                 await self._life
 
     def _send(self, asked: _Asked) -> None:
+        asked.number = next(self._numbers)
         self._next.append(asked)
         self._wanted.set()
         if self._life is None:
@@ -97,7 +101,7 @@ class Pipeline:
     def _fail(self, why: RedisError) -> None:
         """None of these will be answered; whether they were run is not known."""
         lost = [*self._sent, *self._next]
-        self._sent, self._next, self._told = deque(), [], set()
+        self._sent, self._next, self._told = deque(), [], {}
         for asked in lost:
             asked.settle(why)
 
@@ -105,7 +109,7 @@ class Pipeline:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
-            now, self._next, self._told = self._next, [], set()
+            now, self._next = self._next, []
             self._sent += now
             packed = connection.pack_commands([asked.words for asked in now])
             await connection.send_packed_command(packed, check_health=False)
@@ -128,11 +132,12 @@ class Pipeline:
             asked.settle(found)
             return
         asked.command = None
-        if command.name not in self._told:
-            self._told.add(command.name)
+        if self._told.get(command.name, -1) < asked.number:  # It is not on its way already.
             nobody: asyncio.Future[Any] = self._loop.create_future()
             nobody.cancel()
-            self._send(_Asked(self._scripts.load_words(command.name), command.read, nobody, asked.until))
+            load = _Asked(self._scripts.load_words(command.name), command.read, nobody, asked.until)
+            self._send(load)
+            self._told[command.name] = load.number
         self._send(asked)
 
     async def _watch(self) -> NoReturn:

@@ -1,7 +1,8 @@
 """The event loop of a worker process: all its runs live in it, and none has a thread of its own.
 
 What runs ask of Redis and of the record in the same moment goes there together: the loop has a connection to Redis, on
-which nothing waits for the answer before; and a thread commits what is for the record in one transaction.
+which nothing waits for the answer before; and what is for the record is committed in one transaction, by a thread for
+starts, which do not wait for the disk, and by one for all else.
 """
 
 import asyncio
@@ -38,17 +39,11 @@ _Asked: TypeAlias = "list[tuple[Any, asyncio.Future[Any]]]"  # what for, and whe
 class Together:
     """Has what the loop asks for in one turn done together, in a thread of its own.
 
-    What `is_urgent` is done first, by itself; `do` answers a result, or an Exception, for each.
+    `do` answers a result, or an Exception, for each.
     """
 
-    def __init__(
-        self,
-        name: str,
-        loop: asyncio.AbstractEventLoop,
-        do: Callable[[list[Any]], Sequence[Any]],
-        is_urgent: Callable[[Any], bool] = lambda _: True,
-    ) -> None:
-        self._loop, self._do, self._is_urgent = loop, do, is_urgent
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop, do: Callable[[list[Any]], Sequence[Any]]) -> None:
+        self._loop, self._do = loop, do
         self._this_turn: _Asked = []
         self._turns: SimpleQueue[_Asked | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -71,10 +66,8 @@ class Together:
 
     def _work(self) -> None:
         while (batch := self._next()) is not None:
-            for first in (True, False):
-                if group := [it for it in batch if self._is_urgent(it[0]) is first]:
-                    found = self._done([wanted for wanted, _ in group])
-                    self._loop.call_soon_threadsafe(_answer, [future for _, future in group], found)
+            found = self._done([wanted for wanted, _ in batch])
+            self._loop.call_soon_threadsafe(_answer, [future for _, future in batch], found)
 
     def _next(self) -> "_Asked | None":
         found: _Asked = []
@@ -112,7 +105,8 @@ class Engine:
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self.wires = Wires(self.loop)
         self._room = leases.pipeline(self.loop)
-        self._record = Together("record", self.loop, database.do_all, lambda write: write.relaxed)
+        self._relaxed = Together("record-relaxed", self.loop, database.do_all)
+        self._durable = Together("record-durable", self.loop, database.do_all)
         self._rare = ThreadPoolExecutor(_RARE_THREADS, thread_name_prefix="rare")
         self._lives: set[asyncio.Task[Any]] = set()
         self._count = 0  # of lives, those among them that the loop has not begun yet
@@ -145,7 +139,8 @@ class Engine:
         """End the loop; what still lives is left where it is."""
         self.soon(lambda: self.loop.create_task(self._end()))
         self._thread.join(5)
-        self._record.end()
+        self._relaxed.end()
+        self._durable.end()
         self._rare.shutdown(wait=False)
 
     # -- from the loop ---------------------------------------------------------------------------------------
@@ -162,7 +157,7 @@ class Engine:
 
     async def store(self, write: Write[T]) -> T:
         """Raises RecordUnavailable, RecordUncertain."""
-        return await self._record.ask(write)
+        return await (self._relaxed if write.relaxed else self._durable).ask(write)
 
     async def rarely(self, act: Callable[..., T], *args: Any) -> T:
         """Have something done that waits for others, in a thread: not what every run needs."""

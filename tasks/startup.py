@@ -4,6 +4,8 @@ It logs as all do, closes the state folder, compares its secret with the others'
 Celery's processes are told to by tasks/signals.py.
 """
 
+import gc
+
 import structlog
 from redis import Redis
 from redis.exceptions import RedisError
@@ -17,6 +19,8 @@ from tasks.keyring import fingerprints
 from tasks.wiring import scripts
 
 log = structlog.get_logger(__name__)
+
+_COLLECT_AFTER = 20_000  # new objects
 
 _OTHER_SECRET = (
     "This process has another secret than those that started before it: pushes of results will be refused and "
@@ -67,3 +71,10 @@ def begin() -> None:
     open_home(RecordSettings())
     compare_secret()
     check_redis()
+
+
+def collect_rarely() -> None:
+    """For a process that answers in milliseconds: a collection stops all its threads, and looks at all that was ever
+    imported unless it is told not to.  To be called when that has been done."""
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER)

@@ -28,7 +28,7 @@ from routing.leases import Held
 from routing.outcome import Kind, Outcome
 from routing.queues import Offer
 from routing.workers import Workers
-from tasks import messages, settlement
+from tasks import messages, settlement, startup
 from tasks.aside import Aside
 from tasks.celery_app import celery
 from tasks.config import TaskSettings
@@ -52,18 +52,6 @@ _EVENTS_EVERY_S = 0.2
 _EVENTS_AT_ONCE = 10_000  # Above it the loop would have to send them, and wait for a silent broker.
 _STORE_AGAIN_S = 1.0
 _LAST_TRIES_S = 3.0  # A worker that is told to stop goes on trying for so long: another can resume what is stored.
-
-
-class _Message:
-    """A task message that never was at a broker, as far as a worker's strategy looks at one."""
-
-    content_type = content_encoding = None  # its body is not encoded
-    delivery_info: dict[str, Any] = {"exchange": "", "routing_key": "handoff", "redelivered": False}
-
-    def __init__(self, message: Any) -> None:
-        self.headers = message.headers
-        self.properties = message.properties
-        self.payload = self.body = message.body
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,8 +400,9 @@ class Worker:
         offer = Offer(held.fleet, held.job_id, held.lease, held.slot, held.server, run.task.run.job.model, 0)
         try:
             # The consumer's own way of taking a message: Flower sees it received, started and ended.
-            message = _Message(messages.build_for_run(offer, run.task.run))
-            consumer.strategies[messages.TASK](message, None, _nothing, _nothing, None)
+            consumer.strategies[messages.TASK](
+                messages.handed_on(offer, run.task.run.failures), None, _nothing, _nothing, None
+            )
         except Exception as error:
             log.warning("task_not_shown", job_id=held.job_id, error=repr(error))
         finally:
@@ -574,6 +563,7 @@ class RunsJobs(bootsteps.StartStopStep):
         if "celery" not in celery.amqp.queues.consume_from:
             return  # A worker for maintenance or webhooks alone.
         this_worker().attend(parent)
+        startup.collect_rarely()
         _bundle_events(parent)
         self._watch = _QueueWatch(parent)
         self._watch.start()

@@ -1,7 +1,6 @@
 """The process `web`: python -m app.web."""
 
 import asyncio
-import gc
 import os
 import resource
 import signal
@@ -18,7 +17,7 @@ from app.web.connection import Connection
 from app.web.door import Door
 from app.web.owners import Owners
 from jobs.tenants import Tenants
-from tasks import wiring
+from tasks import startup, wiring
 
 log = structlog.get_logger(__name__)
 
@@ -26,26 +25,19 @@ _BACKLOG = 2048
 _SPARE_FILES = 1024  # for the record, Redis, and what the process has open besides connections
 _STOP_S = 8.0
 _TURN_S = 0.001
-_COLLECT_AFTER = 20_000  # new objects; a collection stops all threads, and one large body is many objects
 
 
 def main() -> NoReturn:
     settings = AppSettings()
     app = create_app(settings)
-    _share_fairly()
+    sys.setswitchinterval(_TURN_S)  # No thread that reads a large body keeps the others waiting.
+    startup.collect_rarely()
     owners = Owners(Tenants(wiring.database()) if settings.require_keys else None)
     asyncio.run(_serve(app, settings, owners, app.extensions["slotkeeper"].patience))
     # Threads that are still at work would be waited for; the record is safe whenever this ends.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def _share_fairly() -> None:
-    """Let no thread that reads a large body keep the others waiting."""
-    sys.setswitchinterval(_TURN_S)
-    gc.freeze()
-    gc.set_threshold(_COLLECT_AFTER)
 
 
 async def _serve(app: Flask, settings: AppSettings, owners: Owners, patience: Patience) -> None:

@@ -14,6 +14,8 @@ from tests.faults.mutant import (
     Mutant,
 )
 
+_PIPELINE = "tests/lua/test_pipeline.py::"
+
 RUN = [
     Mutant(
         "a lease expires while its start is being stored",
@@ -373,5 +375,29 @@ RUN = [
         "        if run.hold.restored:  #",
         "        if run.hold.restored is None:  #",
         (f"{RUNS}test_a_lease_that_was_written_again_while_its_end_was_stored_is_freed",),
+    ),
+    Mutant(
+        "a silent Redis is waited for as long as it likes",
+        "LEASE-3",
+        "routing/pipeline.py",
+        "        if now >= until:",
+        "        if now is until:",
+        (f"{_PIPELINE}test_a_redis_that_falls_silent_is_waited_for_no_longer_than_may_be_and_asked_anew",),
+    ),
+    Mutant(
+        "what a broken connection has not answered is waited for",
+        "LEASE-3",
+        "routing/pipeline.py",
+        "lost = [*self._sent, *self._next]",
+        "lost = self._next",
+        (f"{_PIPELINE}test_what_a_redis_that_dies_has_not_answered_ends_with_an_error",),
+    ),
+    Mutant(
+        "the loop waits for the room of all workers",
+        "LEASE-3",
+        "routing/workers.py",
+        "        if self._refresh is None:",
+        "        if self._refresh is not None:",
+        ("tests/lua/test_leases.py::test_who_has_the_room_refreshed_by_somebody_else_never_waits_for_it",),
     ),
 ]

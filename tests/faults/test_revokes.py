@@ -13,7 +13,7 @@ from celery.worker.state import revoked
 from redis.exceptions import ConnectionError
 
 from tasks.inference import InferRequest, infer
-from tasks.worker import _Message
+from tasks.messages import Unsent
 from tests.faults.stage import Town, town
 from tests.support.gated import Gate
 from tests.support.stack import eventually
@@ -154,7 +154,7 @@ def test_no_message_of_a_job_is_dropped_as_revoked(headers: dict[str, Any]) -> N
     message = infer.app.amqp.as_task_v2("revoked-one", "infer", args=("zimg",))
     revoked.add("revoked-one")
     try:
-        request = InferRequest(_Message(message._replace(headers=message.headers | headers)), task=infer, app=infer.app)
+        request = InferRequest(Unsent(message._replace(headers=message.headers | headers)), task=infer, app=infer.app)
         assert request.revoked() is False
     finally:
         revoked.discard("revoked-one")

@@ -29,9 +29,10 @@ from tasks import worker as workers
 from tasks.aside import Aside
 from tasks.heartbeat import Hold
 from tasks.inference import InferRequest, infer
+from tasks.messages import Unsent
 from tasks.releases import PatientLeases
 from tasks.shown import Shown
-from tasks.worker import ActiveRun, Worker, _Message
+from tasks.worker import ActiveRun, Worker
 from tests.lua.room import FRAGMENTS
 from tests.lua.stage import LEASE_MS, SECOND, SETTINGS, Stage, client, stage, valkey
 from tests.support.builders import eventually
@@ -126,7 +127,7 @@ def test_only_a_wake_up_is_acknowledged_before_it_is_done(headers: dict[str, Any
     message = infer.app.amqp.as_task_v2("one", "infer", args=("zimg",))
     told: list[str] = []
     request = InferRequest(
-        _Message(message._replace(headers=message.headers | headers)),
+        Unsent(message._replace(headers=message.headers | headers)),
         on_ack=lambda *_: told.append("acknowledged"),
         task=infer,
         app=infer.app,

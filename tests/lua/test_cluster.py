@@ -46,8 +46,8 @@ class _Strict(Scripts):
         self.ran: set[str] = set()
 
     def _send(self, calls: Any) -> list[Any]:
-        self.ran.update(name for name, _, _ in calls)
-        return [self.redis.eval(_STRICT + assemble(name), len(keys), *keys, *args) for name, keys, args in calls]
+        self.ran.update(it.name for it in calls)
+        return [self.redis.eval(_STRICT + assemble(it.name), len(it.keys), *it.keys, *it.args) for it in calls]
 
 
 def _b(job_id: str, seq: int, tier: int = 5) -> Job:

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from routing.workers import Workers
 from tests.lua.room import LEASE_MS, OFFER_MS, START_MS, Offered, Room, Server, a
 
 
@@ -201,6 +202,16 @@ def test_a_worker_that_leaves_has_no_room_from_then_on(say):
     say("w1", 3)
     say("w2", 4)
     assert say("w1", None) == 4
+
+
+def test_who_has_the_room_refreshed_by_somebody_else_never_waits_for_it(room, say):
+    say("w1", 3)
+    workers, asked = Workers(room.scripts), []
+    workers.refresh_by(lambda: asked.append("again"))
+    assert workers.room() == workers.room() == 0, "as far as is known"
+    assert asked == ["again"], "once, until it is answered"
+    workers.look()
+    assert workers.room() == 3
 
 
 # -- renew -----------------------------------------------------------------------------------------------------

@@ -50,7 +50,8 @@ def play(valkey: Valkey, act: Callable[[Pipeline], Awaitable[Any]], timeout_s: f
         with valkey.client() as client:
             pipeline = Pipeline(asyncio.get_running_loop(), Scripts(client, KEYS), timeout_s)
             try:
-                return await act(pipeline)
+                async with asyncio.timeout(10):
+                    return await act(pipeline)
             finally:
                 await pipeline.close()
 

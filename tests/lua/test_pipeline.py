@@ -50,7 +50,7 @@ def play(valkey: Valkey, act: Callable[[Pipeline], Awaitable[Any]], timeout_s: f
         with valkey.client() as client:
             pipeline = Pipeline(asyncio.get_running_loop(), Scripts(client, KEYS), timeout_s)
             try:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(5):
                     return await act(pipeline)
             finally:
                 await pipeline.close()

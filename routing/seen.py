@@ -25,6 +25,8 @@ class Seen:
     """Fleet -> version of the catalog that its room got last, and when (monotonic s)."""
     missed: dict[Held, int] = field(default_factory=dict)
     """Leases of running jobs that Redis did not have at the last look, and since when (ms)."""
+    unlisted: dict[str, dict[tuple[str, int], int]] = field(default_factory=dict)
+    """Server -> runs (job, attempt) that have an id at it and are not in its reports, and since when (ms)."""
     doubts: dict[str, "Doubt"] = field(default_factory=dict)
     """Fleets whose room holds fewer jobs than the record has queued."""
     unstarted: dict[str, tuple[int, int]] = field(default_factory=dict)

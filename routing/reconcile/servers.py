@@ -16,6 +16,8 @@ from routing.reconcile.reaper import free_ghost
 
 # How long after its end a job may still stand in a server's report.
 _JUST_ENDED_MS = 2_000
+# How long a server may take to answer a question about a run.
+_ANSWERED_WITHIN_MS = 30_000
 _ATTEMPT = re.compile(r"[-.]\d+$")  # that some servers know a job of ours by
 
 
@@ -61,9 +63,9 @@ def heed_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport], *,
             with alone("heed_report", server=server.name):
                 jobs, lingering = running[server.name], withheld[server.name]
                 freed += draining.heed(dispatcher, server, report, lingering, jobs)
+                ghosts = _ghosts(dispatcher, server.name, jobs, report)
+                freed += sum(free_ghost(dispatcher, job) for job in ghosts if (server.name, job.id) in silent)
                 compared = identity.compare([*_views(jobs, report), *draining.views(lingering, report)], report)
-                ghosts = [job for job in _ghosts(jobs, compared) if (server.name, job.id) in silent]
-                freed += sum(free_ghost(dispatcher, job) for job in ghosts)
                 if strange := _strangers(dispatcher, server, compared, report):
                     dispatcher.slots.occupy(fleet, server.name, strange, OCCUPIED_MS)
                 elif report.tells_what_runs and server.name in trouble.resting:
@@ -88,21 +90,39 @@ def suspects(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> lis
     found: list[Job] = []
     running = _by_server(dispatcher)
     for server, report in _known(dispatcher, reports):
-        jobs = running[server.name]
-        found += _ghosts(jobs, identity.compare(_views(jobs, report), report))
+        found += _ghosts(dispatcher, server.name, running[server.name], report)
     return found
 
 
 def free_ghosts(dispatcher: Dispatcher, before: Sequence[Job], reports: Mapping[str, ServerReport]) -> int:
     """Free the leases of runs that were suspects `before` and still are; answers how many (R114)."""
-    known = {(job.id, job.attempt) for job in before}
-    return sum(free_ghost(dispatcher, job) for job in suspects(dispatcher, reports) if (job.id, job.attempt) in known)
+    known = {_run(job) for job in before}
+    return sum(free_ghost(dispatcher, job) for job in suspects(dispatcher, reports) if _run(job) in known)
 
 
-def _ghosts(jobs: Sequence[Job], compared: identity.Comparison) -> list[Job]:
-    """Runs that are given up.  Not those that have an id at their server: it may just have ended them, and whoever
-    watches them, or the next worker that does, asks by that id and is told the result, or that it is unknown."""
-    return [job for job in jobs if job.id in compared.ghosts and job.remote_id is None]
+def _ghosts(dispatcher: Dispatcher, server: str, jobs: Sequence[Job], report: ServerReport) -> list[Job]:
+    """Runs that their server does not know."""
+    missing = set(identity.compare(_views(jobs, report), report).ghosts)
+    now, since = now_ms(), dispatcher.seen.unlisted.get(server, {})
+    unlisted = {_run(job): since.get(_run(job), now) for job in jobs if job.id in missing and job.remote_id is not None}
+    dispatcher.seen.unlisted[server] = unlisted
+    return [
+        job
+        for job in jobs
+        if job.id in missing and now - unlisted.get(_run(job), 0) >= _asked_within_ms(dispatcher, job)
+    ]
+
+
+def _run(job: Job) -> tuple[str, int]:
+    return job.id, job.attempt
+
+
+def _asked_within_ms(dispatcher: Dispatcher, job: Job) -> int:
+    """Of a run that has an id at its server, which may just have ended it: how long whoever watches the run, or the
+    next worker that does, takes to ask by that id and to be told the result, or that it is unknown."""
+    if job.remote_id is None:
+        return 0
+    return round(2000 * dispatcher.fleet.model(job.model).config.poll_interval) + _ANSWERED_WITHIN_MS
 
 
 def _known(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> list[tuple[Server, ServerReport]]:

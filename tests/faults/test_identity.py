@@ -87,6 +87,23 @@ def test_a_run_that_has_an_id_at_its_server_is_no_ghost_its_result_is_asked_for_
     assert stage.job(job_id).remote_id == stage.start("w2").run.remote_id == "r-1", "or the next one does"
 
 
+def test_a_run_that_its_server_does_not_list_for_longer_than_a_poll_takes_is_a_ghost_whatever_its_polls_are_told(stage):
+    stage.register(model_type="async", poll_interval=10)
+    stage.submit(id="one")
+    task = stage.start()
+    stage.remote(task)
+
+    def look_on(report: ServerReport, ms: int) -> int:
+        for _ in range(ms // 1000):
+            stage.later(1000)
+            assert stage.renewal(task) is Renewal.RENEWED
+        return look_twice(stage, report, report)
+
+    assert look_on(UP_AND_IDLE, SILENT_MS) == look_on(UP_AND_IDLE, 40_000) == 0
+    assert look_on(running("one"), 1000) == look_on(UP_AND_IDLE, 1000) == look_on(UP_AND_IDLE, 40_000) == 0
+    assert look_on(UP_AND_IDLE, 10_000) == 1 and stage.renewal(task) is Renewal.LOST
+
+
 def test_r115_a_young_lease_may_be_ahead_of_its_servers_count(stage):
     stage.register()
     job_id = stage.submit()

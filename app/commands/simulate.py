@@ -254,6 +254,7 @@ def _stoppable() -> Iterator[None]:
         say("Stopped; nothing is left running.", err=True)
         sys.exit(130)
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)

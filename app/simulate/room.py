@@ -4,7 +4,7 @@ Nothing here knows what a script's arguments mean.  Routing's own classes are as
 have sent is taken down; play.lua runs the scripts with it, at simulated times, thousands in one round trip.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from itertools import chain
@@ -19,7 +19,7 @@ from routing.config import RoutingSettings
 from routing.keys import Keys
 from routing.leases import Held, Leases
 from routing.queues import Offer, Queues
-from routing.scripts import Scripts, assemble
+from routing.scripts import Command, Scripts, assemble
 from routing.slots import Slots
 
 _PREFIX = "simulation"
@@ -58,12 +58,9 @@ class _Asked(Exception):
 class _Dictation(Scripts):
     """Takes down the name and the arguments of a script instead of running it."""
 
-    def run(self, name: str, fleet: str, args: Sequence[Any] = ()) -> NoReturn:
-        raise _Asked(name, args)
-
-    def run_each(self, name: str, args: Mapping[str, Sequence[Any]]) -> NoReturn:
-        (only,) = args.values()
-        raise _Asked(name, only)
+    def _call(self, calls: Sequence[Command]) -> NoReturn:
+        (only,) = calls
+        raise _Asked(only.name, only.args)
 
 
 def _asked(act: Callable[[], object]) -> _Asked:

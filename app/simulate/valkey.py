@@ -88,8 +88,8 @@ def _in_peace() -> Iterator[None]:
         yield
         return
     heard: list[int] = []
-    before = {number: signal.getsignal(number) for number in STOPPING}
-    for number in STOPPING:
+    before = {number: signal.getsignal(number) for number in (*STOPPING, signal.SIGALRM)}  # by which it may come again
+    for number in before:
         if before[number] is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: heard.append(number))
     try:

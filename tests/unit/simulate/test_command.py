@@ -185,6 +185,13 @@ def test_a_signal_that_comes_while_an_object_is_destroyed_is_not_lost(capsys):
     assert capsys.readouterr().err == "Stopped; nothing is left running.\n"
 
 
+def test_a_signal_that_is_to_come_again_ends_nothing_but_the_simulation(capsys):
+    handler = signal.getsignal(signal.SIGALRM)
+    with suppress(SystemExit), _stoppable():
+        Dying()
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0) and signal.getsignal(signal.SIGALRM) is handler
+
+
 def valkey_below(folder: Path) -> int | None:
     """A process that listens on a socket in this folder."""
     for entry in Path("/proc").glob("[0-9]*/cmdline"):

@@ -12,24 +12,27 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, NoReturn
 
-from redis.asyncio.connection import AbstractConnection
+import structlog
 from redis.exceptions import ConnectionError as Broken
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as Silent
 
 from routing.scripts import Command, Scripts, connection_for, is_missing
 
+log = structlog.get_logger(__name__)
+
 
 @dataclass(slots=True)
 class _Asked:
-    """`words`: the command as it is sent; `until`: when its answer comes too late, by the loop's clock."""
+    """`packed`: the command as it is sent; `until`: when its answer comes too late, by the loop's clock."""
 
-    words: Sequence[Any]
+    packed: list[bytes]
     read: Callable[[Any], Any]
     answer: "asyncio.Future[Any]"
     until: float
     command: Command | None = None  # None: it has been sent twice, or is not a script
     number: int = -1
+    after: "_Asked | None" = None  # what told Redis the script's text, before it was sent again
 
     def settle(self, found: Any) -> None:
         if self.answer.done():  # Nobody waits for it any more.
@@ -47,17 +50,18 @@ class Pipeline:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, scripts: Scripts, timeout_s: float) -> None:
         self._loop, self._scripts, self._timeout_s = loop, scripts, timeout_s
+        self._connection = connection_for(scripts.redis)
         self._next: list[_Asked] = []  # to be sent in this turn
-        self._numbers = count()  # in the order of sending
-        self._told: dict[str, int] = {}  # script -> number of the command that told Redis its text
         self._sent: deque[_Asked] = deque()  # not answered yet
+        self._numbers = count()  # in the order of sending
+        self._told: dict[str, _Asked] = {}  # script -> what told Redis its text
         self._wanted = asyncio.Event()
-        self._life: asyncio.Task[None] | None = None  # of the connection
+        self._life: asyncio.Task[None] | None = None  # of the connection, from its making to its end
 
     def ask(self, command: Command) -> "asyncio.Future[Any]":
         """Run a script.  The future has what the command reads in its answer, or a RedisError."""
-        until = self._loop.time() + self._timeout_s
-        asked = _Asked(self._scripts.words(command), command.read, self._loop.create_future(), until, command)
+        asked = self._asked(self._scripts.words(command), command.read)
+        asked.command = command
         self._send(asked)
         return asked.answer
 
@@ -67,6 +71,11 @@ class Pipeline:
             self._life.cancel()
             with suppress(asyncio.CancelledError):
                 await self._life
+        self._fail(Broken("The connection to Redis was closed."))  # A life that had not begun leaves that to us.
+
+    def _asked(self, words: Sequence[Any], read: Callable[[Any], Any]) -> _Asked:
+        until = self._loop.time() + self._timeout_s
+        return _Asked(self._connection.pack_command(*words), read, self._loop.create_future(), until)
 
     def _send(self, asked: _Asked) -> None:
         asked.number = next(self._numbers)
@@ -77,24 +86,26 @@ class Pipeline:
 
     async def _live(self) -> None:
         """A connection's life, from the first command on, until it breaks or Redis is silent for too long."""
-        connection = connection_for(self._scripts.redis)
         why: RedisError = Broken("The connection to Redis was closed.")
         try:
-            await self._connect(connection)
+            await self._connect()
             async with asyncio.TaskGroup() as tasks:
-                for act in (self._write(connection), self._read(connection), self._watch()):
+                for act in (self._write(), self._read(), self._watch()):
                     tasks.create_task(act)
         except* RedisError as errors:
             why = next(error for error in errors.exceptions if isinstance(error, RedisError))
+        except* Exception as errors:
+            log.exception("redis_connection_failed")
+            why = Broken(f"The connection to Redis failed: {errors.exceptions[0]!r}.")
         finally:
             self._life = None
             self._fail(why)
-            await connection.disconnect(nowait=True)
+            await self._connection.disconnect(nowait=True)
 
-    async def _connect(self, connection: AbstractConnection) -> None:
+    async def _connect(self) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await connection.connect()
+                await self._connection.connect()
         except TimeoutError as error:
             raise Silent("Redis has not let us in in time.") from error
 
@@ -105,20 +116,20 @@ class Pipeline:
         for asked in lost:
             asked.settle(why)
 
-    async def _write(self, connection: AbstractConnection) -> NoReturn:
+    async def _write(self) -> NoReturn:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
             now, self._next = self._next, []
             self._sent += now
-            packed = connection.pack_commands([asked.words for asked in now])
-            await connection.send_packed_command(packed, check_health=False)
+            packed = [piece for asked in now for piece in asked.packed]
+            await self._connection.send_packed_command(packed, check_health=False)
 
-    async def _read(self, connection: AbstractConnection) -> NoReturn:
+    async def _read(self) -> NoReturn:
         """Also while nothing is asked, so that a connection that was closed is not used again."""
         while True:
             try:
-                found = await connection.read_response(timeout=math.inf, disconnect_on_error=False)
+                found = await self._connection.read_response(timeout=math.inf, disconnect_on_error=False)
             except ResponseError as error:
                 found = error
             if not self._sent:
@@ -128,17 +139,21 @@ class Pipeline:
     def _take(self, asked: _Asked, found: Any) -> None:
         """An answer.  What Redis does not know is sent once more, after its text."""
         command = asked.command
-        if command is None or not is_missing(found):
+        if is_missing(found) and command is not None:
+            asked.command, asked.after = None, self._tell(command.name, asked.number)
+            self._send(asked)
+        elif is_missing(found) and asked.after is not None:
+            asked.settle(asked.after.answer.exception() or found)
+        else:
             asked.settle(found)
-            return
-        asked.command = None
-        if self._told.get(command.name, -1) < asked.number:  # It is not on its way already.
-            nobody: asyncio.Future[Any] = self._loop.create_future()
-            nobody.cancel()
-            load = _Asked(self._scripts.load_words(command.name), command.read, nobody, asked.until)
-            self._send(load)
-            self._told[command.name] = load.number
-        self._send(asked)
+
+    def _tell(self, script: str, number: int) -> _Asked:
+        """Tell Redis the text of a script, unless that was done after command `number` had been sent."""
+        told = self._told.get(script)
+        if told is None or told.number < number:
+            self._told[script] = told = self._asked(self._scripts.load_words(script), lambda answer: answer)
+            self._send(told)
+        return told
 
     async def _watch(self) -> NoReturn:
         """One look in the time in which an answer must come is enough while there is none to be waited for."""

@@ -129,7 +129,7 @@ _LIVE: dict[type, type[live.AbstractConnection]] = {
     SSLConnection: live.SSLConnection,
     UnixDomainSocketConnection: live.UnixDomainSocketConnection,
 }
-_ADDRESS = re.compile(r"host|port|path|db|username|password|ssl_\w+")
+_ADDRESS = re.compile(r"host|port|path|db|username|password|protocol|client_name|ssl_\w+")
 
 
 def connection_for(redis: Redis) -> live.AbstractConnection:

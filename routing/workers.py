@@ -42,7 +42,8 @@ class Workers:
         self._keep(self._scripts.workers(worker, None, 0))
 
     def room(self) -> int:
-        """For how many runs living workers have said that they have room, at most half a second ago."""
+        """For how many runs living workers have said that they have room: at most half a second ago, or, where somebody
+        else refreshes it, when it was asked for before."""
         with self._lock:
             if time.monotonic() < self._until:
                 return self._room

@@ -164,8 +164,10 @@ class Engine:
         return await self.loop.run_in_executor(self._rare, act, *args)
 
     async def _end(self) -> None:
-        await self._room.close()
-        self.loop.stop()
+        try:
+            await self._room.close()
+        finally:
+            self.loop.stop()
 
     def _begin(self, life: Coroutine[Any, Any, object]) -> None:
         task = self.loop.create_task(life)

@@ -50,6 +50,10 @@ class Hold:
         if self.cancel or self.lost or self.stop:
             heard()
 
+    def listen_no_more(self) -> None:
+        """Whoever listened is over, and shall not be kept in memory by this."""
+        self._heard = _nothing
+
     async def wait(self, seconds: float) -> None:
         """Sleep, but not past the moment in which a flag is raised."""
         loop = asyncio.get_running_loop()

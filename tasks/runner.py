@@ -87,7 +87,13 @@ class Watch:
         if live is None:
             return Outcome(Kind.UNREACHABLE, code="server_removed", message="The server was removed.")
         self._hold.listen(self._hear)
-        found: Outcome | Left = await self._begin(live)
+        try:
+            return await self._watch(live)
+        finally:
+            self._hold.listen_no_more()
+
+    async def _watch(self, live: Live) -> Outcome | Left:
+        found = await self._begin(live)
         while isinstance(found, Outcome) and found.kind in (Kind.PENDING, Kind.UNKNOWN):
             if not await self._keep_remote_id(found):
                 return Left.LOST

@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 from jobs import logs
 from jobs.config import RecordSettings
 from jobs.home import open_home
+from jobs.once import once
 from routing.suitability import evicts, forgets
 from tasks.config import TaskSettings
 from tasks.keyring import fingerprints
@@ -73,8 +74,10 @@ def begin() -> None:
     check_redis()
 
 
+@once
 def collect_rarely() -> None:
     """For a process that answers in milliseconds: a collection stops all its threads, and looks at all that was ever
     imported unless it is told not to.  To be called when that has been done."""
-    gc.freeze()
+    gc.collect()
+    gc.freeze()  # Once only: what is garbage by then stays for ever.
     gc.set_threshold(_COLLECT_AFTER)

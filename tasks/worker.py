@@ -76,7 +76,8 @@ class Worker:
         self._leases = leases
         self.engine = Engine(dispatcher.store.database, leases)
         self._workers = workers
-        workers.refresh_by(Aside("room", self._look_at_workers).ask)  # The loop asks for it, and must not wait.
+        self._others = Aside("room", self._look_at_workers)
+        workers.refresh_by(self._others.ask)  # The loop asks for the room of all, and must not wait for it.
         self.inquiry = Inquiry(dispatcher.store, leases)
         self._chores = Aside("chores", self.do_chores)
         self.heartbeat = Heartbeat(

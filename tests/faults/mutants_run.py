@@ -382,7 +382,7 @@ RUN = [
         "routing/pipeline.py",
         "        if now >= until:",
         "        if now is until:",
-        (f"{_PIPELINE}test_a_redis_that_falls_silent_is_waited_for_no_longer_than_may_be_and_asked_anew[tcp]",),
+        (f"{_PIPELINE}test_a_redis_that_falls_silent_is_waited_for_no_longer_than_may_be_and_asked_anew",),
     ),
     Mutant(
         "what a broken connection has not answered is waited for",
@@ -390,7 +390,7 @@ RUN = [
         "routing/pipeline.py",
         "lost = [*self._sent, *self._next]",
         "lost = self._next",
-        (f"{_PIPELINE}test_what_a_redis_that_dies_has_not_answered_ends_with_an_error[tcp]",),
+        (f"{_PIPELINE}test_what_a_redis_that_dies_has_not_answered_ends_with_an_error",),
     ),
     Mutant(
         "the loop waits for the room of all workers",

@@ -1,6 +1,7 @@
 """The life and end of one run in its worker, whatever is away, late or taken over meanwhile."""
 
 import asyncio
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -201,6 +202,27 @@ def test_a_slot_whose_job_comes_back_or_whose_server_is_at_it_waits_for_the_reco
     monkeypatch.setattr(worker._leases, "releasing", noted)
     run(stage)
     assert states and State.RUNNING not in states
+
+
+def test_nothing_keeps_what_a_run_that_has_ended_held(stage, worker, server, monkeypatch):
+    """Collections are seldom, and payloads may be large."""
+    watches: list[weakref.ref[runner.Watch]] = []
+    begin = runner.Watch._begin
+
+    def noted(watch: runner.Watch, live: Any) -> Any:
+        watches.append(weakref.ref(watch))
+        return begin(watch, live)
+
+    monkeypatch.setattr(runner.Watch, "_begin", noted)
+    server.answers = [DONE]
+    stage.register()
+    stage.submit()
+    gc.disable()
+    try:
+        run(stage)
+        eventually(lambda: watches[0]() is None)
+    finally:
+        gc.enable()
 
 
 def test_a_run_whose_end_is_on_its_way_to_the_record_is_not_taken_for_one_without_a_lease(stage, worker, server):

@@ -39,6 +39,9 @@ def own_valkey(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Valke
         yield server
 
 
+tcp = pytest.mark.parametrize("own_valkey", ["tcp"], indirect=True)
+
+
 def _client_with_password(server: Valkey) -> Redis:
     return Redis.from_url(server.url, password="s3cret", socket_timeout=5)
 
@@ -74,6 +77,7 @@ def test_all_that_is_asked_is_answered_on_one_connection_and_a_text_is_sent_once
         assert client.info("stats")["total_connections_received"] <= 5
 
 
+@tcp
 def test_a_command_does_not_wait_for_the_answer_to_the_one_before(own_valkey):
     async def act(pipeline: Pipeline) -> None:
         await pipeline.ask(depths())
@@ -90,6 +94,7 @@ def test_a_command_does_not_wait_for_the_answer_to_the_one_before(own_valkey):
     play(own_valkey, act)
 
 
+@tcp
 def test_what_fails_is_its_own_error_and_no_neighbours(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         asked = [pipeline.ask(it) for it in (depths(), misused(), depths())]
@@ -99,6 +104,7 @@ def test_what_fails_is_its_own_error_and_no_neighbours(own_valkey):
     assert one == other == ("read", 0) and isinstance(wrong, ResponseError)
 
 
+@tcp
 def test_an_answer_that_cannot_be_read_is_its_askers_error(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         wrong = Command("depths", KEYS.fleet("zimg"), [], lambda _: 1 // 0)
@@ -108,6 +114,7 @@ def test_an_answer_that_cannot_be_read_is_its_askers_error(own_valkey):
     assert isinstance(wrong, ZeroDivisionError) and right == ("read", 0)
 
 
+@tcp
 def test_who_waits_no_more_takes_no_neighbours_answer(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         gone, here = pipeline.ask(depths()), pipeline.ask(depths())
@@ -117,6 +124,7 @@ def test_who_waits_no_more_takes_no_neighbours_answer(own_valkey):
     assert play(own_valkey, act) == ("read", 0)
 
 
+@tcp
 def test_a_redis_that_was_away_while_nothing_was_asked_is_not_noticed(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         before = await pipeline.ask(depths())
@@ -126,11 +134,10 @@ def test_a_redis_that_was_away_while_nothing_was_asked_is_not_noticed(own_valkey
             await asyncio.sleep(0.01)
         return [before, await pipeline.ask(depths())]
 
-    if own_valkey.client().connection_pool.connection_kwargs.get("password"):
-        pytest.skip("its password was not written down")
     assert play(own_valkey, act) == [("read", 0)] * 2
 
 
+@tcp
 def test_what_a_redis_that_dies_has_not_answered_ends_with_an_error(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         await pipeline.ask(depths())
@@ -148,6 +155,7 @@ def test_what_a_redis_that_dies_has_not_answered_ends_with_an_error(own_valkey):
     assert len(found) == 4 and all(isinstance(it, Broken) for it in found)
 
 
+@tcp
 def test_a_redis_that_falls_silent_is_waited_for_no_longer_than_may_be_and_asked_anew(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         await pipeline.ask(depths())
@@ -161,6 +169,7 @@ def test_a_redis_that_falls_silent_is_waited_for_no_longer_than_may_be_and_asked
     assert isinstance(again, RedisError)
 
 
+@tcp
 def test_what_is_asked_of_a_pipeline_that_closes_ends_with_an_error(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         asked = pipeline.ask(depths())
@@ -170,3 +179,42 @@ def test_what_is_asked_of_a_pipeline_that_closes_ends_with_an_error(own_valkey):
 
     (found,) = play(own_valkey, act)
     assert isinstance(found, RedisError)
+
+
+@tcp
+def test_what_is_asked_of_a_pipeline_that_closes_before_it_has_begun_ends_with_an_error(own_valkey):
+    async def act(pipeline: Pipeline) -> Any:
+        asked = pipeline.ask(depths())
+        await pipeline.close()
+        return await asyncio.gather(asked, return_exceptions=True)
+
+    (found,) = play(own_valkey, act)
+    assert isinstance(found, RedisError)
+
+
+@tcp
+def test_an_error_that_nobody_foresaw_ends_all_that_waits_and_the_next_is_asked_anew(own_valkey, monkeypatch):
+    async def act(pipeline: Pipeline) -> Any:
+        await pipeline.ask(depths())
+        with monkeypatch.context() as broken:
+            broken.setattr(pipeline._connection, "send_packed_command", None)
+            asked = pipeline.ask(depths())
+            found = await asyncio.gather(asked, return_exceptions=True)
+        return [*found, await pipeline.ask(depths())]
+
+    broken, again = play(own_valkey, act)
+    assert isinstance(broken, Broken) and "NoneType" in str(broken)
+    assert again == ("read", 0)
+
+
+@tcp
+def test_why_a_text_was_not_taken_is_what_its_askers_hear(own_valkey):
+    async def act(pipeline: Pipeline) -> Any:
+        with own_valkey.client() as client:
+            client.set("much", "x" * 2_000_000)
+            client.config_set("maxmemory", "1mb")
+        asked = [pipeline.ask(depths()) for _ in range(2)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    found = play(own_valkey, act)
+    assert len(found) == 2 and all("maxmemory" in str(it) for it in found)

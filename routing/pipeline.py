@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, NoReturn
 
+import hiredis
 import structlog
 from redis.exceptions import ConnectionError as Broken
 from redis.exceptions import RedisError, ResponseError
@@ -26,7 +27,7 @@ log = structlog.get_logger(__name__)
 class _Asked:
     """`packed`: the command as it is sent; `until`: when its answer comes too late, by the loop's clock."""
 
-    packed: list[bytes]
+    packed: bytes
     read: Callable[[Any], Any]
     answer: "asyncio.Future[Any]"
     until: float
@@ -75,7 +76,7 @@ class Pipeline:
 
     def _asked(self, words: Sequence[Any], read: Callable[[Any], Any]) -> _Asked:
         until = self._loop.time() + self._timeout_s
-        return _Asked(self._connection.pack_command(*words), read, self._loop.create_future(), until)
+        return _Asked(hiredis.pack_command(tuple(words)), read, self._loop.create_future(), until)
 
     def _send(self, asked: _Asked) -> None:
         asked.number = next(self._numbers)
@@ -122,8 +123,7 @@ class Pipeline:
             self._wanted.clear()
             now, self._next = self._next, []
             self._sent += now
-            packed = [piece for asked in now for piece in asked.packed]
-            await self._connection.send_packed_command(packed, check_health=False)
+            await self._connection.send_packed_command([asked.packed for asked in now], check_health=False)
 
     async def _read(self) -> NoReturn:
         """Also while nothing is asked, so that a connection that was closed is not used again."""

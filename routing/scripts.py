@@ -214,7 +214,7 @@ class Scripts:
 
     def load_words(self, name: str) -> tuple[Any, ...]:
         """What Redis is sent first, if it does not know the script."""
-        return "FUNCTION LOAD", "REPLACE", self._function(name).text
+        return "FUNCTION", "LOAD", "REPLACE", self._function(name).text
 
     def existing(self, key: str, fleets: Sequence[str]) -> list[str]:
         """Those of the fleets that have this key: a look at many that costs a small part of a script for each."""

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
+from redis.asyncio import connection as live
 from redis.exceptions import ResponseError
 
 from routing.keys import FORMAT, Keys
-from routing.scripts import Scripts, assemble, names, source
+from routing.scripts import Scripts, assemble, connect, connection_for, names, source
 from tests.house.test_lua_headers import called_functions
 from tests.lua.room import CLOCK, FRAGMENTS, Room, a
 from tests.support.valkey import Valkey
@@ -93,3 +94,18 @@ def test_keys_of_a_fleet_are_its_prefix_its_tag_and_a_name(fleet):
     keys = Keys("mine").fleet(fleet)
     assert keys[0] == f"mine:{FORMAT}:{{{fleet}}}:classes" and len(keys) == len(set(keys)) == 14
     assert Keys("mine").fleet(fleet) == keys
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "told"),
+    [
+        ("redis://h:1/2", live.Connection, {"host": "h", "port": 1, "db": 2}),
+        ("redis://u:p@h?protocol=2", live.Connection, {"username": "u", "password": "p", "protocol": 2}),
+        ("rediss://h?ssl_cert_reqs=none&ssl_ca_certs=ca.pem", live.SSLConnection, {"host": "h", "ca_certs": "ca.pem"}),
+        ("unix:///run/redis.sock?db=3", live.UnixDomainSocketConnection, {"path": "/run/redis.sock", "db": 3}),
+    ],
+)
+def test_an_event_loops_connection_is_to_the_same_redis_as_the_clients(url, kind, told):
+    found = connection_for(connect(url, 3.0))
+    assert type(found) is kind
+    assert {name: getattr(found, name) for name in told} == told

@@ -31,6 +31,8 @@ _MOST_TOGETHER = 128
 _LATER_S = 0.01
 _SLICE_S = 0.001
 _RARE_THREADS = 16
+_HANGS_S = 30.0
+_HANGS_LOOKS = 30  # so many in a row: a process that was halted has not looked meanwhile
 
 
 _Asked: TypeAlias = "list[tuple[Any, asyncio.Future[Any]]]"  # what for, and where its answer goes
@@ -112,6 +114,9 @@ class Engine:
         self._count = 0  # of lives, those among them that the loop has not begun yet
         self._later: deque[Callable[[], object]] = deque()
         self._idle = threading.Condition()
+        self._closed = False
+        self._looks = 0  # since the loop has last come round
+        self._came_round_s = time.monotonic()
         self._thread = threading.Thread(target=self._turn, name="engine", daemon=True)
         self._thread.start()
 
@@ -135,8 +140,15 @@ class Engine:
         with self._idle:
             return self._idle.wait_for(lambda: self._count == 0 and not self._later, seconds)
 
+    def hangs(self) -> bool:
+        """Whether the loop does nothing any more.  To be asked again and again: each look is what it has to do next."""
+        self.soon(self._come_round)
+        self._looks += 1
+        return not self._closed and self._looks > _HANGS_LOOKS and time.monotonic() - self._came_round_s > _HANGS_S
+
     def close(self) -> None:
         """End the loop; what still lives is left where it is."""
+        self._closed = True
         self.soon(lambda: self.loop.create_task(self._end()))
         self._thread.join(5)
         self._relaxed.end()
@@ -162,6 +174,9 @@ class Engine:
     async def rarely(self, act: Callable[..., T], *args: Any) -> T:
         """Have something done that waits for others, in a thread: not what every run needs."""
         return await self.loop.run_in_executor(self._rare, act, *args)
+
+    def _come_round(self) -> None:
+        self._looks, self._came_round_s = 0, time.monotonic()
 
     async def _end(self) -> None:
         try:

@@ -1,12 +1,13 @@
 """A worker process: its name on leases, its heartbeat, and the lives of its runs, from their offers to their ends."""
 
+import os
 import random
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import structlog
 from celery import bootsteps
@@ -467,6 +468,8 @@ class Worker:
 
     def _after_beat(self, was_away: bool) -> None:
         """Redis answers: have done what can wait for that, by others than the heartbeat."""
+        if self.engine.hangs():
+            _give_up()
         if was_away:  # A cancel or a passed deadline of which Redis could not tell us stands in the record.
             self.inquiry.ask(self.heartbeat.holds())
         self._chores.ask()
@@ -514,6 +517,12 @@ class Worker:
         self.drain()  # Of a signal Celery has told already, of anything else not.
         self.engine.wait()
         self.engine.close()
+
+
+def _give_up() -> NoReturn:
+    """End this process, none of whose runs would ever end: its leases expire, and other workers go on with them."""
+    log.critical("loop_hangs")
+    os._exit(os.EX_SOFTWARE)
 
 
 def _nothing(*_: object, **__: object) -> None:

@@ -400,4 +400,12 @@ RUN = [
         "        if self._refresh is not None:",
         ("tests/lua/test_leases.py::test_who_has_the_room_refreshed_by_somebody_else_never_waits_for_it",),
     ),
+    Mutant(
+        "a worker whose loop hangs keeps its leases for ever",
+        "JOB-3",
+        "tasks/worker.py",
+        "        if self.engine.hangs():",
+        "        if self.engine.hangs() is None:",
+        (f"{WORKERS}test_a_worker_whose_loop_hangs_ends_so_that_others_go_on_with_its_runs",),
+    ),
 ]

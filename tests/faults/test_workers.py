@@ -1,6 +1,7 @@
 """What a worker does when something is away just then: nothing is dropped, nothing is tried at once again."""
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from routing.outcome import Kind, Outcome
 from routing.queues import Offer
 from routing.scripts import Scripts
 from routing.workers import Workers
-from tasks import inference, settlement
+from tasks import engine, inference, settlement
 from tasks import worker as workers
 from tasks.aside import Aside
 from tasks.heartbeat import Hold
@@ -582,6 +583,37 @@ def test_a_run_that_was_found_before_its_message_was_read_counts_until_it_ends(
     worker.take_up(offer, Shown())
     assert worker.handed_on == [job_id] and worker.room == 2
     assert stage.room.taken() == {"gpu-slot0": job_id}
+
+
+class GivenUp(Exception):
+    """Instead of the end of this test's process."""
+
+
+def _gives_up(status: int) -> None:
+    raise GivenUp(status)
+
+
+@sqlite
+def test_a_worker_whose_loop_hangs_ends_so_that_others_go_on_with_its_runs(
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "_exit", _gives_up)
+    monkeypatch.setattr(engine, "_HANGS_S", 0.0)
+    go_on = Event()
+    worker.engine.soon(go_on.wait, 60)
+    try:
+        for _ in range(engine._HANGS_LOOKS):
+            worker._after_beat(False)
+        monkeypatch.setattr(engine, "_HANGS_S", 60.0)  # Renewals may be more frequent than once a second.
+        worker._after_beat(False)
+        monkeypatch.setattr(engine, "_HANGS_S", 0.0)
+        with pytest.raises(GivenUp):
+            worker._after_beat(False)
+    finally:
+        go_on.set()
+    eventually(lambda: not worker.engine.hangs())
+    worker.engine.close()
+    assert not any(worker.engine.hangs() for _ in range(2 * engine._HANGS_LOOKS)), "it has ended"
 
 
 @sqlite

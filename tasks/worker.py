@@ -77,8 +77,7 @@ class Worker:
         self._leases = leases
         self.engine = Engine(dispatcher.store.database, leases)
         self._workers = workers
-        self._others = Aside("room", self._look_at_workers)
-        workers.refresh_by(self._others.ask)  # The loop asks for the room of all, and must not wait for it.
+        workers.refresh_by(Aside("room", self._look_at_workers).ask)  # The loop asks for it, and must not wait.
         self.inquiry = Inquiry(dispatcher.store, leases)
         self._chores = Aside("chores", self.do_chores)
         self.heartbeat = Heartbeat(
@@ -402,9 +401,8 @@ class Worker:
         offer = Offer(held.fleet, held.job_id, held.lease, held.slot, held.server, run.task.run.job.model, 0)
         try:
             # The consumer's own way of taking a message: Flower sees it received, started and ended.
-            consumer.strategies[messages.TASK](
-                messages.handed_on(offer, run.task.run.failures), None, _nothing, _nothing, None
-            )
+            message = messages.handed_on(offer, run.task.run.failures)
+            consumer.strategies[messages.TASK](message, None, _nothing, _nothing, None)
         except Exception as error:
             log.warning("task_not_shown", job_id=held.job_id, error=repr(error))
         finally:
@@ -481,6 +479,8 @@ class Worker:
     def do_chores(self) -> None:
         self._free_owed()
         self.dispatcher.learn_starts()
+        if self._draining:  # The poller has ended, and slots that become free here are for others.
+            self._look_at_workers()
 
     def _free_owed(self) -> None:
         """Redis is back: free what could not be freed.  Whoever has such a lease by now is not disturbed (LEASE-4)."""

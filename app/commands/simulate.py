@@ -236,9 +236,8 @@ def _stoppable() -> Iterator[None]:
         raise KeyboardInterrupt
 
     def stop_again(lost: "sys.UnraisableHookArgs") -> None:
-        if (
-            lost.exc_type is KeyboardInterrupt
-        ):  # An object was just being destroyed, and Python drops what is raised there.
+        """An object was just being destroyed, and Python drops what is raised there."""
+        if lost.exc_type is KeyboardInterrupt:
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
         else:
             hook(lost)

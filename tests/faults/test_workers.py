@@ -585,6 +585,20 @@ def test_a_run_that_was_found_before_its_message_was_read_counts_until_it_ends(
     assert stage.room.taken() == {"gpu-slot0": job_id}
 
 
+@sqlite
+def test_a_draining_worker_goes_on_hearing_how_much_room_the_others_have(
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its poller has ended, and what becomes free here is offered to as many as there is room for."""
+    heard: list[str] = []
+    monkeypatch.setattr(worker._workers, "look", lambda: heard.append("looked"))
+    worker.do_chores()
+    assert heard == []
+    worker.drain()
+    worker.do_chores()
+    assert heard == ["looked"]
+
+
 class GivenUp(Exception):
     """Instead of the end of this test's process."""
 

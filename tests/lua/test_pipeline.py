@@ -61,6 +61,17 @@ def play(valkey: Valkey, act: Callable[[Pipeline], Awaitable[Any]], timeout_s: f
     return asyncio.run(life())
 
 
+async def outcomes(*asked: "asyncio.Future[Any]") -> list[Any]:
+    """What each came to, its error too."""
+    return await asyncio.gather(*asked, return_exceptions=True)
+
+
+def silence(valkey: Valkey) -> None:
+    """It answers nobody any more."""
+    with valkey.client() as client:
+        client.client_pause(60_000)
+
+
 def count_of(valkey: Valkey, command: str) -> int:
     with valkey.client() as client:
         return int(client.info("commandstats").get(f"cmdstat_{command}", {}).get("calls", 0))
@@ -81,15 +92,16 @@ def test_all_that_is_asked_is_answered_on_one_connection_and_a_text_is_sent_once
 def test_a_command_does_not_wait_for_the_answer_to_the_one_before(own_valkey):
     async def act(pipeline: Pipeline) -> None:
         await pipeline.ask(depths())
-        with own_valkey.client() as client:
-            client.client_pause(300)
+        silence(own_valkey)
         first = pipeline.ask(depths())
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        while not pipeline._sent:
+            await asyncio.sleep(0.01)
         second = pipeline.ask(depths())
-        await asyncio.sleep(0.05)
-        assert len(pipeline._sent) == 2 and not pipeline._next
-        await asyncio.gather(first, second)
+        while len(pipeline._sent) < 2:
+            await asyncio.sleep(0.01)
+        assert not first.done()
+        await pipeline.close()
+        await outcomes(first, second)
 
     play(own_valkey, act)
 
@@ -98,7 +110,7 @@ def test_a_command_does_not_wait_for_the_answer_to_the_one_before(own_valkey):
 def test_what_fails_is_its_own_error_and_no_neighbours(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         asked = [pipeline.ask(it) for it in (depths(), misused(), depths())]
-        return await asyncio.gather(*asked, return_exceptions=True)
+        return await outcomes(*asked)
 
     one, wrong, other = play(own_valkey, act)
     assert one == other == ("read", 0) and isinstance(wrong, ResponseError)
@@ -108,7 +120,7 @@ def test_what_fails_is_its_own_error_and_no_neighbours(own_valkey):
 def test_an_answer_that_cannot_be_read_is_its_askers_error(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         wrong = Command("depths", KEYS.fleet("zimg"), [], lambda _: 1 // 0)
-        return await asyncio.gather(pipeline.ask(wrong), pipeline.ask(depths()), return_exceptions=True)
+        return await outcomes(pipeline.ask(wrong), pipeline.ask(depths()))
 
     wrong, right = play(own_valkey, act)
     assert isinstance(wrong, ZeroDivisionError) and right == ("read", 0)
@@ -141,14 +153,13 @@ def test_a_redis_that_was_away_while_nothing_was_asked_is_not_noticed(own_valkey
 def test_what_a_redis_that_dies_has_not_answered_ends_with_an_error(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         await pipeline.ask(depths())
-        with own_valkey.client() as client:
-            client.client_pause(60_000)
+        silence(own_valkey)
         asked = [pipeline.ask(depths()) for _ in range(3)]
         while not pipeline._sent:
             await asyncio.sleep(0.01)
         own_valkey.kill()
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        again = await asyncio.gather(pipeline.ask(depths()), return_exceptions=True)
+        found = await outcomes(*asked)
+        again = await outcomes(pipeline.ask(depths()))
         return found + again
 
     found = play(own_valkey, act)
@@ -159,10 +170,9 @@ def test_what_a_redis_that_dies_has_not_answered_ends_with_an_error(own_valkey):
 def test_a_redis_that_falls_silent_is_waited_for_no_longer_than_may_be_and_asked_anew(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         await pipeline.ask(depths())
-        with own_valkey.client() as client:
-            client.client_pause(60_000)
-        found = await asyncio.gather(*(pipeline.ask(depths()) for _ in range(3)), return_exceptions=True)
-        return found, await asyncio.gather(pipeline.ask(depths()), return_exceptions=True)
+        silence(own_valkey)
+        found = await outcomes(*(pipeline.ask(depths()) for _ in range(3)))
+        return found, await outcomes(pipeline.ask(depths()))
 
     found, (again,) = play(own_valkey, act, _TIMEOUT_S)
     assert len(found) == 3 and all(isinstance(it, Silent) for it in found)
@@ -175,7 +185,7 @@ def test_what_is_asked_of_a_pipeline_that_closes_ends_with_an_error(own_valkey):
         asked = pipeline.ask(depths())
         await asyncio.sleep(0)
         await pipeline.close()
-        return await asyncio.gather(asked, return_exceptions=True)
+        return await outcomes(asked)
 
     (found,) = play(own_valkey, act)
     assert isinstance(found, RedisError)
@@ -186,7 +196,7 @@ def test_what_is_asked_of_a_pipeline_that_closes_before_it_has_begun_ends_with_a
     async def act(pipeline: Pipeline) -> Any:
         asked = pipeline.ask(depths())
         await pipeline.close()
-        return await asyncio.gather(asked, return_exceptions=True)
+        return await outcomes(asked)
 
     (found,) = play(own_valkey, act)
     assert isinstance(found, RedisError)
@@ -199,7 +209,7 @@ def test_an_error_that_nobody_foresaw_ends_all_that_waits_and_the_next_is_asked_
         with monkeypatch.context() as broken:
             broken.setattr(pipeline._connection, "send_packed_command", None)
             asked = pipeline.ask(depths())
-            found = await asyncio.gather(asked, return_exceptions=True)
+            found = await outcomes(asked)
         return [*found, await pipeline.ask(depths())]
 
     broken, again = play(own_valkey, act)
@@ -214,7 +224,7 @@ def test_why_a_text_was_not_taken_is_what_its_askers_hear(own_valkey):
             client.set("much", "x" * 2_000_000)
             client.config_set("maxmemory", "1mb")
         asked = [pipeline.ask(depths()) for _ in range(2)]
-        return await asyncio.gather(*asked, return_exceptions=True)
+        return await outcomes(*asked)
 
     found = play(own_valkey, act)
     assert len(found) == 2 and all("maxmemory" in str(it) for it in found)

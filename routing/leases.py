@@ -10,7 +10,6 @@ from enum import StrEnum
 from typing import Any, Literal
 
 import structlog
-from redis.exceptions import RedisError
 
 from jobs.record import Waiting
 from routing.config import RoutingSettings
@@ -89,7 +88,7 @@ class Leases:
 
     def claim(self, offer: Offer, owner: str) -> Offer | None:
         """Make an open offer one's own; None: it is gone, another's, or one's own already."""
-        return self._run(self.claiming(offer, owner))
+        return self._scripts.run_command(self.claiming(offer, owner))
 
     def claiming(self, offer: Offer, owner: str) -> Command:
         """The command of `claim`."""
@@ -102,12 +101,6 @@ class Leases:
 
         keys = self._scripts.keys.fleet(offer.fleet)
         return Command("claim", keys, [offer.job_id, offer.lease, owner, self._settings.lease_ms], read)
-
-    def _run(self, command: Command) -> Any:
-        (answer,) = self._scripts.run_many([command])
-        if isinstance(answer, RedisError):
-            raise answer
-        return answer
 
     def pipeline(self, loop: asyncio.AbstractEventLoop) -> Pipeline:
         """A way for the commands of these leases that an event loop has for itself."""
@@ -137,13 +130,17 @@ class Leases:
         `back`: the job returns to its place in its lane.  `outcome`: what the run tells of its server and model.
         Answers whether the lease was still held, and the offers.
         """
-        return self._run(self.releasing(held, back=back, rest_ms=rest_ms, taker=taker, limit=limit, outcome=outcome))
+        return self._scripts.run_command(
+            self.releasing(held, back=back, rest_ms=rest_ms, taker=taker, limit=limit, outcome=outcome)
+        )
 
     def withhold(
         self, held: Held, draining: Held, *, back: bool, taker: str, outcome: Outcome
     ) -> tuple[bool, list[Offer]]:
         """Give up a lease whose slot stays taken, by the lease `draining`.  Answers as `release`."""
-        return self._run(self.releasing(held, back=back, taker=taker, outcome=outcome, draining=draining))
+        return self._scripts.run_command(
+            self.releasing(held, back=back, taker=taker, outcome=outcome, draining=draining)
+        )
 
     def releasing(
         self,

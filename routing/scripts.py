@@ -172,12 +172,10 @@ class Scripts:
         failed = {fleet: answer for fleet, answer in found.items() if isinstance(answer, RedisError)}
         return {fleet: answer for fleet, answer in found.items() if fleet not in failed}, failed
 
-    def run_many(self, commands: Sequence[Command]) -> list[Any]:
-        """Run these, in order, in one round trip; what each reads in its answer, or its RedisError."""
-        return [
-            answer if isinstance(answer, RedisError) else it.read(answer)
-            for it, answer in zip(commands, self._call(commands), strict=True)
-        ]
+    def run_command(self, command: Command) -> Any:
+        """Run a script; answers what it reads in the answer.  Raises redis errors."""
+        (answer,) = self._call([command])
+        return command.read(_or_raise(answer))
 
     def run_all(self, name: str, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
         """Run a script once for each (fleet, args), in few round trips; its answer, or the RedisError, of each."""
@@ -255,8 +253,7 @@ class Scripts:
         return [(int(learned), int(level)) for learned, level in map(_or_raise, answers)]
 
     def _run(self, name: str, keys: list[str], args: Sequence[Any]) -> Any:
-        (answer,) = self._call([Command(name, keys, args)])
-        return _or_raise(answer)
+        return self.run_command(Command(name, keys, args))
 
     def _function(self, name: str) -> Function:
         if name not in self._functions:

@@ -28,6 +28,7 @@ _S = 1_000_000_000
 # A worker that dies a moment after its server has answered has not stored the answer yet, and one that dies a moment
 # before the server begins has sent the request.
 _AROUND_NS = 5 * _S
+_FOR_EVER_NS = 1 << 63
 _TAKES_EFFECT_NS = 3 * _S  # an operator's change, everywhere
 
 Span = tuple[int, int]
@@ -86,28 +87,41 @@ def undue_crashes(
     """Crashes that were charged for runs under which nothing had died.
 
     `deaths`: from when until when a process that can take a run along was away.  `wall_ns`: what the wall's clock is
-    ahead of the monotonic one; None: it cannot be trusted, and a run that no server knows of is passed over.
+    ahead of the monotonic one; None: it cannot be trusted, so a run ends at the latest where the job's next one begins,
+    and one that no server knows of is passed over.
     """
-    spans = _spans(runs)
+    sightings = _sightings(runs)
     found = []
     for job_id, trail in sorted(trails.items()):
         for start, end in pairwise(trail):
             if start.type != _STARTED or end.data.get("why") not in _CRASHES:
                 continue
-            span = spans.get((job_id, start.attempt))
-            if span is None and wall_ns is not None:
-                span = (start.at_ms * 1_000_000 - wall_ns, end.at_ms * 1_000_000 - wall_ns)
+            span = _span(sightings.get(job_id, {}), start, end, wall_ns)
             if span is not None and not any(_meet(span, death) for death in deaths):
                 found.append(f"{job_id} attempt {start.attempt}: {end.data['why']}")
     return found
 
 
-def _spans(runs: Iterable[Run]) -> dict[tuple[str, int], Span]:
-    found: dict[tuple[str, int], Span] = {}
+def _sightings(runs: Iterable[Run]) -> dict[str, dict[int, int]]:
+    """Job -> attempt -> when a server first saw it, ns of the monotonic clock."""
+    found: dict[str, dict[int, int]] = defaultdict(dict)
     for run in runs:
-        known = found.get((run.job_id, run.attempt), (run.started_ns, run.ended_ns))
-        found[(run.job_id, run.attempt)] = min(known[0], run.started_ns), max(known[1], run.ended_ns)
+        found[run.job_id][run.attempt] = min(found[run.job_id].get(run.attempt, run.started_ns), run.started_ns)
     return found
+
+
+def _span(sightings: Mapping[int, int], start: Event, end: Event, wall_ns: int | None) -> Span | None:
+    """From when until when the run was its worker's, None if nobody can tell.
+
+    It lasts beyond its server's work, until the record has its end: the answer may be long on its way.
+    """
+    if wall_ns is not None:
+        started_ns, ended_ns = (event.at_ms * 1_000_000 - wall_ns for event in (start, end))
+        return sightings.get(start.attempt, started_ns), ended_ns
+    if start.attempt not in sightings:
+        return None
+    later = (at_ns for attempt, at_ns in sightings.items() if attempt > start.attempt)
+    return sightings[start.attempt], min(later, default=_FOR_EVER_NS)
 
 
 def _meet(span: Span, death: Span) -> bool:

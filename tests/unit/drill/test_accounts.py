@@ -25,8 +25,10 @@ from jobs.states import State, Why
 S = 1_000_000_000
 
 
-def run(job_id: str, start_s: float, end_s: float, outcome: str = "completed", server: str = "a") -> Run:
-    return Run(job_id, 1, server, 0, round(start_s * S), round(end_s * S), outcome)
+def run(
+    job_id: str, start_s: float, end_s: float, outcome: str = "completed", server: str = "a", attempt: int = 1
+) -> Run:
+    return Run(job_id, attempt, server, 0, round(start_s * S), round(end_s * S), outcome)
 
 
 def trail(why: Why, start_s: float = 10, end_s: float = 20) -> Mapping[str, list[Event]]:
@@ -69,6 +71,18 @@ def test_a_crash_is_due_only_if_something_died_under_the_run(why: Why) -> None:
 def test_a_crash_of_a_run_that_no_server_saw_is_judged_by_the_record_s_times() -> None:
     assert undue_crashes(trail(Why.LEASE_EXPIRED), [], [(115 * S, 116 * S)], -100 * S) == []
     assert len(undue_crashes(trail(Why.LEASE_EXPIRED), [], [(15 * S, 16 * S)], -100 * S)) == 1
+
+
+def test_a_run_whose_answer_is_on_its_way_dies_with_its_worker() -> None:
+    runs = [run("j", 10, 10.1)]
+    assert undue_crashes(trail(Why.LEASE_EXPIRED, 10, 30), runs, [(24 * S, 25 * S)], 0) == []
+    assert len(undue_crashes(trail(Why.LEASE_EXPIRED, 10, 30), runs, [(36 * S, 37 * S)], 0)) == 1
+
+
+def test_under_a_wrong_clock_a_run_ends_at_the_latest_where_the_next_one_begins() -> None:
+    runs = [run("j", 10, 10.1), run("j", 30, 31, attempt=2)]
+    assert undue_crashes(trail(Why.LEASE_EXPIRED), runs, [(24 * S, 25 * S)], None) == []
+    assert len(undue_crashes(trail(Why.LEASE_EXPIRED), runs, [(36 * S, 37 * S)], None)) == 1
 
 
 def test_times_of_a_wrong_clock_prove_nothing() -> None:

@@ -5,7 +5,7 @@ import click
 from app.commands import admin, jobs, local, webhooks
 from app.commands.simulate import simulate
 from app.drill.command import drill
-from app.terminal import SafeGroup
+from client.terminal import SafeGroup
 
 
 @click.group(cls=SafeGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

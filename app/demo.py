@@ -10,10 +10,10 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from app.client import Client, has_ended
 from app.config import AppSettings
-from app.terminal import console, json_text, styled
 from app.up.plan import DemoServer
+from client.api import Client, has_ended
+from client.terminal import console, json_text, styled
 
 Job = dict[str, Any]
 

@@ -19,7 +19,7 @@ from app.commands.common import (
 )
 from app.commands.conditions import read_attributes
 from app.commands.jobs import print_attempts, print_job, print_jobs
-from app.terminal import console, one_line, say
+from client.terminal import console, one_line, say
 
 _WATCH_JOBS = 12
 # Told in a sentence, or shown with the configuration.
@@ -298,7 +298,7 @@ def configure_model(model: str, settings: tuple[str, ...], as_json: bool) -> Non
 
 def _overrides(api: Any, path: str) -> dict[str, Any]:
     """Those that are set now; none for a model that is not known yet."""
-    from app.client import Refused
+    from client.api import Refused
 
     try:
         found: dict[str, Any] = api.get(path)["overrides"]
@@ -351,7 +351,7 @@ def watch(every: float) -> None:
 
     from rich.live import Live
 
-    from app.client import Unreachable
+    from client.api import Unreachable
 
     api = client()
     screen = console()

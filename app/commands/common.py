@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from app.terminal import console, json_text, one_line, say
+from client.terminal import console, json_text, one_line, say
 
 if TYPE_CHECKING:
-    from app.client import Client
+    from client.api import Client
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def client() -> "Client":
     """A client of the API that the environment names."""
-    from app.client import Client
+    from client.api import Client
 
     port = os.environ.get("SLOTKEEPER_PORT") or "8000"
     return Client(os.environ.get("SLOTKEEPER_URL") or f"http://127.0.0.1:{port}", os.environ.get("SLOTKEEPER_KEY"))

@@ -22,7 +22,7 @@ from app.commands.common import (
     shown,
 )
 from app.commands.conditions import read_constraints
-from app.terminal import console, one_line, say
+from client.terminal import console, one_line, say
 
 Job = dict[str, Any]
 
@@ -72,7 +72,7 @@ def submit(
         say(notice, err=True)
     if wait:
         jobs = _wait(jobs)
-    from app.client import has_ended
+    from client.api import has_ended
 
     if as_json:
         print_json(jobs if count > 1 else jobs[0])
@@ -204,7 +204,7 @@ def _keyed(line: bytes, key: str) -> bytes:
 
 def _submit_batch(api: Any, numbers: list[int], lines: list[bytes]) -> tuple[int, int]:
     """Answers how many were accepted, and how many refused.  A batch is accepted as a whole or not at all."""
-    from app.client import Refused
+    from client.api import Refused
 
     refused = 0
     headers = {"Content-Type": "application/x-ndjson"}

@@ -9,7 +9,7 @@ import click
 
 from app.commands import standing
 from app.commands.common import json_option, print_json, print_table
-from app.terminal import one_line, say
+from client.terminal import one_line, say
 
 
 @click.command()

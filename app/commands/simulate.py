@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from app.commands.common import json_option, print_json
-from app.terminal import console, say
+from client.terminal import console, say
 
 if TYPE_CHECKING:
     from app.simulate.engine import Progress

@@ -3,7 +3,7 @@
 import click
 
 from app.commands.common import client, quoted
-from app.terminal import one_line, say
+from client.terminal import one_line, say
 
 # kind -> word -> (state, help)
 _OF_SERVERS = {

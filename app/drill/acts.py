@@ -11,13 +11,13 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from app.client import Client, ClientError
 from app.drill import clocks, journals
 from app.drill.proxy import Way
 from app.drill.schedule import BOTH, DEAD, Change, Fault, Kind
 from app.drill.stack import ServerPlan, Stack, operated
 from app.drill.wire import Twist
 from app.up.errors import UpError
+from client.api import Client, ClientError
 from jobs.db import Database
 from jobs.errors import RecordUnavailable
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from app.drill.accounts import Conduct
 from app.drill.checker import Findings, Overtaken
 from app.drill.schedule import Fault
-from app.terminal import styled
+from client.terminal import styled
 from jobs.states import State
 
 if TYPE_CHECKING:

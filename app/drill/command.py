@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from app.terminal import say
+from client.terminal import say
 
 
 class _Kinds(click.ParamType):
@@ -99,8 +99,8 @@ def drill(
 
     from app.drill.launcher import Wishes
     from app.drill.launcher import drill as run
-    from app.terminal import console
     from app.up.errors import Stopped
+    from client.terminal import console
 
     faults = _possible(faults, database)
     if kills is not None and not faults:

@@ -13,7 +13,6 @@ from random import Random
 from redis import Redis
 from sqlalchemy import make_url
 
-from app.client import Client, ClientError
 from app.drill import clocks, journals, postgres
 from app.drill.proxy import Door, Proxy
 from app.drill.schedule import Fault, Kind, targets
@@ -25,6 +24,7 @@ from app.up.children import Child, Role
 from app.up.errors import UpError
 from app.up.guardian import Guardian
 from app.up.plan import procfile
+from client.api import Client, ClientError
 from jobs import ledger, migrate
 from jobs.db import Database
 from jobs.errors import RecordUnavailable

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
-from app.client import Client, ClientError
 from app.up import ports, valkey
 from app.up.errors import Stopped, UpError
 from app.up.guardian import Guardian
@@ -18,6 +17,7 @@ from app.up.home import Home, flower_password, redis_password
 from app.up.plan import Plan, read_plan
 from app.up.signals import Signals
 from app.up.supervisor import Supervisor
+from client.api import Client, ClientError
 
 _START_S = 60.0
 _LAST_TURN = 3

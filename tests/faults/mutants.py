@@ -46,7 +46,18 @@ from tests.faults.mutants_servers import REFERENCE_SERVER
 from tests.faults.mutants_upkeep import UPKEEP
 
 REPO = Path(__file__).resolve().parents[2]
-_COPIED = ("jobs", "routing", "tasks", "app", "reference_server", "migrations", "tests", "celeryconfig.py", "setup.cfg")
+_COPIED = (
+    "jobs",
+    "routing",
+    "tasks",
+    "app",
+    "client",
+    "reference_server",
+    "migrations",
+    "tests",
+    "celeryconfig.py",
+    "setup.cfg",
+)
 _LONGEST_S = 180
 
 MUTANTS = [

@@ -176,7 +176,7 @@ SECRETS = [
     Mutant(
         "what is said is said as it came",
         "terminal",
-        "app/terminal.py",
+        "client/terminal.py",
         "    click.echo(plain(text), err=err)",
         "    click.echo(text, err=err)",
         (f"{TERMINAL}test_what_a_command_prints_is_text_and_nothing_else",),
@@ -185,7 +185,7 @@ SECRETS = [
     Mutant(
         "what stands in a table is markup",
         "terminal",
-        "app/terminal.py",
+        "client/terminal.py",
         "return Text(plain(text), style, justify",
         "return Text.from_markup(text, style=style, justify",
         (f"{TERMINAL}test_a_text_is_shown_with_visible_escapes",),
@@ -194,7 +194,7 @@ SECRETS = [
     Mutant(
         "a refusal is said as it came",
         "terminal",
-        "app/terminal.py",
+        "client/terminal.py",
         "error.message = plain(str(error.message))",
         "error.message = str(error.message)",
         (f"{TERMINAL}test_a_refusal_is_text_too",),
@@ -203,7 +203,7 @@ SECRETS = [
     Mutant(
         "JSON holds controls of eight bits",
         "terminal",
-        "app/terminal.py",
+        "client/terminal.py",
         'ch if _is_plain(ch) or ch == "\\n" else _json_escape(ch)',
         "ch",
         (f"{TERMINAL}test_json_text_is_the_same_value",),

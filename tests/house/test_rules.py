@@ -18,7 +18,7 @@ from jobs.states import TRANSITIONS, State, Why
 from tasks.celery_app import celery
 
 REPO = Path(__file__).resolve().parents[2]
-PACKAGES = ("jobs", "routing", "tasks", "app", "reference_server", "migrations")
+PACKAGES = ("jobs", "routing", "tasks", "app", "client", "reference_server", "migrations")
 LONGEST_FUNCTION, LONGEST_FILE, LONGEST_LINE = 60, 600, 120
 # Written for people at a terminal; everything else logs.
 MAY_PRINT = ("app/cli.py", "app/commands/")

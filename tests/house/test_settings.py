@@ -14,7 +14,7 @@ from tasks.config import TaskSettings
 
 _REPO = Path(__file__).resolve().parents[2]
 _PAGES = [_REPO / "README.md", *sorted((_REPO / "docs").glob("*.md"))]
-_CODE = [path for folder in ("app", "jobs", "routing", "tasks") for path in (_REPO / folder).rglob("*.py")]
+_CODE = [path for folder in ("app", "client", "jobs", "routing", "tasks") for path in (_REPO / folder).rglob("*.py")]
 _CLASSES: list[type[BaseSettings]] = [AppSettings, Limits, RecordSettings, RoutingSettings, TaskSettings, UpSettings]
 _OF_TESTS = {"SLOTKEEPER_CRASH_AT"}
 

@@ -14,7 +14,7 @@ from werkzeug import Request, Response
 from app import demo
 from app.cli import main
 from app.drill.card import Card
-from app.terminal import console, json_text, one_line, plain
+from client.terminal import console, json_text, one_line, plain
 
 HOSTILE = {
     "an escape": "\x1b[31mred\x1b[2J",
@@ -181,8 +181,8 @@ def test_a_refused_line_of_a_file_is_text_too(api: HTTPServer) -> None:
 
 
 def test_the_live_picture_is_text_too(api: HTTPServer) -> None:
-    from app.client import Client
     from app.commands.admin import _picture
+    from client.api import Client
 
     for path, body in {
         "/admin/servers": {"servers": [SERVER], "fleets": [FLEET]},

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from app.up.ports import free_port
+from local.ports import free_port
 
 _SETTLED_S = 20.0
 _TICKS = os.sysconf("SC_CLK_TCK")

@@ -24,8 +24,8 @@ def up(demo: bool, demo_jobs: int, exit_after_demo: bool) -> None:
     """
     if not demo and (demo_jobs or exit_after_demo):
         raise click.UsageError("--no-demo does not go with --demo-jobs or --exit-after-demo.")
-    from app.up.launcher import Wishes
-    from app.up.launcher import up as start
+    from local.launcher import Wishes
+    from local.launcher import up as start
 
     sys.exit(start(Wishes(demo, demo_jobs, exit_after_demo), _say))
 
@@ -42,9 +42,9 @@ def flower() -> None:
     As `celery -A tasks flower`, but closed: on 127.0.0.1, with a password, with bounded memory.  Flower's own
     variables (FLOWER_BASIC_AUTH, FLOWER_ADDRESS, FLOWER_MAX_TASKS, ...) are obeyed.
     """
-    from app.up.home import flower_password
-    from app.up.plan import UpSettings, read_settings
     from jobs.config import RecordSettings
+    from local.home import flower_password
+    from local.plan import UpSettings, read_settings
 
     defaults = {
         "FLOWER_ADDRESS": "127.0.0.1",

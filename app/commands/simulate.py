@@ -228,7 +228,7 @@ def _stoppable() -> Iterator[None]:
     """SIGTERM and SIGHUP end the simulation as Ctrl-C does; a second signal does not disturb the cleaning up."""
     import signal
 
-    from app.up.signals import STOPPING
+    from local.signals import STOPPING
 
     def stop(number: int, _: object) -> None:
         for each in STOPPING:

@@ -16,10 +16,10 @@ from app.drill.proxy import Way
 from app.drill.schedule import BOTH, DEAD, Change, Fault, Kind
 from app.drill.stack import ServerPlan, Stack, operated
 from app.drill.wire import Twist
-from app.up.errors import UpError
 from client.api import Client, ClientError
 from jobs.db import Database
 from jobs.errors import RecordUnavailable
+from local.errors import UpError
 
 Mend = Callable[[], object]
 Act = Callable[[Stack, Fault], Mend]

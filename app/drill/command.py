@@ -99,8 +99,8 @@ def drill(
 
     from app.drill.launcher import Wishes
     from app.drill.launcher import drill as run
-    from app.up.errors import Stopped
     from client.terminal import console
+    from local.errors import Stopped
 
     faults = _possible(faults, database)
     if kills is not None and not faults:

@@ -25,14 +25,14 @@ from app.drill.schedule import OUTSIDE, Fault, Kind, schedule
 from app.drill.setting import Setting
 from app.drill.stack import Stack
 from app.drill.truth import Truth
-from app.up.errors import Stopped
-from app.up.guardian import Guardian
 from jobs import ledger
 from jobs.db import Database
 from jobs.errors import RecordUnavailable
 from jobs.record import Event, now_ms
 from jobs.states import FINAL
 from jobs.store import Store
+from local.errors import Stopped
+from local.guardian import Guardian
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.up.children import Role
-from app.up.errors import UpError
+from local.children import Role
+from local.errors import UpError
 
 USER = "slotkeeper"
 # Nothing here has to survive a power cut, and everything that was committed the death of the server: so the disk need

@@ -19,15 +19,15 @@ from app.drill.schedule import Fault, Kind, targets
 from app.drill.setting import Setting
 from app.drill.wire import LostCommits, Mail
 from app.drill.work import STARTS
-from app.up import ports, valkey
-from app.up.children import Child, Role
-from app.up.errors import UpError
-from app.up.guardian import Guardian
-from app.up.plan import procfile
 from client.api import Client, ClientError
 from jobs import ledger, migrate
 from jobs.db import Database
 from jobs.errors import RecordUnavailable
+from local import ports, valkey
+from local.children import Child, Role
+from local.errors import UpError
+from local.guardian import Guardian
+from local.plan import procfile
 
 GRACE_S = 5.0
 _START_S = 60.0

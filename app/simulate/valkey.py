@@ -15,9 +15,9 @@ from redis.exceptions import ConnectionError as NotConnected
 from redis.retry import Retry
 
 from app.simulate.scenario import Wrong
-from app.up.guardian import Guardian
-from app.up.signals import STOPPING
-from app.up.valkey import find
+from local.guardian import Guardian
+from local.signals import STOPPING
+from local.valkey import find
 
 _START_S = 20.0
 _LONGEST_FOLDER = 75  # of the 103 bytes and more that a system takes for the path of a socket

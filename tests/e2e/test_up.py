@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from app.up.ports import free_port, is_open
+from local.ports import free_port, is_open
 from tests.support.valkey import Valkey
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -166,7 +166,7 @@ SECRETS = [
     Mutant(
         "the embedded Valkey serves everybody on the machine",
         "home",
-        "app/up/valkey.py",
+        "local/valkey.py",
         '        "requirepass": password,\n',
         "",
         (f"{HOME}test_the_embedded_valkey_serves_who_has_the_password_and_nobody_else",),

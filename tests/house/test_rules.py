@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,26 +15,11 @@ import pytest
 import celeryconfig
 from jobs.states import TRANSITIONS, State, Why
 from tasks.celery_app import celery
+from tests.house.tree import PACKAGES, REPO, name_of, product_files, python_files
 
-REPO = Path(__file__).resolve().parents[2]
-PACKAGES = ("jobs", "routing", "tasks", "app", "client", "reference_server", "migrations")
 LONGEST_FUNCTION, LONGEST_FILE, LONGEST_LINE = 60, 600, 120
 # Written for people at a terminal; everything else logs.
 MAY_PRINT = ("app/cli.py", "app/commands/")
-
-
-@cache
-def product_files() -> tuple[Path, ...]:
-    found = [path for package in PACKAGES for path in sorted((REPO / package).rglob("*")) if path.is_file()]
-    return (*[path for path in found if path.suffix in {".py", ".lua", ".mako"}], REPO / "celeryconfig.py")
-
-
-def name_of(path: Path) -> str:
-    return path.relative_to(REPO).as_posix()
-
-
-def python_files() -> list[Path]:
-    return [path for path in product_files() if path.suffix == ".py"]
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

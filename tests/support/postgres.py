@@ -21,7 +21,7 @@ import psycopg
 from sqlalchemy import URL, make_url
 
 from app.drill import postgres
-from app.up.errors import UpError
+from local.errors import UpError
 
 ENVIRONMENT = "SLOTKEEPER_TEST_POSTGRES_URL"
 _START_S = 30

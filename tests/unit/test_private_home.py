@@ -13,15 +13,15 @@ import pytest
 from redis import Redis
 from redis.exceptions import AuthenticationError
 
-from app.up import valkey
-from app.up.errors import UpError
-from app.up.home import Home, flower_password, redis_password
-from app.up.launcher import _without_password
-from app.up.ports import free_port
 from jobs import home, migrate
 from jobs.config import RecordSettings
 from jobs.db import Database
 from jobs.home import HomeNotPrivate, kept_text, private_file, private_folder
+from local import valkey
+from local.errors import UpError
+from local.home import Home, flower_password, redis_password
+from local.launcher import _without_password
+from local.ports import free_port
 from routing.config import RoutingSettings
 
 FIRST = {
@@ -33,7 +33,7 @@ FIRST = {
     "beat": ["-c", "from tasks import signals; signals._begin()"],
     "Flower's password": [
         "-c",
-        "from pathlib import Path; from app.up.home import flower_password as f; import os;"
+        "from pathlib import Path; from local.home import flower_password as f; import os;"
         'f(Path(os.environ["SLOTKEEPER_HOME"]))',
     ],
 }

@@ -12,7 +12,7 @@ PROCESSES = {
     "worker": "import tasks.maintenance, tasks.worker",
     "webhooks": "import tasks.webhooks",
     "flower": "import app.cli, tasks.celery_app, tasks.signals",
-    "supervisor": "import app.cli, app.up.launcher; app.up.launcher.read_plan(False)",
+    "supervisor": "import app.cli, local.launcher; local.launcher.read_plan(False)",
 }
 
 

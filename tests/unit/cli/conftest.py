@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from app.up.children import Role
-from app.up.guardian import Guardian
-from app.up.signals import Signals
-from app.up.supervisor import Supervisor
+from local.children import Role
+from local.guardian import Guardian
+from local.signals import Signals
+from local.supervisor import Supervisor
 
 
 class Bench:

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.up import home as home_module
-from app.up import valkey
-from app.up.errors import UpError
-from app.up.home import Home, flower_password
-from app.up.plan import procfile, read_plan
-from app.up.ports import Port, check, free_port, is_open
+from local import home as home_module
+from local import valkey
+from local.errors import UpError
+from local.home import Home, flower_password
+from local.plan import procfile, read_plan
+from local.ports import Port, check, free_port, is_open
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_everything_that_takes_jobs_stops_before_the_servers_and_flower(settings
 def test_the_procfile_has_the_roles_and_is_shipped_with_the_package() -> None:
     assert list(procfile()) == ["web", "worker", "maintenance", "webhooks", "beat", "flower"]
     root = Path(__file__).parents[3]
-    assert (root / "Procfile").read_text() == (root / "app" / "Procfile").read_text()
+    assert (root / "Procfile").read_text() == (root / "local" / "Procfile").read_text()
 
 
 def test_no_password_stands_in_the_procfile() -> None:

@@ -9,8 +9,8 @@ from pytest_httpserver import HTTPServer
 from werkzeug import Request, Response
 
 from app.cli import main
-from app.up.ports import free_port
 from client.api import Client, Refused, Unreachable
+from local.ports import free_port
 
 PROBLEM = "application/problem+json"
 

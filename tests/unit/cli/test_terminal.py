@@ -11,10 +11,10 @@ from pytest_httpserver import HTTPServer
 from rich.console import Console
 from werkzeug import Request, Response
 
-from app import demo
 from app.cli import main
 from app.drill.card import Card
 from client.terminal import console, json_text, one_line, plain
+from local import demo
 
 HOSTILE = {
     "an escape": "\x1b[31mred\x1b[2J",

@@ -23,7 +23,7 @@ from app.drill.proxy import Proxy
 from app.drill.schedule import BOTH, DEAD, SLOW, Change, Fault, Kind
 from app.drill.setting import Setting
 from app.drill.stack import ServerPlan, Stack
-from app.up.guardian import Guardian
+from local.guardian import Guardian
 from tests.support.valkey import Valkey
 from tests.unit.drill.conftest import Listener
 from tests.unit.drill.test_proxy import hears_nothing

@@ -12,8 +12,8 @@ from app.drill.proxy import Proxy
 from app.drill.schedule import Change, Kind, schedule, targets
 from app.drill.setting import Setting, hindrance
 from app.drill.stack import Stack
-from app.up import ports
-from app.up.errors import Stopped
+from local import ports
+from local.errors import Stopped
 
 AMONG = targets(
     ["worker-1", "worker-2"], ["a", "b", "c"], ["zimg", "flux"], doors=["redis", "broker", "database", "a", "b", "c"]
@@ -105,7 +105,7 @@ def test_a_proxy_stands_between_only_where_a_fault_needs_one() -> None:
 
 
 def test_a_drill_has_the_workers_and_slots_that_were_asked_for(tmp_path: Path) -> None:
-    from app.up.guardian import Guardian
+    from local.guardian import Guardian
 
     with Guardian() as guardian, Proxy() as proxy:
         stack = Stack(tmp_path, guardian, proxy, Setting(workers=4, slots=18))

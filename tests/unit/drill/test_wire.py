@@ -17,9 +17,9 @@ from sqlalchemy.exc import OperationalError
 from app.drill import postgres
 from app.drill.proxy import Cut, Proxy, Way
 from app.drill.wire import LostCommits, Mail, Twist
-from app.up import ports
-from app.up.children import Child
-from app.up.errors import UpError
+from local import ports
+from local.children import Child
+from local.errors import UpError
 from tests.support.valkey import Valkey
 
 # -- PostgreSQL --------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from redis import Redis
 
 from app.simulate import Outcome, Scenario, run
 from app.simulate.valkey import private_valkey
-from app.up.errors import UpError
+from local.errors import UpError
 
 Play = Callable[[Scenario], Outcome]
 

@@ -11,10 +11,10 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from app.config import AppSettings
-from app.up.children import Role
-from app.up.errors import UpError
-from app.up.ports import Port, free_port
 from jobs.config import RecordSettings
+from local.children import Role
+from local.errors import UpError
+from local.ports import Port, free_port
 from routing.config import RoutingSettings
 from tasks.config import TaskSettings
 
@@ -157,7 +157,7 @@ def procfile() -> Mapping[str, str]:
     """The roles and their commands."""
     from honcho.environ import parse_procfile
 
-    return dict(parse_procfile(Path(__file__).parent.with_name("Procfile").read_text()).processes)
+    return dict(parse_procfile(Path(__file__).with_name("Procfile").read_text()).processes)
 
 
 def _demo_servers(base: int | None) -> tuple[DemoServer, ...]:

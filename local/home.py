@@ -8,8 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from app.up.errors import UpError
 from jobs.home import HomeNotPrivate, close, kept_text, private_file, private_folder
+from local.errors import UpError
 from routing.config import PASSWORD_FILE
 
 _LEAST_FREE_MB = 32

@@ -7,9 +7,9 @@ import socket
 import subprocess
 from pathlib import Path
 
-from app.up.children import Role
-from app.up.errors import UpError
 from jobs.home import private_file
+from local.children import Role
+from local.errors import UpError
 
 _OLDEST = (7, 0)  # of Redis; what the Lua scripts are written for
 

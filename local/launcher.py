@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
-from app.up import ports, valkey
-from app.up.errors import Stopped, UpError
-from app.up.guardian import Guardian
-from app.up.home import Home, flower_password, redis_password
-from app.up.plan import Plan, read_plan
-from app.up.signals import Signals
-from app.up.supervisor import Supervisor
 from client.api import Client, ClientError
+from local import ports, valkey
+from local.errors import Stopped, UpError
+from local.guardian import Guardian
+from local.home import Home, flower_password, redis_password
+from local.plan import Plan, read_plan
+from local.signals import Signals
+from local.supervisor import Supervisor
 
 _START_S = 60.0
 _LAST_TURN = 3
@@ -146,7 +146,7 @@ def _welcome(plan: Plan, took_s: float) -> str:
 
 def _demonstrate(plan: Plan, wishes: Wishes, say: Say, stop: threading.Event) -> int:
     """Register the demo servers and run jobs on them; 0: all ended well."""
-    from app import demo
+    from local import demo
 
     with demo.key_for(plan.app) as key:
         client = Client(plan.url, key)

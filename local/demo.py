@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from app.config import AppSettings
-from app.up.plan import DemoServer
 from client.api import Client, has_ended
 from client.terminal import console, json_text, styled
+from local.plan import DemoServer
 
 Job = dict[str, Any]
 

@@ -15,10 +15,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from app.up.children import Child, Role
-from app.up.errors import Stopped, UpError
-from app.up.guardian import Guardian
-from app.up.signals import STOPPING, Signals
+from local.children import Child, Role
+from local.errors import Stopped, UpError
+from local.guardian import Guardian
+from local.signals import STOPPING, Signals
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from app.up.errors import UpError
+from local.errors import UpError
 
 _QUIET = range(10_240, 32_768)  # below those from which systems choose for outgoing connections
 

@@ -1,0 +1,21 @@
+"""The files of the product, for the tests that walk them."""
+
+from functools import cache
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+PACKAGES = ("jobs", "routing", "tasks", "app", "client", "local", "reference_server", "migrations")
+
+
+@cache
+def product_files() -> tuple[Path, ...]:
+    found = [path for package in PACKAGES for path in sorted((REPO / package).rglob("*")) if path.is_file()]
+    return (*[path for path in found if path.suffix in {".py", ".lua", ".mako"}], REPO / "celeryconfig.py")
+
+
+def python_files() -> list[Path]:
+    return [path for path in product_files() if path.suffix == ".py"]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(REPO).as_posix()

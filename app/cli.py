@@ -4,8 +4,8 @@ import click
 
 from app.commands import admin, jobs, local, webhooks
 from app.commands.simulate import simulate
-from app.drill.command import drill
 from client.terminal import SafeGroup
+from trials.drill.command import drill
 
 
 @click.group(cls=SafeGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

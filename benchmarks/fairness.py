@@ -5,11 +5,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-from app.simulate import Arrival, Job, Outcome, Scenario, jain, run
-from app.simulate.figures import percentile, slot_seconds
 from jobs.catalog import Model, Snapshot
 from jobs.config import ModelConfig
 from jobs.record import Server
+from trials.simulate import Arrival, Job, Outcome, Scenario, jain, run
+from trials.simulate.figures import percentile, slot_seconds
 
 T0 = 1_800_000_000_000
 

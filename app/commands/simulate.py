@@ -14,8 +14,8 @@ from app.commands.common import json_option, print_json
 from client.terminal import console, say
 
 if TYPE_CHECKING:
-    from app.simulate.engine import Progress
-    from app.simulate.scenario import Scenario
+    from trials.simulate.engine import Progress
+    from trials.simulate.scenario import Scenario
 
 _AGAIN_S = 0.01
 
@@ -110,10 +110,10 @@ def simulate(policies: Sequence[str], slots: Sequence[str], plots: Path | None, 
 
     The same seed gives the same figures.  See docs/simulator.md for the file's fields.
     """
-    from app.simulate import figures, run
-    from app.simulate import plots as drawings
-    from app.simulate.fleet import Changes
-    from app.simulate.show import show
+    from trials.simulate import figures, run
+    from trials.simulate import plots as drawings
+    from trials.simulate.fleet import Changes
+    from trials.simulate.show import show
 
     with _said(), _stoppable():
         variants = [
@@ -136,8 +136,8 @@ def simulate(policies: Sequence[str], slots: Sequence[str], plots: Path | None, 
 
 
 def _generated(variants: Sequence[Any], wishes: dict[str, Any]) -> _Case:
-    from app.simulate import fleet, load, plan
-    from app.simulate.scenario import Scenario
+    from trials.simulate import fleet, load, plan
+    from trials.simulate.scenario import Scenario
 
     made = plan.read(wishes["file"], _plan_fields(wishes))
     catalogs = [fleet.changed(fleet.from_plan(made), changes) for changes in variants]
@@ -149,7 +149,7 @@ def _generated(variants: Sequence[Any], wishes: dict[str, Any]) -> _Case:
     for changes, catalog in zip(variants, catalogs, strict=True):
         coming = fleet.sped_up(arrivals, catalog.models, changes.speed_ups)
         scenarios.append(Scenario(coming, catalog, load.BEGIN_MS, end_ms, outages, latency, swap, changes.name))
-    from app.simulate.show import span
+    from trials.simulate.show import span
 
     tenants = len({arrival.tenant for arrival in arrivals})
     return _Case(f"{len(arrivals):,} jobs of {tenants} tenants in {span(made.duration)}, seed {made.seed}", scenarios)
@@ -158,9 +158,9 @@ def _generated(variants: Sequence[Any], wishes: dict[str, Any]) -> _Case:
 def _recorded(variants: Sequence[Any], wishes: dict[str, Any]) -> _Case:
     from datetime import UTC, datetime
 
-    from app.simulate import fleet, plan, recorded
-    from app.simulate.scenario import Scenario
     from jobs.config import RecordSettings
+    from trials.simulate import fleet, plan, recorded
+    from trials.simulate.scenario import Scenario
 
     given = sorted(set(_plan_fields(wishes)) - {"seed", "start_latency", "swap"}) + ["load"] * bool(wishes["file"])
     if given:
@@ -208,8 +208,8 @@ def _said() -> Iterator[None]:
     from pydantic import ValidationError
     from redis.exceptions import RedisError
 
-    from app.simulate.scenario import Wrong
     from jobs.errors import SlotkeeperError
+    from trials.simulate.scenario import Wrong
 
     try:
         yield

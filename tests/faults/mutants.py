@@ -44,20 +44,10 @@ from tests.faults.mutants_run import RUN
 from tests.faults.mutants_secrets import SECRETS
 from tests.faults.mutants_servers import REFERENCE_SERVER
 from tests.faults.mutants_upkeep import UPKEEP
+from tests.house.tree import PACKAGES
 
 REPO = Path(__file__).resolve().parents[2]
-_COPIED = (
-    "jobs",
-    "routing",
-    "tasks",
-    "app",
-    "client",
-    "reference_server",
-    "migrations",
-    "tests",
-    "celeryconfig.py",
-    "setup.cfg",
-)
+_COPIED = (*PACKAGES, "tests", "celeryconfig.py", "setup.cfg")
 _LONGEST_S = 180
 
 MUTANTS = [

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import pytest
 from redis import Redis
 
-from app.simulate import Scenario, run
 from jobs.record import Waiting
 from routing.config import RoutingSettings
 from routing.keys import Keys
@@ -16,6 +15,7 @@ from routing.scripts import Scripts
 from routing.slots import Slots
 from tests.lua.room import FRAGMENTS
 from tests.unit.simulate.scenarios import POLICIES, T0, a_catalog, a_scenario, poisson
+from trials.simulate import Scenario, run
 
 FLEET = "zimg"
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from werkzeug import Request, Response
 
 from app.cli import main
-from app.drill.card import Card
 from client.terminal import console, json_text, one_line, plain
 from local import demo
+from trials.drill.card import Card
 
 HOSTILE = {
     "an escape": "\x1b[31mred\x1b[2J",

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.drill.proxy import Proxy
+from trials.drill.proxy import Proxy
 
 
 class Conversation:

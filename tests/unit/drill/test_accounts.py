@@ -4,7 +4,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from app.drill.accounts import (
+from jobs.record import Event
+from jobs.states import State, Why
+from trials.drill.accounts import (
     Conduct,
     Limit,
     Owed,
@@ -17,10 +19,8 @@ from app.drill.accounts import (
     undue_retries,
     webhooks,
 )
-from app.drill.checker import Run
-from app.drill.receivers import Delivery
-from jobs.record import Event
-from jobs.states import State, Why
+from trials.drill.checker import Run
+from trials.drill.receivers import Delivery
 
 S = 1_000_000_000
 

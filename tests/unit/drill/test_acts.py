@@ -15,18 +15,18 @@ from redis import Redis
 from redis.exceptions import ReadOnlyError
 from werkzeug import Request, Response
 
-from app.drill import acts
-from app.drill.acts import ACTS, NotNow
-from app.drill.faults import Saboteur, Struck
-from app.drill.limits import limits
-from app.drill.proxy import Proxy
-from app.drill.schedule import BOTH, DEAD, SLOW, Change, Fault, Kind
-from app.drill.setting import Setting
-from app.drill.stack import ServerPlan, Stack
 from local.guardian import Guardian
 from tests.support.valkey import Valkey
 from tests.unit.drill.conftest import Listener
 from tests.unit.drill.test_proxy import hears_nothing
+from trials.drill import acts
+from trials.drill.acts import ACTS, NotNow
+from trials.drill.faults import Saboteur, Struck
+from trials.drill.limits import limits
+from trials.drill.proxy import Proxy
+from trials.drill.schedule import BOTH, DEAD, SLOW, Change, Fault, Kind
+from trials.drill.setting import Setting
+from trials.drill.stack import ServerPlan, Stack
 
 S = 1_000_000_000
 SERVER = ServerPlan("a", "zimg", 4, 9001, False)

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from app.drill.checker import (
+from jobs.states import State
+from trials.drill.checker import (
     Disturbance,
     Evidence,
     Findings,
@@ -16,7 +17,6 @@ from app.drill.checker import (
     is_reversed,
     unexplained,
 )
-from jobs.states import State
 
 MS = 1_000_000
 WELL = ("job.enqueued", "job.started", "job.completed")

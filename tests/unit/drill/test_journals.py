@@ -3,9 +3,6 @@ from pathlib import Path
 import orjson
 import pytest
 
-from app.drill.accounts import Owed
-from app.drill.checker import Run
-from app.drill.journals import owed, recorded, server_runs, trails
 from jobs import ledger
 from jobs.db import Database
 from jobs.models import webhooks
@@ -13,6 +10,9 @@ from jobs.record import Event
 from jobs.states import State
 from jobs.store import Store
 from tests.support.builders import an_ended_job
+from trials.drill.accounts import Owed
+from trials.drill.checker import Run
+from trials.drill.journals import owed, recorded, server_runs, trails
 
 
 def write(path: Path, *lines: dict[str, object], torn: bytes = b"") -> Path:

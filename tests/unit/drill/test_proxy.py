@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from app.drill.proxy import Cut, Door, Later, Proxy, Way
 from tests.unit.drill.conftest import Listener
+from trials.drill.proxy import Cut, Door, Later, Proxy, Way
 
 _A_MOMENT_S = 0.2
 

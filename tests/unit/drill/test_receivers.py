@@ -1,7 +1,7 @@
 import requests
 
-from app.drill.proxy import Proxy
-from app.drill.receivers import Receiver
+from trials.drill.proxy import Proxy
+from trials.drill.receivers import Receiver
 
 
 def test_a_receiver_notes_what_it_is_told(proxy: Proxy) -> None:

@@ -1,9 +1,9 @@
-from app.drill.checker import Receipt, Run
-from app.drill.faults import Struck
-from app.drill.recovery import placed, rerun_after, slot_recovery, summary
-from app.drill.schedule import Fault, Kind
-from app.drill.stack import ServerPlan
 from jobs.record import Event
+from trials.drill.checker import Receipt, Run
+from trials.drill.faults import Struck
+from trials.drill.recovery import placed, rerun_after, slot_recovery, summary
+from trials.drill.schedule import Fault, Kind
+from trials.drill.stack import ServerPlan
 
 S = 1_000_000_000
 SERVERS = [ServerPlan("a", "zimg", 1, 0, False), ServerPlan("b", "zimg", 1, 0, False)]

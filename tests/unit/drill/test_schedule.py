@@ -4,16 +4,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from app.drill import clocks, launcher
-from app.drill.command import drill
-from app.drill.jobs import masses, orders
-from app.drill.launcher import Wishes
-from app.drill.proxy import Proxy
-from app.drill.schedule import Change, Kind, schedule, targets
-from app.drill.setting import Setting, hindrance
-from app.drill.stack import Stack
 from local import ports
 from local.errors import Stopped
+from trials.drill import clocks, launcher
+from trials.drill.command import drill
+from trials.drill.jobs import masses, orders
+from trials.drill.launcher import Wishes
+from trials.drill.proxy import Proxy
+from trials.drill.schedule import Change, Kind, schedule, targets
+from trials.drill.setting import Setting, hindrance
+from trials.drill.stack import Stack
 
 AMONG = targets(
     ["worker-1", "worker-2"], ["a", "b", "c"], ["zimg", "flux"], doors=["redis", "broker", "database", "a", "b", "c"]

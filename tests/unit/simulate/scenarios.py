@@ -4,10 +4,10 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from app.simulate import Arrival, Job, Scenario
 from jobs.catalog import Model, Snapshot
 from jobs.config import ModelConfig
 from jobs.record import Server
+from trials.simulate import Arrival, Job, Scenario
 
 T0 = 1_800_000_000_000
 SECOND = 1000

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from app.simulate import Arrival, Outage, Wrong, run
-from app.simulate.scenario import Job
 from jobs.catalog import Model, Snapshot
 from jobs.config import ModelConfig
 from jobs.record import Server
 from tests.unit.simulate.scenarios import POLICIES, SECOND, T0, a_catalog, a_scenario, at, poisson, starts
+from trials.simulate import Arrival, Outage, Wrong, run
+from trials.simulate.scenario import Job
 
 
 def overlaps(jobs: list[Job]) -> list[tuple[Job, Job]]:

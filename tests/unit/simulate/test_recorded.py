@@ -5,13 +5,13 @@ from datetime import UTC, datetime
 
 import pytest
 
-from app.simulate import Wrong, figures, recorded
-from app.simulate.scenario import Scenario
 from jobs.catalog import Catalog
 from jobs.db import Database
 from jobs.states import State, Why
 from jobs.store import Store
 from tests.support.builders import T0, a_job, a_job_in, a_queued_job, a_start
+from trials.simulate import Wrong, figures, recorded
+from trials.simulate.scenario import Scenario
 
 HOUR_MS = 3_600_000
 

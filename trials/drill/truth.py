@@ -7,9 +7,9 @@ import requests
 from redis import Redis
 from redis.exceptions import RedisError
 
-from app.drill.stack import ServerPlan
 from routing.config import RoutingSettings
 from routing.keys import FLEET_KEYS, Keys
+from trials.drill.stack import ServerPlan
 
 _SLOTS_KEY = FLEET_KEYS.index("slots")  # slot -> job
 _TIMEOUT_S = 2.0

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from app.drill.proxy import Way
-from app.drill.wire import Twist
+from trials.drill.proxy import Way
+from trials.drill.wire import Twist
 
 
 class Kind(StrEnum):

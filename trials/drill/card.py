@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.drill.accounts import Conduct
-from app.drill.checker import Findings, Overtaken
-from app.drill.schedule import Fault
 from client.terminal import styled
 from jobs.states import State
+from trials.drill.accounts import Conduct
+from trials.drill.checker import Findings, Overtaken
+from trials.drill.schedule import Fault
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,20 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.drill import accounts, journals, recovery
-from app.drill.accounts import Conduct, Sight, StuckWatch
-from app.drill.card import Card
-from app.drill.checker import Disturbance, Evidence, Run, check, unexplained
-from app.drill.clients import Clients
-from app.drill.faults import Saboteur, Struck
-from app.drill.jobs import Order, masses, orders
-from app.drill.limits import limits
-from app.drill.proxy import Proxy
-from app.drill.receivers import Receiver
-from app.drill.schedule import OUTSIDE, Fault, Kind, schedule
-from app.drill.setting import Setting
-from app.drill.stack import Stack
-from app.drill.truth import Truth
 from jobs import ledger
 from jobs.db import Database
 from jobs.errors import RecordUnavailable
@@ -33,6 +19,20 @@ from jobs.states import FINAL
 from jobs.store import Store
 from local.errors import Stopped
 from local.guardian import Guardian
+from trials.drill import accounts, journals, recovery
+from trials.drill.accounts import Conduct, Sight, StuckWatch
+from trials.drill.card import Card
+from trials.drill.checker import Disturbance, Evidence, Run, check, unexplained
+from trials.drill.clients import Clients
+from trials.drill.faults import Saboteur, Struck
+from trials.drill.jobs import Order, masses, orders
+from trials.drill.limits import limits
+from trials.drill.proxy import Proxy
+from trials.drill.receivers import Receiver
+from trials.drill.schedule import OUTSIDE, Fault, Kind, schedule
+from trials.drill.setting import Setting
+from trials.drill.stack import Stack
+from trials.drill.truth import Truth
 
 if TYPE_CHECKING:
     from rich.console import Console

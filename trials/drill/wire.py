@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from enum import StrEnum
 
-from app.drill.proxy import Cut, Later, Sieve, Way
+from trials.drill.proxy import Cut, Later, Sieve, Way
 
 # -- PostgreSQL --------------------------------------------------------------------------------------------
 

@@ -5,13 +5,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
-from app.drill.checker import Receipt, Run
-from app.drill.faults import Struck
-from app.drill.schedule import Kind
-from app.drill.stack import ServerPlan
 from jobs import events
 from jobs.record import Event
 from jobs.states import State, Why
+from trials.drill.checker import Receipt, Run
+from trials.drill.faults import Struck
+from trials.drill.schedule import Kind
+from trials.drill.stack import ServerPlan
 
 _STARTED = events.TYPES[State.RUNNING]
 _OF_WORKERS = frozenset({Kind.WORKER, Kind.STOP})

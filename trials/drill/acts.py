@@ -11,15 +11,15 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from app.drill import clocks, journals
-from app.drill.proxy import Way
-from app.drill.schedule import BOTH, DEAD, Change, Fault, Kind
-from app.drill.stack import ServerPlan, Stack, operated
-from app.drill.wire import Twist
 from client.api import Client, ClientError
 from jobs.db import Database
 from jobs.errors import RecordUnavailable
 from local.errors import UpError
+from trials.drill import clocks, journals
+from trials.drill.proxy import Way
+from trials.drill.schedule import BOTH, DEAD, Change, Fault, Kind
+from trials.drill.stack import ServerPlan, Stack, operated
+from trials.drill.wire import Twist
 
 Mend = Callable[[], object]
 Act = Callable[[Stack, Fault], Mend]

@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 import requests
 
-from app.drill.checker import Receipt
-from app.drill.jobs import Order
+from trials.drill.checker import Receipt
+from trials.drill.jobs import Order
 
 _AGAIN = frozenset({429, 503})
 _TIMEOUT_S = 30.0

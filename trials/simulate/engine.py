@@ -8,10 +8,10 @@ from itertools import islice
 
 from redis import Redis
 
-from app.simulate.room import Event, Ran, Room
-from app.simulate.scenario import Arrival, Job, Outage, Outcome, Scenario, Wrong
-from app.simulate.valkey import private_valkey
 from jobs.record import Waiting
+from trials.simulate.room import Event, Ran, Room
+from trials.simulate.scenario import Arrival, Job, Outage, Outcome, Scenario, Wrong
+from trials.simulate.valkey import private_valkey
 
 _EVENTS = 1000  # in one round trip
 _ACTS = 4000  # in one round trip: a tenth of a second

@@ -8,11 +8,11 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from app.simulate.plan import Plan, ServerPlan, sentence
-from app.simulate.scenario import Arrival, Wrong
 from jobs.catalog import Model, Snapshot
 from jobs.config import ModelConfig
 from jobs.record import Server
+from trials.simulate.plan import Plan, ServerPlan, sentence
+from trials.simulate.scenario import Arrival, Wrong
 
 _COUNT = re.compile(r"[1-9]\d{0,5}")
 

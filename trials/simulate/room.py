@@ -165,5 +165,5 @@ def _assembled(scripts: Iterable[str]) -> str:
     functions = [
         f'scripts["{name}"] = function(KEYS, ARGV)\n{assemble(name, fragments)}\nend\n' for name in sorted(scripts)
     ]
-    play = files("app.simulate").joinpath("play.lua").read_text("utf-8")
+    play = files("trials.simulate").joinpath("play.lua").read_text("utf-8")
     return "".join(["local NOW\nlocal scripts = {}\n", *functions, play])

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from app.drill.acts import ACTS, Mend, NotNow
-from app.drill.schedule import Fault, Kind
-from app.drill.stack import Stack
+from trials.drill.acts import ACTS, Mend, NotNow
+from trials.drill.schedule import Fault, Kind
+from trials.drill.stack import Stack
 
 _LOOK_EVERY_S = 0.2
 

@@ -11,8 +11,8 @@ from heapq import merge
 from itertools import accumulate
 from typing import Generic, TypeVar
 
-from app.simulate.plan import ModelPlan, Plan
-from app.simulate.scenario import Arrival, Outage
+from trials.simulate.plan import ModelPlan, Plan
+from trials.simulate.scenario import Arrival, Outage
 
 T = TypeVar("T")
 

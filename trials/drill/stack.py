@@ -13,12 +13,6 @@ from random import Random
 from redis import Redis
 from sqlalchemy import make_url
 
-from app.drill import clocks, journals, postgres
-from app.drill.proxy import Door, Proxy
-from app.drill.schedule import Fault, Kind, targets
-from app.drill.setting import Setting
-from app.drill.wire import LostCommits, Mail
-from app.drill.work import STARTS
 from client.api import Client, ClientError
 from jobs import ledger, migrate
 from jobs.db import Database
@@ -28,6 +22,12 @@ from local.children import Child, Role
 from local.errors import UpError
 from local.guardian import Guardian
 from local.plan import procfile
+from trials.drill import clocks, journals, postgres
+from trials.drill.proxy import Door, Proxy
+from trials.drill.schedule import Fault, Kind, targets
+from trials.drill.setting import Setting
+from trials.drill.wire import LostCommits, Mail
+from trials.drill.work import STARTS
 
 GRACE_S = 5.0
 _START_S = 60.0
@@ -367,7 +367,7 @@ class Stack:
         roles = []
         for server in self.servers:
             mode = "--async" if server.asynchronous else ""
-            command = f'"{sys.executable}" -m reference_server app.drill.work:work {mode} --grace 1'
+            command = f'"{sys.executable}" -m reference_server trials.drill.work:work {mode} --grace 1'
             command += f' --slots {server.slots} --port {server.port} --journal "{self.journal(server.name)}"'
             roles.append(Role(server.name, command))
         for worker in self.workers:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from app.simulate.figures import Figures, distribution, doubling
-from app.simulate.scenario import Outcome, Wrong
+from trials.simulate.figures import Figures, distribution, doubling
+from trials.simulate.scenario import Outcome, Wrong
 
 _WIDTH, _HEIGHT = 760, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 18, 74, 46

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.drill import clocks
-from app.drill.schedule import OUTSIDE, Kind
+from trials.drill import clocks
+from trials.drill.schedule import OUTSIDE, Kind
 
 SQLITE, POSTGRESQL = "sqlite", "postgresql"
 

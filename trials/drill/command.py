@@ -16,7 +16,7 @@ class _Kinds(click.ParamType):
     name = "kinds"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
-        from app.drill.schedule import Kind
+        from trials.drill.schedule import Kind
 
         if isinstance(value, tuple):
             return value
@@ -97,10 +97,10 @@ def drill(
     """Prove on this machine that no job gets lost, whatever fails."""
     import secrets
 
-    from app.drill.launcher import Wishes
-    from app.drill.launcher import drill as run
     from client.terminal import console
     from local.errors import Stopped
+    from trials.drill.launcher import Wishes
+    from trials.drill.launcher import drill as run
 
     faults = _possible(faults, database)
     if kills is not None and not faults:
@@ -125,7 +125,7 @@ def drill(
 
 def _possible(kinds: tuple[Any, ...], database: str) -> tuple[Any, ...]:
     """Those that can happen here; says why the others cannot."""
-    from app.drill.setting import hindrance
+    from trials.drill.setting import hindrance
 
     hindered = {kind: why for kind in kinds if (why := hindrance(kind, database)) is not None}
     for kind, why in hindered.items():

@@ -14,10 +14,10 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as NotConnected
 from redis.retry import Retry
 
-from app.simulate.scenario import Wrong
 from local.guardian import Guardian
 from local.signals import STOPPING
 from local.valkey import find
+from trials.simulate.scenario import Wrong
 
 _START_S = 20.0
 _LONGEST_FOLDER = 75  # of the 103 bytes and more that a system takes for the path of a socket

@@ -8,8 +8,6 @@ from typing import Any
 import orjson
 from sqlalchemy import func, select
 
-from app.drill.accounts import Owed
-from app.drill.checker import Receipt, Recorded, Run
 from jobs import events
 from jobs.db import Database
 from jobs.models import events as _events
@@ -17,6 +15,8 @@ from jobs.models import jobs as _jobs
 from jobs.models import webhooks as _webhooks
 from jobs.record import Event
 from jobs.states import State
+from trials.drill.accounts import Owed
+from trials.drill.checker import Receipt, Recorded, Run
 
 CUT = "cut"
 _OVERDUE_MS = 60_000

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from app.simulate.figures import Figures, Waits, distribution
-from app.simulate.scenario import Outcome
+from trials.simulate.figures import Figures, Waits, distribution
+from trials.simulate.scenario import Outcome
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
-from app.simulate.scenario import Job, Outcome
+from trials.simulate.scenario import Job, Outcome
 
 SLICES = 96  # of the window, for what is shown over time: a quarter of an hour each in a day
 _ENTITLED_JOBS = 10  # below so many jobs' worth, chance says more about a tenant's share than the policy does

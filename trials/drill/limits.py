@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 
-from app.drill.accounts import Limit
-from app.drill.faults import Struck
-from app.drill.schedule import Change, Kind
-from app.drill.stack import ServerPlan, operated
+from trials.drill.accounts import Limit
+from trials.drill.faults import Struck
+from trials.drill.schedule import Change, Kind
+from trials.drill.stack import ServerPlan, operated
 
 
 def limits(struck: Iterable[Struck], servers: Sequence[ServerPlan]) -> list[Limit]:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from sqlalchemy import make_url
 
-from app.simulate.scenario import Arrival, Wrong
 from jobs import migrate
 from jobs.catalog import Catalog, Snapshot
 from jobs.db import Database
 from jobs.record import Past
 from jobs.states import Standing
 from jobs.store import Store
+from trials.simulate.scenario import Arrival, Wrong
 
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 _UNKNOWN_MS = 10_000  # for a model of which no job has ended in the window

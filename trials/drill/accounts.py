@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from app.drill.checker import Run
-from app.drill.receivers import Delivery
 from jobs import events
 from jobs.record import Event
 from jobs.states import FINAL, State, Why
+from trials.drill.checker import Run
+from trials.drill.receivers import Delivery
 
 _STARTED = events.TYPES[State.RUNNING]
 _RETRIES = frozenset({Why.SERVER_ERROR, Why.RETRIES_EXHAUSTED})

@@ -4,8 +4,8 @@ outcome = run(Scenario(arrivals, catalog, begin_ms, end_ms))
 figures(outcome).waits.p99
 """
 
-from app.simulate.engine import run
-from app.simulate.figures import Figures, figures, jain
-from app.simulate.scenario import Arrival, Job, Outage, Outcome, Scenario, Wrong
+from trials.simulate.engine import run
+from trials.simulate.figures import Figures, figures, jain
+from trials.simulate.scenario import Arrival, Job, Outage, Outcome, Scenario, Wrong
 
 __all__ = ["Arrival", "Figures", "Job", "Outage", "Outcome", "Scenario", "Wrong", "figures", "jain", "run"]

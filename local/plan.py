@@ -105,7 +105,7 @@ class Plan:
 
     def migration(self) -> Role:
         """A process of its own, so that this one loads no database."""
-        return Role("migrate", f'"{sys.executable}" -m app.cli migrate', completes=True)
+        return Role("migrate", f'"{sys.executable}" -m cli migrate', completes=True)
 
     def roles(self) -> list[Role]:
         """What the Procfile lists, and the demo servers; Valkey is started before them.

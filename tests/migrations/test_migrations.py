@@ -21,6 +21,7 @@ from jobs.db import Database
 from jobs.errors import Conflict, RecordUnavailable
 from jobs.models import metadata
 from jobs.store import Store
+from tests.house.tree import PACKAGES
 from tests.support.builders import a_queued_job, at_once, row_of
 from tests.support.postgres import Postgres
 
@@ -332,7 +333,7 @@ def test_migrations_import_of_the_product_only_its_tables():
         for node in ast.walk(ast.parse(path.read_text()))
         for name in _modules(node)
     }
-    assert {name for name in imported if name.split(".")[0] in {"jobs", "routing", "tasks", "app"}} == {"jobs.models"}
+    assert {name for name in imported if name.split(".")[0] in PACKAGES} == {"jobs.models"}
 
 
 def _modules(node: ast.AST) -> list[str]:

@@ -25,8 +25,8 @@ from local.ports import free_port
 from routing.config import RoutingSettings
 
 FIRST = {
-    "migrate": ["-m", "app.cli", "migrate"],
-    "tenants": ["-m", "app.cli", "tenants", "list"],
+    "migrate": ["-m", "cli", "migrate"],
+    "tenants": ["-m", "cli", "tenants", "list"],
     "a worker's secret": ["-c", "from tasks.keyring import fingerprints; fingerprints()"],
     "a database": ["-c", "from tasks.wiring import database; database().read().__enter__()"],
     "web": ["-c", "from app.factory import create_app; create_app()"],

@@ -11,8 +11,8 @@ PROCESSES = {
     "web": "import app.web.__main__; from jobs import migrate; migrate.check('sqlite:///none.db')",
     "worker": "import tasks.maintenance, tasks.worker",
     "webhooks": "import tasks.webhooks",
-    "flower": "import app.cli, tasks.celery_app, tasks.signals",
-    "supervisor": "import app.cli, local.launcher; local.launcher.read_plan(False)",
+    "flower": "import cli.__main__, tasks.celery_app, tasks.signals",
+    "supervisor": "import cli.__main__, local.launcher; local.launcher.read_plan(False)",
 }
 
 

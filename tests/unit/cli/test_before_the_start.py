@@ -171,9 +171,7 @@ def test_a_redis_that_does_not_answer_is_named() -> None:
 
 
 def test_the_command_line_does_not_load_what_it_does_not_need() -> None:
-    program = (
-        "import sys, app.cli; print(sorted({'rich', 'flask', 'celery', 'sqlalchemy', 'redis'} & set(sys.modules)))"
-    )
+    program = "import sys, cli; print(sorted({'rich', 'flask', 'celery', 'sqlalchemy', 'redis'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
 
 

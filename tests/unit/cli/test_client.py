@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 from pytest_httpserver import HTTPServer
 from werkzeug import Request, Response
 
-from app.cli import main
+from cli.__main__ import main
 from client.api import Client, Refused, Unreachable
 from local.ports import free_port
 

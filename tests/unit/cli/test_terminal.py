@@ -11,7 +11,7 @@ from pytest_httpserver import HTTPServer
 from rich.console import Console
 from werkzeug import Request, Response
 
-from app.cli import main
+from cli.__main__ import main
 from client.terminal import console, json_text, one_line, plain
 from local import demo
 from trials.drill.card import Card
@@ -181,7 +181,7 @@ def test_a_refused_line_of_a_file_is_text_too(api: HTTPServer) -> None:
 
 
 def test_the_live_picture_is_text_too(api: HTTPServer) -> None:
-    from app.commands.admin import _picture
+    from cli.admin import _picture
     from client.api import Client
 
     for path, body in {

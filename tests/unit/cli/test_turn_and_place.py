@@ -9,8 +9,8 @@ from click.testing import CliRunner, Result
 from pytest_httpserver import HTTPServer
 from werkzeug import Request, Response
 
-from app.cli import main
-from app.commands.conditions import plain, read_attributes, read_constraints
+from cli.__main__ import main
+from cli.conditions import plain, read_attributes, read_constraints
 from tests.support.api import clear_wiring
 
 RECEIPT = {"job_id": "j-1", "status": "queued", "outlook": "waiting", "position": 3, "notice": None}

@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from cli.drill import drill
 from local import ports
 from local.errors import Stopped
 from trials.drill import clocks, launcher
-from trials.drill.command import drill
 from trials.drill.jobs import masses, orders
 from trials.drill.launcher import Wishes
 from trials.drill.proxy import Proxy

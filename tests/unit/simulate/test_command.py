@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from app.cli import main
-from app.commands.simulate import _stoppable
+from cli.__main__ import main
+from cli.simulate import _stoppable
 from jobs.catalog import Catalog
 from jobs.db import Database
 from jobs.record import now_ms
@@ -154,7 +154,7 @@ def test_a_record_without_a_schema_says_what_to_do(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_whatever_ends_it_leaves_no_process_and_no_folder(tmp_path, number):
-    words = [sys.executable, "-m", "app.cli", "simulate", "--rate", "20000", "--duration", "5h"]
+    words = [sys.executable, "-m", "cli", "simulate", "--rate", "20000", "--duration", "5h"]
     env = os.environ | {"TMPDIR": str(tmp_path)}
     process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:

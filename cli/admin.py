@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from app.commands import standing
-from app.commands.common import (
+from cli import standing
+from cli.common import (
     client,
     json_option,
     limit_option,
@@ -17,8 +17,8 @@ from app.commands.common import (
     quoted,
     shown,
 )
-from app.commands.conditions import read_attributes
-from app.commands.jobs import print_attempts, print_job, print_jobs
+from cli.conditions import read_attributes
+from cli.jobs import print_attempts, print_job, print_jobs
 from client.terminal import console, one_line, say
 
 _WATCH_JOBS = 12
@@ -374,7 +374,7 @@ def _picture(api: Any) -> Any:
     from rich.console import Group
     from rich.table import Table
 
-    from app.commands.common import age
+    from cli.common import age
 
     def table(title: str, *names: str) -> Table:
         made = Table(*names, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)

@@ -2,7 +2,7 @@
 
 import click
 
-from app.commands.common import client, json_option, print_json, quoted
+from cli.common import client, json_option, print_json, quoted
 from client.terminal import say
 
 tenant_option = click.option("--tenant", default="default", show_default=True, help="Whose.")

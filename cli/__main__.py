@@ -1,11 +1,11 @@
-"""The command line.  Each group of commands has its file in app/commands; what is slow is imported inside them."""
+"""The command line.  Each group of commands has its file beside this one; what is slow is imported inside them."""
 
 import click
 
-from app.commands import admin, jobs, local, webhooks
-from app.commands.simulate import simulate
+from cli import admin, jobs, local, webhooks
+from cli.drill import drill
+from cli.simulate import simulate
 from client.terminal import SafeGroup
-from trials.drill.command import drill
 
 
 @click.group(cls=SafeGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -2,7 +2,7 @@
 
 import click
 
-from app.commands.common import client, quoted
+from cli.common import client, quoted
 from client.terminal import one_line, say
 
 # kind -> word -> (state, help)

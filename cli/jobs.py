@@ -9,7 +9,7 @@ from typing import IO, Any
 
 import click
 
-from app.commands.common import (
+from cli.common import (
     age,
     client,
     json_option,
@@ -21,7 +21,7 @@ from app.commands.common import (
     read_json,
     shown,
 )
-from app.commands.conditions import read_constraints
+from cli.conditions import read_constraints
 from client.terminal import console, one_line, say
 
 Job = dict[str, Any]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from app.commands.common import json_option, print_json
+from cli.common import json_option, print_json
 from client.terminal import console, say
 
 if TYPE_CHECKING:

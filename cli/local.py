@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 
 import click
 
-from app.commands import standing
-from app.commands.common import json_option, print_json, print_table
+from cli import standing
+from cli.common import json_option, print_json, print_table
 from client.terminal import one_line, say
 
 

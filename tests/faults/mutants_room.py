@@ -38,6 +38,22 @@ ROOM = [
         still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
     ),
     Mutant(
+        "slots behind those that were read move up when one is taken",
+        "SLOT-2",
+        "routing/lua/lib/offer.lua",
+        "  servers.read = servers.read - 1\n",
+        "",
+        (f"{SLOTS}test_slot_2_all_slots_of_a_server_are_found_however_many_others_became_free_between_them",),
+    ),
+    Mutant(
+        "a server's slots that are read after its others were taken are nobody's",
+        "SLOT-2",
+        "routing/lua/lib/offer.lua",
+        "if not server.slots[server.next] then servers[#servers + 1] = server end",
+        "if #server.slots == 0 then servers[#servers + 1] = server end",
+        (f"{SLOTS}test_slot_2_all_slots_of_a_server_are_found_however_many_others_became_free_between_them",),
+    ),
+    Mutant(
         "a room that is not rebuilt makes offers",
         "ORDER-1",
         "routing/lua/lib/offer.lua",

@@ -177,6 +177,25 @@ def test_slot_2_a_free_slot_is_found_however_many_others_serve_nothing_that_wait
     assert [it.slot for it in room.enqueue(a("j", 1))] == ["gpu-slot0"]
 
 
+@pytest.mark.parametrize("between", [63, 64, 300])
+def test_slot_2_all_slots_of_a_server_are_found_however_many_others_became_free_between_them(room, between):
+    large = Server("large", 2, attributes={"memory": 80})
+    room.with_servers(large, *[Server(f"small{n}") for n in range(between)])
+    room.client.zadd(room.key("free"), {"large-slot0": START_MS - 1, "large-slot1": START_MS + 1})
+    offers = room.enqueue(a("any", 1), a("choosy", 2, needs="memory>=80"))
+    assert [it.slot for it in offers] == ["large-slot0", "large-slot1"]
+
+
+@pytest.mark.parametrize(
+    "act", [lambda room: room.enqueue(a("j", 1)), lambda room: room.rest("gpu7", 1000)], ids=["offer", "rest"]
+)
+def test_what_concerns_one_server_looks_at_few_of_a_thousand(room, act):
+    room.with_servers(*[Server(f"gpu{n}") for n in range(1000)])
+    room.client.config_resetstat()
+    act(room)
+    assert sum(row["calls"] for row in room.client.info("commandstats").values()) < 150
+
+
 def test_slot_2_a_job_is_found_however_many_lanes_before_it_have_no_slot(room):
     room.enqueue(*[a(f"no{tier}-{n}", n, tier, f"m{n}") for n in range(40) for tier in range(1, 9)])
     room.with_slots(1)

@@ -10,25 +10,47 @@ end
 
 local LOOKED_AT = 16 -- classes, lanes of each, and jobs of each lane, of which one may probe
 
--- The servers with free slots, that which has been free longest first, each {name, entry, slots in that order}; and
--- how many slots they have in all.
-local function free_servers()
-  local servers, by_name, count, withheld = {}, {}, 0, withheld_slots()
-  for _, slot in ipairs(redis.call("ZRANGE", FREE, 0, -1)) do
+local READ_AT_ONCE = 64 -- free slots
+
+-- The servers with free slots, that which has been free longest first, each {name, entry, slots in that order, next};
+-- read as far as somebody asks: by nth_server.  A server stands here again when all its slots were taken before more of
+-- them were read.
+local function free_servers() return { by_name = {}, withheld = withheld_slots(), read = 0 } end
+
+-- Whether there were more free slots.
+local function read_more(servers)
+  local slots = redis.call("ZRANGE", FREE, servers.read, servers.read + READ_AT_ONCE - 1)
+  local by_name, withheld = servers.by_name, servers.withheld
+  servers.read = servers.read + #slots
+  for _, slot in ipairs(slots) do
     local name = server_of(slot)
     if by_name[name] == nil then
       local entry = online_server(name)
       by_name[name] = entry and { name = name, entry = entry, slots = {}, next = 1 } or false
-      if entry then servers[#servers + 1] = by_name[name] end
     end
+    local server = by_name[name]
     if (withheld[name] or 0) > 0 then
       withheld[name] = withheld[name] - 1
-    elseif by_name[name] then
-      table.insert(by_name[name].slots, slot)
-      count = count + 1
+    elseif server then
+      if not server.slots[server.next] then servers[#servers + 1] = server end
+      table.insert(server.slots, slot)
     end
   end
-  return servers, count
+  return #slots > 0
+end
+
+-- nil: there are not so many.
+local function nth_server(servers, n)
+  while not servers[n] and read_more(servers) do end
+  return servers[n]
+end
+
+local function take_slot(servers, server)
+  local slot = server.slots[server.next]
+  server.next = server.next + 1
+  redis.call("ZREM", FREE, slot)
+  servers.read = servers.read - 1
+  return slot
 end
 
 -- Where the job at the head of a model's first lane stands among those of other models: by tier, then acceptance.
@@ -90,8 +112,8 @@ end
 local function best_server(servers, model, lane, by_name, now, again)
   local function score(server) return score_of(server.name, server.entry, model.name, now).total end
   local best, lowest, seen, left_out = nil, nil, 0, false
-  for _, server in ipairs(servers) do
-    if seen >= CHOICES then break end
+  local n, server = 1, nth_server(servers, 1)
+  while server and seen < CHOICES do
     local entry = server.entry
     local fits = server.slots[server.next] and serves(entry, model.name) and matches(lane.needs, entry, model.name)
     local stats = stats_key("server", server.name)
@@ -107,6 +129,8 @@ local function best_server(servers, model, lane, by_name, now, again)
       end
       seen = seen + 1
     end
+    n = n + 1
+    server = nth_server(servers, n)
   end
   return best, left_out
 end
@@ -127,12 +151,11 @@ end
 
 -- Take the head of the lane and the server's first free slot, and write the lease.  `owner` "" leaves it open for
 -- whoever claims it before it expires.
-local function take(lane, server, by_name, prefix, owner, now, lease_ms)
+local function take(lane, servers, server, by_name, prefix, owner, now, lease_ms)
   local it = read_lane(lane.name)
   local job, created = read_member(lane.member)
-  local slot, number, charged = server.slots[server.next], add_to_field(META, "offers", 1), 0
+  local slot, number, charged = take_slot(servers, server), add_to_field(META, "offers", 1), 0
   local lease, stats = prefix .. "-" .. number, stats_key("model", it.model)
-  server.next = server.next + 1
   read_rules(it)
   if rules_of(it.model).policy == "fair" then
     local start = start_tag(it.tenant, it.model)
@@ -142,7 +165,6 @@ local function take(lane, server, by_name, prefix, owner, now, lease_ms)
     charge(it.tenant, it.model, charged, start)
   end
   take_from_lane(it, lane.member, lane.following)
-  redis.call("ZREM", FREE, slot)
   write_lease(job, lease, owner, slot, it, lane.needs, lane.seq, exact(created), number, charged, now, now + lease_ms)
   note_loaded(server, it.model, by_name)
   note_probe(stats, job)
@@ -209,7 +231,7 @@ local function take_next(groups, servers, prefix, owner, now, lease_ms)
   local models, by_name = next_of_models(groups, now)
   local lane, server, passed_over = next_pair(servers, models, by_name, now, false)
   if passed_over then lane, server = next_pair(servers, models, by_name, now, true) end
-  if server then return take(lane, server, by_name, prefix, owner, now, lease_ms) end
+  if server then return take(lane, servers, server, by_name, prefix, owner, now, lease_ms) end
 end
 
 -- Up to `limit` offers.  The first goes straight to `owner`, if there is one, for `lease_ms`; the others are
@@ -219,8 +241,9 @@ local function make_offers(limit, room, prefix, now, offer_ms, owner, lease_ms)
   wake_rested(now)
   local groups = limit > 0 and is_open(now) and redis.call("HKEYS", GROUPS) or {}
   if #groups == 0 then return offers end
-  local servers, free = free_servers()
-  while #offers < math.min(limit, free) and #groups > 0 do
+  local servers = free_servers()
+  if not nth_server(servers, 1) then return offers end
+  while #offers < limit and #groups > 0 do
     local first, made = #offers == 0 and owner ~= "", nil
     if first then
       made = take_next(groups, servers, prefix, owner, now, lease_ms)
@@ -230,7 +253,7 @@ local function make_offers(limit, room, prefix, now, offer_ms, owner, lease_ms)
     end
     if not made then break end
     offers[#offers + 1] = made
-    groups = #offers < math.min(limit, free) and redis.call("HKEYS", GROUPS) or {}
+    groups = #offers < limit and redis.call("HKEYS", GROUPS) or {}
   end
   return offers
 end

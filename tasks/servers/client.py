@@ -65,6 +65,7 @@ class Server:
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         self._endpoint, self._base = split_endpoint(endpoint)
+        self._path = urlsplit(self._endpoint).path.rstrip("/")
         self._plan = compile_plan(description) if isinstance(description, Description) else description
         self._session = session
         self._secret = secret
@@ -91,7 +92,7 @@ class Server:
         return self._carry_out(self.submit_talk(call))
 
     def submit_talk(self, call: Call) -> Talk[Outcome]:
-        values = Values(call, self.known_id(call), self._secret)
+        values = self._values(call, self.known_id(call))
         try:
             outcome = yield from self._ask(self._plan.submit, values, _end_of(call))
         except TemplateError as error:
@@ -107,7 +108,7 @@ class Server:
         return self._carry_out(self.status_talk(call, remote_id))
 
     def status_talk(self, call: Call, remote_id: str) -> Talk[Outcome]:
-        values, end = Values(call, remote_id, self._secret), _end_of(call)
+        values, end = self._values(call, remote_id), _end_of(call)
         try:
             outcome = yield from self._first_verdict(values, end)
             return (yield from self._with_result(outcome, values, end))
@@ -125,7 +126,7 @@ class Server:
     def cancel_talk(self, call: Call, remote_id: str | None) -> Talk[bool]:
         if self._plan.cancel is None:
             return False
-        values = Values(call, remote_id or self.known_id(call) or call.job_id, self._secret)
+        values = self._values(call, remote_id or self.known_id(call) or call.job_id)
         try:
             outcome = yield from self._ask(self._plan.cancel, values, _end_of(call))
         except TemplateError:
@@ -139,7 +140,7 @@ class Server:
 
         Whether the push carries the right token is for the caller to check, before.
         """
-        values = Values(call, remote_id or self.known_id(call), self._secret)
+        values = self._values(call, remote_id or self.known_id(call))
         outcome = self._plan.callback.outcome(Answer(200, headers or {}, body), self._about(values))
         try:
             return self._carry_out(self._with_result(outcome, values, _end_of(call)))
@@ -155,7 +156,7 @@ class Server:
             return Health(HealthKind.UNKNOWN, message="this server's description has no health check")
         request, judge = self._plan.health
         end = time.monotonic() + request.connect_s + min(request.read_s, 60.0)
-        values = Values(None, None, self._secret)
+        values = self._values(None, None)
         try:
             reply = yield self._wanted(request, values, dict(_OURS), end, MAX_HEALTH_BYTES)
             if isinstance(reply, Broken) and reply.how is Break.RESET:
@@ -213,6 +214,9 @@ class Server:
         if is_payload and values.call is not None:
             return to_json(values.call.payload)
         return to_json(request.body.fill(values)) if request.body else None
+
+    def _values(self, call: Call | None, remote_id: str | None) -> Values:
+        return Values(call, remote_id, self._secret, endpoint=self._path)
 
     def _about(self, values: Values) -> About:
         assert values.call is not None

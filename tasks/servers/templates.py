@@ -1,5 +1,8 @@
 """Templates put VALUES into a description: {{payload/prompt}}, {{job/id}}, {{id}}, {{secret/NAME}}.
 
+A path may begin with {{endpoint}}, the path of the registered endpoint ("" for http://gpu1:9001/), so that one
+description serves models whose names stand in their addresses, and servers behind a prefix.
+
 A string that is exactly one template becomes the value with its JSON type; inside a longer string
 the value is put in as text.  What was put in is never looked at again, so a payload that contains
 "{{secret/KEY}}" stays just that text.  There is no other logic: no conditions, no loops.
@@ -25,6 +28,7 @@ _SECRET_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _HEADER_VALUE = re.compile(r"[\x21-\x7e]([\x20-\x7e\t]*[\x21-\x7e])?")
 _HARMLESS = re.compile(r"[A-Za-z0-9_-]+")
 _MAX_DEPTH = 32
+_ENDPOINT = "endpoint"
 
 
 class TemplateError(Exception):
@@ -51,6 +55,7 @@ class Values:
     call: Call | None  # None: a health check, which is about no job
     remote_id: str | None = None
     secret: SecretLookup | None = None
+    endpoint: str = ""  # the path of the registered endpoint, without a slash at its end
     used_secrets: list[str] = field(default_factory=list)
 
 
@@ -58,7 +63,7 @@ class Values:
 class Ref:
     """One {{...}}, parsed."""
 
-    source: str  # payload | job | id | callback_url | callback_token | secret
+    source: str  # payload | job | id | callback_url | callback_token | secret | endpoint
     name: str = ""  # of the job's field or the secret
     pointer: Pointer = ()  # below the payload
     raw: bool = False  # in a path: not percent-encoded
@@ -180,9 +185,11 @@ class Path:
     """A path template.  Values are percent-encoded; raw ones are not, but stay inside the path."""
 
     def __init__(self, template: str, allowed: frozenset[str]) -> None:
-        allowed |= {"raw"}
+        allowed |= {"raw", _ENDPOINT}
         self._parts = parse_text(template, allowed)
-        check_path("".join(part if isinstance(part, str) else "x" for part in self._parts))
+        if any(_is_endpoint(part) for part in self._parts[1:]):
+            raise ValueError("{{endpoint}} stands at the beginning of a path")
+        check_path("".join(map(_example, self._parts)))
         query = template.partition("?")[2]
         if "{{" in query and any(isinstance(p, Ref) and p.raw for p in parse_text(query, allowed)):
             raise ValueError("raw values stand in the path, not in the query")
@@ -191,13 +198,24 @@ class Path:
         """The path to ask for.  Raises TemplateError if a value would lead elsewhere."""
         path, suspect = "", False
         for part in self._parts:
-            if isinstance(part, str):
-                path += part
+            if isinstance(part, str) or _is_endpoint(part):
+                path += part if isinstance(part, str) else values.endpoint
                 continue
             text = _path_value(part, values)
             suspect = suspect or not _HARMLESS.fullmatch(text)
             path += text if part.raw else quote(text, safe="")
+        if not path.startswith("/"):  # behind an empty {{endpoint}}: it would go on with the name of the host
+            raise _wrong_setup(f"the registered endpoint needs a path, for {path[:60]!r} follows it")
         return _checked(path) if suspect else path
+
+
+def _is_endpoint(part: str | Ref) -> bool:
+    return isinstance(part, Ref) and part.source == _ENDPOINT
+
+
+def _example(part: str | Ref) -> str:
+    """What may stand there, for a look at the whole path."""
+    return part if isinstance(part, str) else "/x" if _is_endpoint(part) else "x"
 
 
 def _path_value(ref: Ref, values: Values) -> str:

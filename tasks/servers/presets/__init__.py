@@ -1,15 +1,99 @@
-"""Descriptions of inference servers that come with Slotkeeper, each under a name."""
+"""Descriptions of servers that are known by name, as data: one file each, with what is known of its servers.
 
-from typing import Any, Final
+    title, servers, checked   what it is, which servers and releases it fits, and how that was found out
+    notes                     what an operator should know before relying on it
+    endpoint, slots, payload  an example of a registration and of a job
+    model                     where such a server names its models
+    signs                     answers by which such a server can be recognized (tasks.servers.probe)
+    description, without      what Description.model_validate takes; `without`: JSON pointers to what is null there
 
-_PRESETS: Final[dict[str, dict[str, Any]]] = {"slot-protocol": {}}
+To add one: a file NAME.toml here, and its conversation in tests/unit/servers/conversations.
+"""
+
+import tomllib
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tasks.servers.description import Condition, PointerText
+
+_FOLDER = Path(__file__).parent
 
 
+class _Known(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
+
+
+class Sign(_Known):
+    """Such an answer to GET `path` speaks for the preset; the strongest sign that is met decides."""
+
+    path: Annotated[str, Field(pattern=r"^/")]
+    when: Condition = Field(alias="if")
+    weight: Annotated[int, Field(ge=1, le=10)] = 5  # 1: many servers answer so; 10: no other does
+
+
+class Place(_Known):
+    """Where a server names its first model."""
+
+    path: Annotated[str, Field(pattern=r"^/")]
+    pointer: PointerText
+
+
+class About(_Known):
+    """What is known of a preset's servers.  `endpoint`: an example, in which MODEL stands for the model's name."""
+
+    title: str
+    servers: str
+    evidence: Literal["live", "recorded", "documented"]
+    """live: run with this description; recorded: answers of a real server; documented: from its documents or source."""
+    checked: str
+    notes: tuple[str, ...] = ()
+    endpoint: str
+    slots: int = 1
+    payload: dict[str, Any]
+    model: Place | None = None
+    signs: tuple[Sign, ...] = ()
+
+
+@cache
 def names() -> tuple[str, ...]:
-    """The presets that there are, sorted."""
-    return tuple(sorted(_PRESETS))
+    """All presets, in alphabetical order."""
+    return tuple(sorted(file.stem for file in _FOLDER.glob("*.toml")))
 
 
 def get(name: str) -> dict[str, Any]:
-    """A preset as Description.model_validate takes it.  Raises KeyError for a name that is none."""
-    return dict(_PRESETS[name])
+    """What Description.model_validate takes.  Raises KeyError."""
+    known = _read(name)
+    made = deepcopy(known["description"])
+    for pointer in known.get("without", ()):
+        _clear(made, pointer)
+    return made
+
+
+def about(name: str) -> About:
+    """What is known of it.  Raises KeyError."""
+    return _about(name)
+
+
+@cache
+def _about(name: str) -> About:
+    known = _read(name)
+    return About.model_validate({key: value for key, value in known.items() if key not in ("description", "without")})
+
+
+@cache
+def _read(name: str) -> dict[str, Any]:
+    if name not in names():
+        raise KeyError(name)
+    return tomllib.loads((_FOLDER / f"{name}.toml").read_text("utf-8"))
+
+
+def _clear(made: dict[str, Any], pointer: str) -> None:
+    """TOML has no null."""
+    *way, last = pointer.removeprefix("/").split("/")
+    for step in way:
+        made = made.setdefault(step, {})
+    made[last] = None

@@ -161,3 +161,36 @@ def test_what_json_cannot_say_is_the_payloads_fault(value):
     with pytest.raises(TemplateError) as caught:
         to_json(value)
     assert (caught.value.kind, caught.value.code) == (Kind.FAILED, "bad_payload")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "template", "filled"),
+    [
+        ("", "{{endpoint}}/run", "/run"),
+        ("/v2/models/a%20b", "{{endpoint}}/infer", "/v2/models/a%20b/infer"),
+        ("/v1/models/cat", "{{endpoint}}:predict", "/v1/models/cat:predict"),
+        ("/gpu7", "{{endpoint}}/status/{{id}}", "/gpu7/status/srv%2F7"),
+    ],
+)
+def test_a_path_can_go_on_from_the_registered_endpoint(endpoint, template, filled):
+    known = values()
+    known.endpoint = endpoint
+    assert Path(template, JOB_SOURCES).fill(known) == filled
+
+
+@pytest.mark.parametrize("template", ["{{endpoint}}@evil/x", "{{endpoint}}.evil/x", "{{endpoint}}:80/x"])
+def test_what_follows_an_endpoint_without_a_path_never_becomes_part_of_the_host(template):
+    with pytest.raises(TemplateError) as raised:
+        path(template)
+    assert (raised.value.kind, raised.value.code) == (Kind.RETRY, "misconfigured")
+
+
+@pytest.mark.parametrize("template", ["/x/{{endpoint}}", "/x?at={{endpoint}}", "{{id}}{{endpoint}}"])
+def test_the_endpoint_stands_at_the_beginning_of_a_path(template):
+    with pytest.raises(ValueError, match="beginning"):
+        Path(template, JOB_SOURCES)
+
+
+def test_the_endpoint_is_for_paths_alone():
+    with pytest.raises(ValueError, match="not known here"):
+        Body("{{endpoint}}", SUBMIT_SOURCES)

@@ -98,7 +98,10 @@ class Exchange:
         if head is None:  # The connection ended within the head; libcurl takes that for a whole answer.
             self.break_off(Break.RESET)
         else:
-            self._finish(Answer(self._handle.getinfo(pycurl.RESPONSE_CODE), head, b"".join(self._body)))
+            status = self._handle.getinfo(pycurl.RESPONSE_CODE)
+            if status == wire.FAILED_INSIDE:
+                self._wires.doubt(self._handle.getinfo(pycurl.LOCAL_IP), self._handle.getinfo(pycurl.LOCAL_PORT))
+            self._finish(Answer(status, head, b"".join(self._body)))
 
     def break_off(self, how: Break) -> None:
         self._finish(Broken(how, MESSAGES[how]))
@@ -153,6 +156,7 @@ class Wires:
         self._under_way: dict[Any, Exchange] = {}
         self._connections: dict[_Address, socket.socket] = {}  # by our end's address; it is libcurl that closes them
         self._ends: dict[int, _Address] = {}  # by file descriptor
+        self._doubted: set[_Address] = set()
         self._new: set[_Address] = set()  # connections of which the file descriptor is not known yet
 
     def begin(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, limits: Limits) -> Exchange:
@@ -185,13 +189,20 @@ class Wires:
         self._send(handle, exchange)
 
     def is_stale(self, here: str, port: int) -> bool:
-        """Whether the other end of a connection has been closed, or has said something that nobody asked for."""
+        """Whether the other end of a connection is closed, or about to be, or has said what nobody asked for."""
         end = (here, port)
+        if end in self._doubted:
+            self._doubted.discard(end)
+            return True
         known = self._connections.get(end)
         if known is not None and _end_of(known) == end:
             return _has_something_to_say(known)
         self._new.add(end)
         return False
+
+    def doubt(self, here: str, port: int) -> None:
+        """This connection is not used again: its server is about to close it."""
+        self._doubted.add((here, port))
 
     def give_back(self, handle: Any) -> None:
         """Its exchange is over; one that has not come to its end breaks off with its connection."""

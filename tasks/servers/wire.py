@@ -27,6 +27,9 @@ from tasks.servers.answers import Answer, Break, Broken
 # already; the rest is avoided by not reusing one that has been idle for about as long as common
 # servers allow (gunicorn 2 s, uvicorn and node 5 s).  What is left of the race is UNKNOWN.
 MAX_IDLE_S = 1.5
+# So does a server whose code has failed (uvicorn, under every FastAPI: a moment after a 500 that announces nothing),
+# and the slot's next job comes in that very moment.
+FAILED_INSIDE = 500
 _CHUNK = 256 * 1024  # bytes read at a time
 _SOON_S = 0.001  # a time-out of zero would mean "do not block"
 
@@ -267,6 +270,7 @@ def _how_it_broke(error: Exception) -> Break:
 
 def _answer(response: requests.Response, max_bytes: int) -> Answer | Broken:
     raw = response.raw
+    connection = raw.connection
     try:
         body = _bounded_body(raw, max_bytes)
     except BaseException:
@@ -276,6 +280,8 @@ def _answer(response: requests.Response, max_bytes: int) -> Answer | Broken:
         raw.close()  # half-read, so not to be used again
         return Broken(Break.TOO_LARGE, MESSAGES[Break.TOO_LARGE])
     raw.release_conn()
+    if connection is not None and response.status_code == FAILED_INSIDE:
+        connection.close()
     return Answer(response.status_code, response.headers, body)
 
 

@@ -35,6 +35,7 @@ from tests.faults.mutant import (
 )
 from tests.faults.mutants_away import AWAY
 from tests.faults.mutants_celery import CELERY
+from tests.faults.mutants_descriptions import DESCRIPTIONS
 from tests.faults.mutants_door import DOOR
 from tests.faults.mutants_offers import OFFERS
 from tests.faults.mutants_record import KEPT
@@ -56,6 +57,7 @@ MUTANTS = [
     *KEPT,
     *OFFERS,
     *DOOR,
+    *DESCRIPTIONS,
     *REFERENCE_SERVER,
     *RUN,
     *CELERY,

@@ -394,6 +394,14 @@ def test_a_connection_that_the_server_has_closed_meanwhile_is_not_reused(serving
     assert [seen.connection for seen in there.seen] == [1, 2]
 
 
+def test_a_connection_on_which_the_server_has_failed_is_not_reused(serving):
+    """Servers close it a moment later, without having announced it: in which the next job would be sent."""
+    server, there = serving(lambda _seen: answer(DONE, 200 if len(there.seen) > 1 else 500))
+    assert server.submit(a_call()).kind is Kind.RETRY
+    assert [server.submit(a_call()).kind for _ in range(2)] == [Kind.DONE, Kind.DONE]
+    assert [seen.connection for seen in there.seen] == [1, 2, 2]
+
+
 def test_a_connection_idle_for_long_is_not_reused(serving, monkeypatch):
     server, there = serving(always(answer(DONE)))
     server.submit(a_call())

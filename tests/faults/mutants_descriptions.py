@@ -1,0 +1,27 @@
+"""Guards of how servers are spoken to, as data and by wire, each taken out once."""
+
+from tests.faults.mutant import Mutant
+
+CLIENT = "tests/unit/servers/test_client.py::"
+TEMPLATES = "tests/unit/servers/test_templates.py::"
+
+DESCRIPTIONS = [
+    Mutant(
+        "a path grows into the host's name",
+        "a description reaches nothing but its server",
+        "tasks/servers/templates.py",
+        'if not path.startswith("/"):',
+        "if False:",
+        (f"{TEMPLATES}test_what_follows_an_endpoint_without_a_path_never_becomes_part_of_the_host",),
+        still=f"{TEMPLATES}test_a_path_can_go_on_from_the_registered_endpoint",
+    ),
+    Mutant(
+        "a connection on which the server has failed is used again",
+        "an answer is never lost for a connection that was about to close",
+        "tasks/servers/wire.py",
+        "FAILED_INSIDE = 500",
+        "FAILED_INSIDE = 0",
+        (f"{CLIENT}test_a_connection_on_which_the_server_has_failed_is_not_reused",),
+        still=f"{CLIENT}test_connections_are_kept",
+    ),
+]

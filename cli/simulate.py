@@ -12,6 +12,7 @@ import click
 
 from cli.common import json_option, print_json
 from client.terminal import console, say
+from jobs.policies import one_of
 
 if TYPE_CHECKING:
     from trials.simulate.engine import Progress
@@ -55,9 +56,7 @@ class _Tiers(click.ParamType):
 
 
 _OPTIONS = (
-    click.option(
-        "--policy", "policies", multiple=True, metavar="NAME", help="fifo, priority, aging or fair; again: compare."
-    ),
+    click.option("--policy", "policies", multiple=True, metavar="NAME", help=f"{one_of()}; again: compare."),
     click.option("--slots", multiple=True, metavar="N", help="Slots in all, or SERVER=N,...; again: compare."),
     click.option("--speed-up", "speed_ups", multiple=True, metavar="X", help="Jobs run X times as fast; or MODEL=X."),
     click.option("--set", "settings", multiple=True, metavar="MODEL.FIELD=VALUE", help="Configure a model; * is all."),

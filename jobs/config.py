@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from jobs import policies
 
 MOST_PAYLOAD_BYTES = 64 << 20
 """To which a model's bound on payloads may be raised."""
@@ -54,7 +56,10 @@ class RecordSettings(BaseSettings):
         return self.database_url or f"sqlite:///{(self.home / 'record.db').absolute()}"
 
 
-Policy = Literal["fifo", "priority", "aging", "fair"]
+if TYPE_CHECKING:
+    Policy = str
+else:
+    Policy = Literal[tuple(policies.POLICIES)]
 _Tenant = Annotated[str, Field(min_length=1, max_length=200)]
 _POLLED: Any = {"pattern": "^/.*\\{id\\}"}
 _Share = Annotated[float, Field(strict=True, ge=0.001, le=1000, allow_inf_nan=False)]
@@ -100,9 +105,8 @@ class ModelConfig(BaseModel):
     """Waiting jobs allowed for each slot; see `capacity`."""
     default_ttl: float | None = Field(None, gt=0, le=366 * 86_400)
     """Seconds after which a job without its own `ttl` expires; null: never."""
-    policy: Policy = "priority"
-    """Whose turn it is: `fifo` by acceptance alone, `priority` by (tier, acceptance), `aging` by acceptance with a
-    head start for each tier, `fair` by the slot time that a tenant has had for its share."""
+    policy: Policy = Field(policies.DEFAULT, description=policies.described())
+    """Whose turn it is, see `jobs/policies.py`."""
     tier_head_start: float = Field(60.0, strict=True, gt=0, le=7 * 86_400)
     """Seconds that one tier is worth under `aging`."""
     weights: dict[_Tenant, _Share] = Field({}, max_length=_MOST_TENANTS)

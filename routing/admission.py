@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 
 from jobs.catalog import Model
 from jobs.errors import Conflict, InvalidJob, TooMany
+from jobs.policies import POLICIES
 from jobs.record import NewJob, Waiting
 from jobs.states import CLOSED
 from jobs.tenants import Tenant
@@ -88,9 +89,9 @@ class Admission:
         limit = admission.bound(model.config, slots)
         if limit is None:
             return
-        fair = model.config.policy == "fair"
+        by_tenant = POLICIES[model.config.policy].is_by_tenant
         found = self._queues.backlog(model.fleet, model.name, tenant)
-        waiting = found.own if fair else found.everyones
+        waiting = found.own if by_tenant else found.everyones
         room = limit + (found.free if found.everyones == 0 else 0)
         if waiting + more <= room:
             return
@@ -98,7 +99,7 @@ class Admission:
             raise InvalidJob("jobs", f"{more} jobs at once never fit: model {model.name!r} holds {limit}; split them.")
         wait_s = retry_after_s(waiting + more - room, slots, found.run_ms)
         raise TooMany(
-            admission.refusal(model.name, waiting, limit, tenant if fair else None),
+            admission.refusal(model.name, waiting, limit, tenant if by_tenant else None),
             wait_s,
             model=model.name,
             waiting=waiting,

@@ -16,7 +16,7 @@ FLEET_KEYS = (
     "kinds",  # hash  kind -> "\n<model>\n…\n@<attribute>=<value>\n…", as its servers' entries end
     "lanes",  # hash  account -> jobs that wait; lanes:<account> hash mark -> "" of its lanes, each "<tier>|<digest>";
     # lanes:<lane> zset job@created -> seq
-    "rules",  # hash  "model <m>", "account <t>|<m>", "tenant <t>" -> what is configured, see lua/lib/order.lua
+    "rules",  # hash  "model <m>", "account <t>|<m>", "tenant <t>" -> what is configured, see lua/lib/rules.lua
     "free",  # zset  slot -> since when it is free, ms
     "resting",  # zset  slot -> until when it rests, ms
     "slots",  # hash  slot -> job, of the slots that hold a lease; slots:<slot> list of jobs with a lease beside that

@@ -1,8 +1,9 @@
 """Lua scripts: one file for each atomic act, assembled from shared fragments.
 
-A line `-- @include lib/<name>` is replaced by that fragment, once.  Scripts run as functions of Redis: what the
-fragments define is made when the function is loaded, and not anew at each call.  A function's name carries the hash of
-its text, so releases do not disturb each other; a Redis that does not know it is sent the text.
+A line `-- @include lib/<name>` is replaced by that fragment, once; `lib/policies` stands for `lib/policies/<name>` of
+each policy.  Scripts run as functions of Redis: what the fragments define is made when the function is loaded, and not
+anew at each call.  A function's name carries the hash of its text, so releases do not disturb each other; a Redis that
+does not know it is sent the text.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ from redis.connection import Connection, SSLConnection, UnixDomainSocketConnecti
 from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
+from jobs.policies import POLICIES
 from routing.keys import Keys
 
 log = structlog.get_logger(__name__)
@@ -28,6 +30,7 @@ log = structlog.get_logger(__name__)
 # Calls in one round trip: Redis serves nobody else while it works them off.
 _AT_ONCE = 100
 _INCLUDE = re.compile(r"^-- @include (lib/\w+)$", re.MULTILINE)
+_POLICIES = "lib/policies"
 _HEADER = re.compile(r"\A--\[\[.*?\]\]\n", re.DOTALL)
 _COMMENT = re.compile(r"^\s*--[^\n]*\n", re.MULTILINE)
 # A line of a fragment that must be run at each call: names of keys, and what is remembered while one call lasts.
@@ -71,14 +74,15 @@ def source(name: str) -> str:
     return files("routing").joinpath("lua", *f"{name}.lua".split("/")).read_text("utf-8")
 
 
+def fragment(name: str, replaced: Mapping[str, str] | None = None) -> str:
+    """The text that a line `-- @include <name>` stands for.  `replaced` as for `assemble`."""
+    parts = [f"{name}/{policy}" for policy in POLICIES] if name == _POLICIES else [name]
+    return "".join((replaced or {}).get(part) or source(part) for part in parts)
+
+
 def assemble(name: str, fragments: Mapping[str, str] | None = None) -> str:
     """The text that Redis gets.  `fragments` replaces included fragments by name, as tests do with the clock."""
-    replaced = fragments or {}
-
-    def include(match: re.Match[str]) -> str:
-        return replaced.get(match[1]) or source(match[1])
-
-    return _INCLUDE.sub(include, source(name))
+    return _INCLUDE.sub(lambda found: fragment(found[1], fragments), source(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +95,8 @@ class Function:
 
 def function(name: str, fragments: Mapping[str, str] | None = None) -> Function:
     """A script as a function: its fragments stand outside, its own lines inside.  `fragments` as for `assemble`."""
-    replaced = fragments or {}
     script = _HEADER.sub("", source(name))
-    shared = "".join(replaced.get(found) or source(found) for found in _INCLUDE.findall(script))
+    shared = "".join(fragment(found, fragments) for found in _INCLUDE.findall(script))
     at_each_call = "".join(f"  {names} = {value or 'nil'}\n" for names, value in _OF_A_CALL.findall(shared))
     declared, own = _OF_A_CALL.sub(r"local \1", shared), _INCLUDE.sub("", script)
     text = _COMMENT.sub("", _FUNCTION.format(declared=declared, own=own, at_each_call=at_each_call, pause=_PAUSE))

@@ -205,7 +205,7 @@ def entry(server: Server) -> str:
 
 
 def _rules(fleet: str, catalog: Snapshot) -> dict[str, str]:
-    """What is configured, as lua/lib/order.lua reads it."""
+    """What is configured, as lua/lib/rules.lua reads it."""
     rules = {f"tenant {safe(name)}": it.state for name, it in catalog.tenants.items()}
     for name in catalog.models_of(fleet):
         rules |= model_rules(catalog.models[name])

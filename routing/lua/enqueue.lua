@@ -16,7 +16,9 @@
 -- @include lib/fields
 -- @include lib/epoch
 -- @include lib/slots
+-- @include lib/rules
 -- @include lib/order
+-- @include lib/policies
 -- @include lib/groups
 -- @include lib/lanes
 -- @include lib/breaker

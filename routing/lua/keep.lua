@@ -9,7 +9,7 @@
 -- @include lib/fleet
 -- @include lib/fields
 -- @include lib/slots
--- @include lib/order
+-- @include lib/rules
 -- @include lib/lease
 
 local function is_stopped(state) return state == "paused" or state == "frozen" end

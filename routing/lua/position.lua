@@ -6,7 +6,9 @@
   Cost O(lanes before it log n), of about 512 lanes; with more of them `ahead` is an estimate ]]
 -- @include lib/fleet
 -- @include lib/fields
+-- @include lib/rules
 -- @include lib/order
+-- @include lib/policies
 -- @include lib/groups
 -- @include lib/lanes
 -- @include lib/ahead

@@ -12,19 +12,22 @@
 -- @include lib/fleet
 -- @include lib/fields
 -- @include lib/epoch
+-- @include lib/rules
 -- @include lib/order
+-- @include lib/policies
 -- @include lib/groups
 -- @include lib/lanes
 -- @include lib/lease
--- @include lib/holding
 
--- A long run is charged while it goes on, lest its tenant look idle until it ends (policy fair).
+-- What a run has used of its slot beyond what has been charged, if the model's policy charges it while it goes on.
 local function charge_so_far(job, now)
   local was = redis.call("HMGET", lease_key(job), "lane", "since", "charged")
-  local it, since, charged = read_lane(was[1]), tonumber(was[2]), tonumber(was[3])
-  if rules_of(it.model).policy == "fair" and now - since > charged then
-    redis.call("HSET", lease_key(job), "charged", exact(charge_use(it, since, charged, now)))
-    reindex_account(it.account)
+  local lane, used_ms, charged = read_lane(was[1]), now - tonumber(was[2]), tonumber(was[3])
+  local policy = policy_of(lane.model)
+  if policy.charge_renewal and used_ms > charged then
+    policy.charge_renewal(lane, used_ms - charged)
+    redis.call("HSET", lease_key(job), "charged", exact(used_ms))
+    reindex_account(lane.account)
   end
 end
 

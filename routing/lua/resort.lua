@@ -6,7 +6,9 @@
   Cost O(limit log lanes)    Upholds ORDER-1, SLOT-2 ]]
 -- @include lib/fleet
 -- @include lib/fields
+-- @include lib/rules
 -- @include lib/order
+-- @include lib/policies
 -- @include lib/groups
 -- @include lib/lanes
 

@@ -2,7 +2,7 @@
   KEYS[1..14] the fleet's keys, see lib/fleet
   ARGV[1] record   its identity   ARGV[2] version  of the catalog; an older one than the copy's changes nothing
   ARGV[3] count    of servers
-  ARGV[4…]         server, entry, slots of each server; after them field, text of each rule, see lib/order
+  ARGV[4…]         server, entry, slots of each server; after them field, text of each rule, see lib/rules
   Returns {"synced"} | {"stale", version of the copy} | {"foreign"}: the room is another record's, and is closed until
   it is filled from this one      A slot that holds a lease keeps it until it is released
   Lanes that a changed rule concerns get their new keys from resort, and classes that other kinds of servers may run
@@ -13,17 +13,21 @@
 -- @include lib/fields
 -- @include lib/epoch
 -- @include lib/slots
+-- @include lib/rules
 -- @include lib/order
+-- @include lib/policies
 
 local function first_word(text, otherwise) return string.match(text, "^%S+") or otherwise end
 
--- What a tenant has used counts by its weight, so a new weight changes what it is ahead by.
 local function reweigh(account, old, new)
-  local tenant, model = string.match(account, "^([^|]*)|(.*)$")
-  local at, tag = virtual_time(model), tag_of(tenant, model)
-  if tag > at then
-    tag = at + (tag - at) * tonumber(first_word(old, "1")) / tonumber(first_word(new, "1"))
-    redis.call("ZADD", tags_key(model), string.format("%.17g", tag), tenant)
+  local policy = policy_of(model_of(account))
+  if policy.reweigh then policy.reweigh(account, tonumber(first_word(old, "1")), tonumber(first_word(new, "1"))) end
+end
+
+-- A model's policy is another than before: whichever charges accounts begins anew.
+local function forget_charges(model, old, new)
+  for _, policy in ipairs({ policy_called(first_word(old, "")), policy_called(first_word(new, "")) }) do
+    if policy.forget then policy.forget(model) end
   end
 end
 
@@ -62,7 +66,7 @@ local function note_change(field, old, new)
   if kind == "model" and new == "" then
     redis.call("UNLINK", tags_key(name), stats_key("model", name), STATS .. ":failed:model:" .. name)
   end
-  if kind == "model" and first_word(old, "") ~= first_word(new, "") then forget_shares(name) end
+  if kind == "model" and first_word(old, "") ~= first_word(new, "") then forget_charges(name, old, new) end
 end
 
 -- The kinds of servers are others than before: each class has to be held against them again.

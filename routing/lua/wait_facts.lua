@@ -12,7 +12,9 @@
 -- @include lib/now_ms
 -- @include lib/fleet
 -- @include lib/fields
+-- @include lib/rules
 -- @include lib/order
+-- @include lib/policies
 -- @include lib/groups
 -- @include lib/lanes
 -- @include lib/breaker

@@ -8,7 +8,9 @@
 -- @include lib/fleet
 -- @include lib/fields
 -- @include lib/slots
+-- @include lib/rules
 -- @include lib/order
+-- @include lib/policies
 -- @include lib/groups
 -- @include lib/lanes
 -- @include lib/lease

@@ -4,7 +4,7 @@ from jobs.config import ModelConfig
 
 
 def bound(config: ModelConfig, slots: int) -> int | None:
-    """Jobs that may wait: of each tenant under `fair`, of the whole model otherwise; None: any number.
+    """Jobs that may wait: of each tenant where the policy is by tenant, of the whole model otherwise; None: any number.
 
     `slots`: of servers that are online.  With none left the bound stays that of one slot: what waits is parked, and
     an outage does not turn clients away at once (R61).

@@ -167,9 +167,9 @@ ROOM = [
     Mutant(
         "aging counts tiers as priority does",
         "R41",
-        "routing/lua/lib/order.lua",
-        "return head.created + head.tier * rules.step",
-        "return head.tier * TIER_STEP + head.seq",
+        "routing/lua/lib/policies/aging.lua",
+        "function aging.head_key(tier, _, created, rules) return created + tier * rules.head_start end",
+        "function aging.head_key(tier, seq) return tier * TIER_STEP + seq end",
         (
             f"{PLACES}test_r40_r41_under_aging_nobody_is_overtaken_by_what_came_later_than_the_printed_bound",
             f"{PLACES}test_under_priority_a_low_tier_starves_and_under_aging_it_does_not",
@@ -179,7 +179,7 @@ ROOM = [
     Mutant(
         "an idle tenant saves up turns",
         "R44",
-        "routing/lua/lib/order.lua",
+        "routing/lua/lib/policies/fair.lua",
         "return math.max(virtual_time(model), tag_of(tenant, model))",
         "return tag_of(tenant, model)",
         (f"{PLACES}test_under_fair_a_tenant_that_was_idle_has_saved_nothing",),
@@ -188,7 +188,7 @@ ROOM = [
     Mutant(
         "weights are not heeded",
         "R50",
-        "routing/lua/lib/order.lua",
+        "routing/lua/lib/policies/fair.lua",
         "tag + used_ms / weight",
         "tag + used_ms",
         (f"{PLACES}test_under_fair_each_tenant_gets_slot_time_by_its_weight",),
@@ -198,12 +198,9 @@ ROOM = [
         "what a run took is not charged",
         "R50",
         "routing/lua/lib/holding.lua",
-        'if rules_of(it.model).policy == "fair" then charge(it.tenant, it.model, now - since - charged) end',
+        "if policy.charge_end then policy.charge_end(was.lane, now - was.since - was.charged) end",
         "",
-        (
-            f"{PLACES}test_under_fair_what_a_run_really_took_replaces_the_estimate",
-            f"{PLACES}test_under_fair_a_long_run_is_charged_while_it_goes_on",
-        ),
+        (f"{PLACES}test_under_fair_what_a_run_really_took_replaces_the_estimate",),
         still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
     ),
     Mutant(
@@ -218,7 +215,7 @@ ROOM = [
     Mutant(
         "tags are kept for ever",
         "R44",
-        "routing/lua/lib/order.lua",
+        "routing/lua/lib/policies/fair.lua",
         '  redis.call("DEL", tags_key(model))\n',
         "",
         (f"{PLACES}test_tags_of_tenants_that_have_gone_are_forgotten",),
@@ -227,7 +224,7 @@ ROOM = [
     Mutant(
         "a paused tenant is served",
         "R142",
-        "routing/lua/lib/order.lua",
+        "routing/lua/lib/rules.lua",
         'if state == "paused" or state == "frozen" then return "tenant_" .. state end',
         "",
         (f"{PLACES}test_a_paused_tenant_waits_and_keeps_its_place",),
@@ -236,7 +233,7 @@ ROOM = [
     Mutant(
         "a tenant may hold any number of slots",
         "R52",
-        "routing/lua/lib/order.lua",
+        "routing/lua/lib/rules.lua",
         'return "tenant_slots" end',
         "return nil end",
         (f"{PLACES}test_a_tenant_holds_no_more_slots_than_it_may",),
@@ -254,7 +251,7 @@ ROOM = [
     Mutant(
         "who waits for a rare server loses its place by submitting more",
         "R44",
-        "routing/lua/lib/lanes.lua",
+        "routing/lua/lib/policies/fair.lua",
         "if key then since = math.min(since, tonumber(key)) end",
         "",
         (
@@ -276,7 +273,7 @@ ROOM = [
         "fair goes on where it stopped long ago",
         "R50",
         "routing/lua/sync.lua",
-        'if kind == "model" and first_word(old, "") ~= first_word(new, "") then forget_shares(name) end',
+        'if kind == "model" and first_word(old, "") ~= first_word(new, "") then forget_charges(name, old, new) end',
         "",
         (f"{TURNS}test_fair_begins_anew_when_it_is_chosen_again",),
         still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
@@ -284,11 +281,21 @@ ROOM = [
     Mutant(
         "the tiers of one model starve another model under aging",
         "R41",
-        "routing/lua/lib/offer.lua",
-        'if rules.policy == "aging" then tier = math.max(math.ceil((lane.key - now) / math.max(rules.step, 1)), 1) end',
-        "",
+        "routing/lua/lib/policies/aging.lua",
+        "function aging.tier_among_models(_, key, rules, now)\n"
+        "  return math.max(math.ceil((key - now) / math.max(rules.head_start, 1)), 1)\n",
+        "function aging.tier_among_models(tier)\n  return tier\n",
         (f"{TURNS}test_under_aging_a_models_last_tier_is_not_starved_by_another_models_first_one",),
         still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
+        "a policy that another release has chosen stops the room",
+        "SLOT-2",
+        "routing/lua/lib/order.lua",
+        "return policies[name] or policies.default",
+        "return policies[name]",
+        (f"{PLACES}test_a_policy_that_only_another_release_knows_counts_as_none_until_another_is_chosen",),
+        still="tests/unit/jobs/test_config.py::test_r84_the_defaults_are_those_of_s1",
     ),
     # -- a Redis that is not what it was ----------------------------------------------------------------------
     Mutant(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from routing.keys import FLEET_KEYS
-from routing.scripts import assemble, names, source
+from routing.scripts import assemble, fragment, names, source
 
 # Every other command counts as writing.
 READS = {
@@ -45,6 +45,8 @@ _NOT_ANSWERS = _FIELDS | frozenset(
     }  # parts of a score, answered by their place
 )
 
+_FUNCTION = r"(?:local function |function \w+\.)(\w+)"  # of a fragment, or of a policy
+
 every_script = pytest.mark.parametrize("name", names())
 
 
@@ -68,15 +70,24 @@ def returns(name: str) -> str:
     return found[1]
 
 
+def included(name: str) -> list[str]:
+    """The fragments that a script includes, in order."""
+    return re.findall(r"@include (lib/\w+)", source(name))
+
+
 def commands(text: str) -> set[str]:
     return set(re.findall(r'redis\.p?call\(\s*"([A-Z]+)"', text))
 
 
 def called_functions(name: str) -> str:
-    """The script with those of its fragments' functions that it reaches."""
+    """The script with those of its fragments' functions, and of policies' decisions, that it reaches."""
     text = body(name)
-    fragments = "".join(re.sub(r"--[^\n]*", "", source(f)) for f in re.findall(r"@include (lib/\w+)", source(name)))
-    functions = dict(re.findall(r"^local function (\w+)\([^)]*\)(.*?)(?=^local function |\Z)", fragments, re.S | re.M))
+    fragments = "".join(re.sub(r"--[^\n]*", "", fragment(f)) for f in included(name))
+    functions: dict[str, str] = {}
+    for function, lines in re.findall(
+        rf"^{_FUNCTION}\([^)]*\)(.*?)(?=^(?:local )?function |\Z)", fragments, re.S | re.M
+    ):
+        functions[function] = functions.get(function, "") + lines
     reached: set[str] = set()
     while fresh := {f for f in functions if f not in reached and re.search(rf"\b{f}\(", text)}:
         reached |= fresh
@@ -151,11 +162,10 @@ def test_an_invariant_that_a_header_cites_is_one(name):
 
 @every_script
 def test_every_fragment_that_is_included_is_used(name):
-    text = source(name)
-    for fragment in re.findall(r"@include (lib/\w+)", text):
-        functions = re.findall(r"^local function (\w+)", source(fragment), re.MULTILINE)
-        later = "".join(source(f) for f in re.findall(r"@include (lib/\w+)", text) if f != fragment)
-        assert any(f in body(name) + later for f in functions) or fragment == "lib/fleet", f"{fragment} is not needed"
+    for one in included(name):
+        functions = re.findall(rf"^{_FUNCTION}", fragment(one), re.MULTILINE)
+        later = "".join(fragment(other) for other in included(name) if other != one)
+        assert any(f in body(name) + later for f in functions) or one == "lib/fleet", f"{one} is not needed"
 
 
 def test_no_script_ever_scans_or_reads_a_random_member():
@@ -188,7 +198,7 @@ def test_luacheck_has_nothing_to_say_about_the_script_as_redis_gets_it(name, tmp
     """What a fragment offers need not all be used; what the script itself names must be."""
     path = tmp_path / f"{name}.lua"
     path.write_text(assemble(name))
-    offered = "".join(source(fragment) for fragment in re.findall(r"@include (lib/\w+)", source(name)))
+    offered = "".join(fragment(one) for one in included(name))
     shared = re.findall(r"^local function (\w+)", offered, re.MULTILINE) + [key.upper() for key in FLEET_KEYS]
     command = ["luacheck", "--std", "lua51", "--globals", "KEYS", "ARGV", "--read-globals", "redis", "--no-color"]
     command += ["--no-config", "--max-line-length", "120", str(path), "--ignore", *[f"211/{it}" for it in shared]]

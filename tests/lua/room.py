@@ -15,6 +15,7 @@ from redis import Redis
 
 from jobs.catalog import Model
 from jobs.config import ModelConfig
+from jobs.policies import DEFAULT
 from jobs.record import Server as CatalogServer
 from jobs.record import Waiting
 from routing.keys import Keys
@@ -99,6 +100,11 @@ class Job:
 
 
 a = Job
+
+
+def a_config(policy: str = DEFAULT, **config: Any) -> ModelConfig:
+    """With a policy that the product need not know."""
+    return ModelConfig(**config).model_copy(update={"policy": policy})
 
 
 @dataclass(frozen=True)
@@ -228,7 +234,7 @@ class Room:
 
     def configure(self, model: str = "zimg", state: str = "online", **config: Any) -> Self:
         """What is configured for a model, as the catalog's snapshot would bring it."""
-        self.rules |= model_rules(Model(model, "zimg", {}, ModelConfig(**config), state))
+        self.rules |= model_rules(Model(model, "zimg", {}, a_config(**config), state))
         self.sync(*self.servers)
         return self
 

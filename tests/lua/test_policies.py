@@ -6,12 +6,19 @@ from collections import Counter, defaultdict
 import pytest
 
 from jobs.config import ModelConfig
+from jobs.policies import POLICIES
 from routing.policies.order import longest_overtaking_s
-from tests.lua.room import START_MS, Job, Offered, Room, Server, a
+from tests.lua import policies
+from tests.lua.room import START_MS, Job, Offered, Room, Server, a, a_config
 
-POLICIES = ("fifo", "priority", "aging", "fair")
-every_policy = pytest.mark.parametrize("policy", POLICIES)
+ROWS = {**POLICIES, **{row.name: row for row in policies.ROWS}}
+every_policy = pytest.mark.parametrize("policy", ROWS)
 SECOND = 1000
+
+
+@pytest.fixture(autouse=True)
+def _with_policies_of_tests(monkeypatch):
+    policies.install(monkeypatch)
 
 
 def mixed(count: int, seed: int = 1, tenants: int = 5) -> list[Job]:
@@ -58,7 +65,7 @@ def test_a_job_that_comes_back_is_offered_before_those_behind_it(room, policy):
 
 @every_policy
 def test_a_position_is_the_number_of_jobs_that_are_offered_before(room, policy):
-    jobs = mixed(120, tenants=1 if policy == "fair" else 4)
+    jobs = mixed(120, tenants=1 if ROWS[policy].is_by_tenant else 4)
     room.configure(policy=policy)
     room.enqueue(*jobs)
     before = room.dump()
@@ -103,8 +110,8 @@ def test_the_order_is_the_same_however_often_jobs_are_put_in(room, policy):
     assert room.dump() == before
 
 
-@pytest.mark.parametrize("old", POLICIES)
-@pytest.mark.parametrize("new", POLICIES)
+@pytest.mark.parametrize("old", ROWS)
+@pytest.mark.parametrize("new", ROWS)
 def test_a_change_of_policy_gives_the_order_that_the_new_one_would_have_given(room, client, old, new):
     jobs = mixed(150)
     room.configure(policy=old)
@@ -115,7 +122,7 @@ def test_a_change_of_policy_gives_the_order_that_the_new_one_would_have_given(ro
     fresh.with_slots(1)
     drained = room.drain()
     assert sorted(drained) == sorted(ids(jobs))
-    if new == "fair":  # ties between tenants fall by name, whatever was before
+    if ROWS[new].is_by_tenant:  # ties between tenants fall by name, whatever was before
         assert Counter(by_tenant(jobs, drained)[:50]) == Counter(by_tenant(jobs, fresh.drain())[:50])
     else:
         assert drained == fresh.drain()
@@ -181,14 +188,34 @@ def test_a_stopped_model_is_offered_to_nobody_until_it_goes_on(room, policy, sta
     assert [offer.job for offer in room.offer()] == ["j1"], "what waits goes on; only new jobs are refused"
 
 
+def test_a_policy_that_only_another_release_knows_counts_as_none_until_another_is_chosen(room):
+    jobs = mixed(60)
+    room.configure(policy="of-tomorrow", tier_head_start=1)
+    room.enqueue(*jobs)
+    by_tier = [room.position(job)[1] for job in sorted(jobs, key=lambda job: (job.tier, job.seq))]
+    assert by_tier == list(range(60))
+    room.configure(policy="fifo").with_slots(1)
+    assert room.drain() == ids(jobs)
+
+
+@every_policy
+def test_a_first_job_is_offered_whatever_the_policy_of_a_model_that_shares_its_server(room, policy):
+    room.configure("zimg", policy=policy, affinity=0).configure("flux", affinity=0)
+    room.enqueue(a("flux", 2, model="flux", created=room.now), a("zimg", 1, created=room.now))
+    room.with_servers(Server("gpu", 1, models=("zimg", "flux")))
+    assert sorted(room.drain()) == ["flux", "zimg"]
+
+
 # -- aging: a bound that can be printed --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_r40_r41_under_aging_nobody_is_overtaken_by_what_came_later_than_the_printed_bound(room, seed):
+@pytest.mark.parametrize(
+    ("policy", "seed"), [("aging", seed) for seed in range(25)] + [("doubling", seed) for seed in range(5)]
+)
+def test_r40_r41_under_aging_nobody_is_overtaken_by_what_came_later_than_the_printed_bound(room, policy, seed):
     draw = random.Random(seed)
-    config = ModelConfig(policy="aging", tier_head_start=draw.choice([0.5, 3, 20]))
-    room.configure(policy="aging", tier_head_start=config.tier_head_start).with_slots(1)
+    config = a_config(policy, tier_head_start=draw.choice([0.5, 3, 20]))
+    room.configure(policy=policy, tier_head_start=config.tier_head_start).with_slots(1)
     jobs, started, offers, seq = {}, [], [], 0
     for _ in range(300):
         for _ in range(draw.choice([0, 0, 1, 1, 1, 2, 5])):

@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 from client.api import Client, ClientError
 from jobs.db import Database
 from jobs.errors import RecordUnavailable
+from jobs.policies import POLICIES
 from local.errors import UpError
 from trials.drill import clocks, journals
 from trials.drill.proxy import Way
@@ -186,7 +187,7 @@ def _change(stack: Stack, client: Client, server: ServerPlan, change: Change, ch
             call("PATCH", model, {"state": "paused"})
             return lambda: call("PATCH", model, {"state": "online"})
         case Change.POLICY:
-            call("PUT", config, {**server.config, "policy": chance.choice(("fifo", "aging", "fair"))})
+            call("PUT", config, {**server.config, "policy": chance.choice(list(POLICIES))})
             return lambda: call("PUT", config, server.config)
         case Change.LIMIT:
             call("PUT", config, {**server.config, "tenant_slots": 1})

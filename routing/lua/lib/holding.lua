@@ -1,11 +1,5 @@
 -- holding: a slot comes to be held by a job, and ceases to be.
 
--- Charge what a run has used of its slot beyond what has been charged; answers what has been charged then.
-local function charge_use(it, since, charged, now)
-  if rules_of(it.model).policy == "fair" then charge(it.tenant, it.model, now - since - charged) end
-  return now - since
-end
-
 -- Leases of a server that have no slot have become more, or less: so many fewer of its slots are offered (SLOT-1).
 local function count_excess(server, change)
   if redis.call("HINCRBY", excess_key(), server, change) <= 0 then redis.call("HDEL", excess_key(), server) end
@@ -44,14 +38,14 @@ local function count_taken(server, change)
 end
 
 -- Write a lease: `job` holds `slot` from now on.
-local function write_lease(job, lease, owner, slot, it, needs, seq, created, number, charged, now, expires)
-  redis.call("HSET", lease_key(job), "lease", lease, "owner", owner, "slot", slot, "lane", it.name, "needs", needs,
+local function write_lease(job, lease, owner, slot, lane, needs, seq, created, number, charged, now, expires)
+  redis.call("HSET", lease_key(job), "lease", lease, "owner", owner, "slot", slot, "lane", lane.name, "needs", needs,
     "seq", seq, "created", created, "offer", number, "since", exact(now), "charged", exact(charged))
   redis.call("ZADD", LEASES, exact(expires), job)
   hold_slot(slot, job)
   count_taken(server_of(slot), 1)
   if owner == "" then note_owner(job, owner, number) end
-  count_held(it, 1)
+  count_held(lane, 1)
 end
 
 -- Remove a lease, as read_lease has answered it.  Answers whether its slot holds none now.
@@ -63,7 +57,8 @@ local function drop_lease(was, now)
   if was.owner == "" then note_owner(was.job, "gone") end
   local is_let_go = let_slot_go(was.slot, was.job)
   count_taken(server_of(was.slot), -1)
-  charge_use(was.lane, was.since, was.charged, now)
+  local policy = policy_of(was.lane.model)
+  if policy.charge_end then policy.charge_end(was.lane, now - was.since - was.charged) end
   count_held(was.lane, -1)
   return is_let_go
 end

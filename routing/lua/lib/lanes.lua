@@ -11,56 +11,45 @@ local function lanes_of(account)
   return lanes
 end
 
-local function note_lane(it, needs)
-  redis.call("HSET", marks_key(it.account), it.mark, "")
-  add_class(it.class, needs)
+local function note_lane(lane, needs)
+  redis.call("HSET", marks_key(lane.account), lane.mark, "")
+  add_class(lane.class, needs)
 end
 
-local function forget_lane(it)
-  redis.call("HDEL", marks_key(it.account), it.mark)
-  if redis.call("EXISTS", class_key(it.class)) == 0 then drop_class(it.class) else rank_class(it.class) end
+local function forget_lane(lane)
+  redis.call("HDEL", marks_key(lane.account), lane.mark)
+  if redis.call("EXISTS", class_key(lane.class)) == 0 then drop_class(lane.class) else rank_class(lane.class) end
 end
 
--- When an account's next job starts under a fair share, for all its lanes of a class alike.  Virtual time goes on
--- without a class whose servers are rare; who waits there keeps its place, also when it submits more.
-local function start_of(it)
-  local since, lanes = virtual_time(it.model), {}
-  for tier = 1, 9 do lanes[tier] = tier .. "|" .. it.digest .. "|" .. it.account end
-  for _, key in ipairs(redis.call("ZMSCORE", class_key(it.class), unpack(lanes))) do
-    if key then since = math.min(since, tonumber(key)) end
-  end
-  return math.max(since, tag_of(it.tenant, it.model))
-end
-
-local function key_of(it, rules, member, seq)
-  if obstacle(it.tenant, it.account, rules) then return BLOCKED end
+local function key_of(lane, member, seq)
+  local rules, policy = rules_of(lane.model), policy_of(lane.model)
+  if obstacle(lane.tenant, lane.account, rules) then return BLOCKED end
+  if policy.account_key then return policy.account_key(lane) end
   local _, created = read_member(member)
-  local head = { tier = it.tier, seq = tonumber(seq), created = created }
-  if rules.policy == "fair" then head.start = start_of(it) end
-  return KEY_OF[rules.policy](head, rules)
+  return policy.head_key(lane.tier, tonumber(seq), created, rules)
 end
 
 local function key_text(key) return key == BLOCKED and "+inf" or string.format("%.17g", key) end
 
 -- Set a lane's place in its class by the job at its head; drop the lane when it is empty.  `head`: member and seq of
 -- that job, if they are known; empty: it has none.
-local function reindex(it, needs, head)
-  head = head or redis.call("ZRANGE", lane_key(it.name), 0, 0, "WITHSCORES")
+local function reindex(lane, needs, head)
+  head = head or redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")
   if not head[1] then
-    if redis.call("ZREM", class_key(it.class), it.name) == 1 then forget_lane(it) end
+    if redis.call("ZREM", class_key(lane.class), lane.name) == 1 then forget_lane(lane) end
     return
   end
-  local key = key_of(it, rules_of(it.model), head[1], head[2])
-  if redis.call("ZADD", class_key(it.class), key_text(key), it.name) == 1 then note_lane(it, needs or "") end
-  rank_class(it.class)
+  local key = key_of(lane, head[1], head[2])
+  if redis.call("ZADD", class_key(lane.class), key_text(key), lane.name) == 1 then note_lane(lane, needs or "") end
+  rank_class(lane.class)
 end
 
 -- Set the lanes of an account by class: they have one key where it does not come from the job at their head.
 local function set_keys(classes, key_for)
   for class, lanes in pairs(classes) do
     local key, pairs_of = key_text(key_for(lanes[1])), {}
-    for i, it in ipairs(lanes) do
-      pairs_of[2 * i - 1], pairs_of[2 * i] = key, it.name
+    for i, lane in ipairs(lanes) do
+      pairs_of[2 * i - 1], pairs_of[2 * i] = key, lane.name
     end
     redis.call("ZADD", class_key(class), unpack(pairs_of))
     rank_class(class)
@@ -69,56 +58,55 @@ end
 
 local function reindex_account(account)
   local classes, first = {}, nil
-  for _, lane in ipairs(lanes_of(account)) do
-    local it = read_lane(lane)
-    classes[it.class] = classes[it.class] or {}
-    table.insert(classes[it.class], it)
-    first = first or it
+  for _, name in ipairs(lanes_of(account)) do
+    local lane = read_lane(name)
+    classes[lane.class] = classes[lane.class] or {}
+    table.insert(classes[lane.class], lane)
+    first = first or lane
   end
   if not first then return end
-  local rules = rules_of(first.model)
-  if obstacle(first.tenant, account, rules) then
+  local policy = policy_of(first.model)
+  if obstacle(first.tenant, account, rules_of(first.model)) then
     set_keys(classes, function() return BLOCKED end)
-  elseif rules.policy == "fair" then
-    set_keys(classes, start_of)
+  elseif policy.account_key then
+    set_keys(classes, policy.account_key)
   else
     for _, lanes in pairs(classes) do
-      for _, it in ipairs(lanes) do reindex(it) end
+      for _, lane in ipairs(lanes) do reindex(lane) end
     end
   end
 end
 
-local function count_waiting(it, change)
-  if redis.call("HINCRBY", LANES, it.account, change) == 0 then redis.call("HDEL", LANES, it.account) end
-  local name = "waiting:" .. it.model
-  if add_to_field(META, name, change) == 0 then
-    set_field(META, name, false)
-    forget_shares(it.model)
-  end
+local function count_waiting(lane, change)
+  if redis.call("HINCRBY", LANES, lane.account, change) == 0 then redis.call("HDEL", LANES, lane.account) end
+  local name = "waiting:" .. lane.model
+  if add_to_field(META, name, change) ~= 0 then return end
+  set_field(META, name, false)
+  local policy = policy_of(lane.model)
+  if policy.forget then policy.forget(lane.model) end
 end
 
 -- Put jobs into a lane: seq and member of each; answers how many were not there yet.  The caller reindexes the lane.
-local function add_to_lane(it, ...)
-  local added = redis.call("ZADD", lane_key(it.name), ...)
-  if added > 0 then count_waiting(it, added) end
+local function add_to_lane(lane, ...)
+  local added = redis.call("ZADD", lane_key(lane.name), ...)
+  if added > 0 then count_waiting(lane, added) end
   return added
 end
 
 -- Answers whether it was there.  `head`: of the lane without it, as for reindex.
-local function take_from_lane(it, member, head)
-  if redis.call("ZREM", lane_key(it.name), member) == 0 then return false end
-  count_waiting(it, -1)
-  reindex(it, "", head)
+local function take_from_lane(lane, member, head)
+  if redis.call("ZREM", lane_key(lane.name), member) == 0 then return false end
+  count_waiting(lane, -1)
+  reindex(lane, "", head)
   return true
 end
 
--- An account holds one slot more, or one less: that may block its lanes, or let them go on; and under `fair` its
--- other lanes move with its tag.
-local function count_held(it, change)
-  local rules = rules_of(it.model)
-  local held = add_to_field(HELD, it.account, change)
-  if held <= 0 then set_field(HELD, it.account, false) end
-  local _, limit = terms_of(it.account, rules)
+-- An account holds one slot more, or one less: that may block its lanes, or let them go on; and where keys are of
+-- accounts, its other lanes move with what it has been charged.
+local function count_held(lane, change)
+  local held = add_to_field(HELD, lane.account, change)
+  if held <= 0 then set_field(HELD, lane.account, false) end
+  local _, limit = terms_of(lane.account, rules_of(lane.model))
   local turns = limit > 0 and math.max(held, held - change) == limit
-  if rules.policy == "fair" or turns then reindex_account(it.account) end
+  if policy_of(lane.model).account_key or turns then reindex_account(lane.account) end
 end

@@ -54,11 +54,8 @@ local function take_slot(servers, server)
 end
 
 -- Where the job at the head of a model's first lane stands among those of other models: by tier, then acceptance.
--- Tiers that say nothing of other tenants' jobs say nothing of other models' either; under aging they go up with time.
-local function turn_of(lane, rules, now)
-  local tier = read_lane(lane.name).tier
-  if rules.policy == "fifo" or rules.policy == "fair" then tier = 5 end
-  if rules.policy == "aging" then tier = math.max(math.ceil((lane.key - now) / math.max(rules.step, 1)), 1) end
+local function turn_of(lane, model, now)
+  local tier = policy_of(model.name).tier_among_models(read_lane(lane.name).tier, lane.key, model.rules, now)
   return tier * TIER_STEP + tonumber(redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")[2])
 end
 
@@ -81,7 +78,7 @@ local function next_of_models(groups, now)
   end
   for _, model in ipairs(models) do
     table.sort(model.lanes, function(a, b) return a.key < b.key or (a.key == b.key and a.name < b.name) end)
-    model.turn = #models > 1 and turn_of(model.lanes[1], model.rules, now) or 0
+    model.turn = #models > 1 and turn_of(model.lanes[1], model, now) or 0
   end
   table.sort(models, function(a, b) return a.turn < b.turn end)
   return models, by_name
@@ -154,16 +151,11 @@ end
 local function take(lane, servers, server, by_name, prefix, owner, now, lease_ms)
   local it = read_lane(lane.name)
   local job, created = read_member(lane.member)
-  local slot, number, charged = take_slot(servers, server), add_to_field(META, "offers", 1), 0
+  local slot, number = take_slot(servers, server), add_to_field(META, "offers", 1)
   local lease, stats = prefix .. "-" .. number, stats_key("model", it.model)
   read_rules(it)
-  if rules_of(it.model).policy == "fair" then
-    local start = start_tag(it.tenant, it.model)
-    charged = number_in_field(stats, "run_ms")
-    set_field(stats, "virtual", string.format("%.17g", start))
-    forget_tags(it.model, number)
-    charge(it.tenant, it.model, charged, start)
-  end
+  local policy = policy_of(it.model)
+  local charged = policy.charge_offer and policy.charge_offer(it, number) or 0
   take_from_lane(it, lane.member, lane.following)
   write_lease(job, lease, owner, slot, it, lane.needs, lane.seq, exact(created), number, charged, now, now + lease_ms)
   note_loaded(server, it.model, by_name)

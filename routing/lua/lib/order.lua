@@ -1,108 +1,59 @@
--- order: whose turn it is.  A policy is a pure function from what stands at a lane's head to the lane's key; the
--- smallest key of a model's lanes is next.  Inside a lane order is always that of acceptance (ORDER-1).
+-- order: what a policy decides.  Each policy is a file of lib/policies, and row of jobs/policies.py; what it leaves out
+-- is decided as it stands here.  In all that follows `lane` is as read_lane answers it.
+--
+-- Whose turn it is: the smallest key of a model's lanes is next.  Inside a lane order is always that of acceptance
+-- (ORDER-1).  A policy has one of two kinds of keys:
+--   head_key(tier, seq, created, rules)   from the job at a lane's head, times in ms; in a tier it rises with `seq`
+--   account_key(lane)                     from what the account has had: the same for its lanes of a class, in which
+--                                         the more urgent tier comes first
+--   account_step(account, rules)          how much later that is with each of the account's jobs that starts
+-- Among models that share a server the lower (tier, acceptance) comes first:
+--   tier_among_models(tier, key, rules, now)   the tier that a model's first job has there
+-- Where a job stands:
+--   count_before(other, lane, seq, key, rules)   jobs of the lane `other` that come before one of `lane`, which would
+--                                         have this key at its head; not asked if keys are of accounts
+-- What an account is charged for slots, in ms; left out: nothing:
+--   charge_offer(lane, number)            for the offer of this number; answers what was charged
+--   charge_renewal(lane, used_ms)         what a run has used beyond what was charged, each time it is renewed
+--   charge_end(lane, used_ms)             the same when its lease ends; less than 0: it was charged too much
+--   reweigh(account, old, new)            its weight was `old` and is `new`
+--   forget(model)                         no job of the model waits any more, or another policy is chosen
+local policies = {
+  default = nil, -- of models for which none is configured, or one that only another release knows
+}
 
 -- 2^49 jobs may be accepted before a key could leak into the next tier; nine tiers stay below 2^53.
 local TIER_STEP = 2 ^ 49
+local TIER_OF_ALL = 5 -- where tiers do not count
 
--- head: tier, seq, created (ms), start (virtual ms: when the tenant's next job would start under a fair share)
-local KEY_OF = {
-  fifo = function(head) return head.seq end,
-  priority = function(head) return head.tier * TIER_STEP + head.seq end,
-  -- A tier's head start is worth `step` ms, so a job is overtaken only by what comes within that time.
-  aging = function(head, rules) return head.created + head.tier * rules.step end,
-  -- Start-time fair queueing.  A tenant's lanes have equal keys, and Redis puts equals in the order of their names,
-  -- which begin with the tier: so tiers count inside a tenant.
-  fair = function(head) return head.start end,
-}
+local function policy_called(name) return policies[name] or policies.default end
+local function policy_of(model) return policy_called(rules_of(model).policy) end
 
-local NO_RULES = "priority 0 online 0 0 0"
-local rules_read = {}
+local function count_accepted_before(lane, seq) return redis.call("ZCOUNT", lane_key(lane.name), "-inf", "(" .. seq) end
 
--- All that is configured for an account, in one step.
-local function read_rules(it)
-  read_fields(RULES, "account " .. it.account, "model " .. it.model, "tenant " .. it.tenant)
-end
-
--- What is configured for a model: "<policy> <step> <state> <tenant_slots> <affinity> <breaker_failures>", times in ms.
-local function rules_of(model)
-  if not rules_read[model] then
-    local text = field(RULES, "model " .. model) or NO_RULES
-    local policy, step, state, slots, affinity, failures = string.match(text, "^(%a+) (%d+) (%a+) (%d+) (%d+) (%d+)")
-    rules_read[model] = { policy = policy, step = tonumber(step), state = state, tenant_slots = tonumber(slots),
-      affinity = tonumber(affinity), failures = tonumber(failures) }
+-- How many of a lane's jobs have a key below `key`: a bisection, since keys rise in a lane.
+local function count_below(lane, key, rules)
+  local low, high, head_key = 0, redis.call("ZCARD", lane_key(lane.name)), policy_of(lane.model).head_key
+  while low < high do
+    local middle = math.floor((low + high) / 2)
+    local found = redis.call("ZRANGE", lane_key(lane.name), middle, middle, "WITHSCORES")
+    local _, created = read_member(found[1])
+    if head_key(lane.tier, tonumber(found[2]), created, rules) < key then low = middle + 1 else high = middle end
   end
-  return rules_read[model]
+  return low
 end
 
--- A tenant's share of a model, and how many slots it may hold at once (0: any number).
-local function terms_of(account, rules)
-  local text = field(RULES, "account " .. account)
-  if not text then return 1, rules.tenant_slots end
-  local weight, slots = string.match(text, "^(%S+) (%d+)")
-  return tonumber(weight), tonumber(slots) > 0 and tonumber(slots) or rules.tenant_slots
-end
+-- A policy that decides nothing yet.
+local function new_policy(name)
+  local policy = {}
 
--- Why no job of this account is offered now; nil: nothing is in its way.
-local function obstacle(tenant, account, rules)
-  local state = field(RULES, "tenant " .. tenant)
-  if state == "paused" or state == "frozen" then return "tenant_" .. state end
-  local _, limit = terms_of(account, rules)
-  if limit > 0 and number_in_field(HELD, account) >= limit then return "tenant_slots" end
-end
+  function policy.tier_among_models(tier) return tier end
 
--- Virtual time of a model under `fair`: the start tag of the job that was offered last.
-local function virtual_time(model) return number_in_field(stats_key("model", model), "virtual") end
-
-local tags_read = {}
-
--- A tenant's tag; nil: it has none.
-local function tag_or_nil(tenant, model)
-  local account = tenant .. "|" .. model
-  if tags_read[account] == nil then
-    tags_read[account] = tonumber(redis.call("ZSCORE", tags_key(model), tenant) or nil) or false
+  function policy.count_before(other, lane, seq, key, rules)
+    if other.tier == lane.tier then return count_accepted_before(other, seq) end
+    return count_below(other, key, rules)
   end
-  return tags_read[account] or nil
-end
 
-local function tag_of(tenant, model) return tag_or_nil(tenant, model) or 0 end
-
-local function start_tag(tenant, model) return math.max(virtual_time(model), tag_of(tenant, model)) end
-
--- Add to what a tenant has used of a model, in ms of slot time.
-local function charge(tenant, model, used_ms, from)
-  local weight = terms_of(tenant .. "|" .. model, rules_of(model))
-  local tag = from or tag_or_nil(tenant, model) or virtual_time(model)
-  tag = tag + used_ms / weight
-  redis.call("ZADD", tags_key(model), string.format("%.17g", tag), tenant)
-  tags_read[tenant .. "|" .. model] = tag
-end
-
--- With nobody waiting there is nothing to share: who comes next begins anew, as after any idle time.
-local function forget_shares(model)
-  redis.call("DEL", tags_key(model))
-  tags_read = {}
-  set_field(stats_key("model", model), "virtual", false)
-end
-
-local LOOK_SHARE, LOOKED_AT_ONCE = 0.125, 32 -- of the offers; tags
-local GOLDEN = 0.6180339887498949
-
--- A tenant that holds nothing and is not ahead of the virtual time needs no tag.  With one offer of eight, whichever
--- numbers the model's offers have, some are looked at, at a place that the number chooses: those who hold slots must
--- not hide the others.
-local function forget_tags(model, number)
-  if number * GOLDEN % 1 >= LOOK_SHARE then return end
-  local behind = redis.call("ZCOUNT", tags_key(model), "-inf", string.format("(%.17g", virtual_time(model)))
-  if behind == 0 then return end
-  local first = number * 7919 % behind
-  local tenants, accounts, idle = redis.call("ZRANGE", tags_key(model), first, first + LOOKED_AT_ONCE - 1), {}, {}
-  for i, tenant in ipairs(tenants) do accounts[i] = tenant .. "|" .. model end
-  read_fields(HELD, unpack(accounts))
-  for i, account in ipairs(accounts) do
-    if not field(HELD, account) then
-      idle[#idle + 1] = tenants[i]
-      tags_read[account] = nil
-    end
-  end
-  if #idle > 0 then redis.call("ZREM", tags_key(model), unpack(idle)) end
+  policies[name] = policy
+  return policy
 end

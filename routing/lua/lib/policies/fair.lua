@@ -1,0 +1,103 @@
+-- fair: start-time fair queueing of slot time by weight.  A tenant's next job starts at its tag, a virtual time in ms
+-- to which each offer adds the mean slot time of the model over the tenant's weight; what a run really takes replaces
+-- that.
+local fair = new_policy("fair")
+
+local LOOK_SHARE, LOOKED_AT_ONCE = 0.125, 32 -- of the offers; tags
+local GOLDEN = 0.6180339887498949
+
+local tags_read = {}
+
+-- Virtual time of a model: the start tag of the job that was offered last.
+local function virtual_time(model) return number_in_field(stats_key("model", model), "virtual") end
+
+-- A tenant's tag; nil: it has none.
+local function tag_or_nil(tenant, model)
+  local account = tenant .. "|" .. model
+  if tags_read[account] == nil then
+    tags_read[account] = tonumber(redis.call("ZSCORE", tags_key(model), tenant) or nil) or false
+  end
+  return tags_read[account] or nil
+end
+
+local function tag_of(tenant, model) return tag_or_nil(tenant, model) or 0 end
+
+local function start_tag(tenant, model) return math.max(virtual_time(model), tag_of(tenant, model)) end
+
+-- Add to what a tenant has used of a model, in ms of slot time.
+local function charge(tenant, model, used_ms, from)
+  local weight = terms_of(tenant .. "|" .. model, rules_of(model))
+  local tag = from or tag_or_nil(tenant, model) or virtual_time(model)
+  tag = tag + used_ms / weight
+  redis.call("ZADD", tags_key(model), string.format("%.17g", tag), tenant)
+  tags_read[tenant .. "|" .. model] = tag
+end
+
+-- A tenant that holds nothing and is not ahead of the virtual time needs no tag.  With one offer of eight, whichever
+-- numbers the model's offers have, some are looked at, at a place that the number chooses: those who hold slots must
+-- not hide the others.
+local function forget_tags(model, number)
+  if number * GOLDEN % 1 >= LOOK_SHARE then return end
+  local behind = redis.call("ZCOUNT", tags_key(model), "-inf", string.format("(%.17g", virtual_time(model)))
+  if behind == 0 then return end
+  local first = number * 7919 % behind
+  local tenants, accounts, idle = redis.call("ZRANGE", tags_key(model), first, first + LOOKED_AT_ONCE - 1), {}, {}
+  for i, tenant in ipairs(tenants) do accounts[i] = tenant .. "|" .. model end
+  read_fields(HELD, unpack(accounts))
+  for i, account in ipairs(accounts) do
+    if not field(HELD, account) then
+      idle[#idle + 1] = tenants[i]
+      tags_read[account] = nil
+    end
+  end
+  if #idle > 0 then redis.call("ZREM", tags_key(model), unpack(idle)) end
+end
+
+-- Virtual time goes on without a class whose servers are rare; who waits there keeps its place, also when it submits
+-- more.
+function fair.account_key(lane)
+  local since, siblings = virtual_time(lane.model), {}
+  for tier = 1, 9 do siblings[tier] = tier .. "|" .. lane.digest .. "|" .. lane.account end
+  for _, key in ipairs(redis.call("ZMSCORE", class_key(lane.class), unpack(siblings))) do
+    if key then since = math.min(since, tonumber(key)) end
+  end
+  return math.max(since, tag_of(lane.tenant, lane.model))
+end
+
+function fair.account_step(account, rules)
+  local run_ms = tonumber(field(stats_key("model", model_of(account)), "run_ms") or "1000")
+  local weight = terms_of(account, rules)
+  return math.max(run_ms, 1) / weight
+end
+
+-- Tiers that say nothing of other tenants' jobs say nothing of other models' either.
+function fair.tier_among_models() return TIER_OF_ALL end
+
+function fair.charge_offer(lane, number)
+  local stats, start = stats_key("model", lane.model), start_tag(lane.tenant, lane.model)
+  local charged = number_in_field(stats, "run_ms")
+  set_field(stats, "virtual", string.format("%.17g", start))
+  forget_tags(lane.model, number)
+  charge(lane.tenant, lane.model, charged, start)
+  return charged
+end
+
+-- A long run is charged while it goes on, lest its tenant look idle until it ends.
+function fair.charge_renewal(lane, used_ms) charge(lane.tenant, lane.model, used_ms) end
+
+function fair.charge_end(lane, used_ms) charge(lane.tenant, lane.model, used_ms) end
+
+-- What a tenant has used counts by its weight, so a new weight changes what it is ahead by.
+function fair.reweigh(account, old, new)
+  local tenant, model = string.match(account, "^([^|]*)|(.*)$")
+  local at, tag = virtual_time(model), tag_of(tenant, model)
+  if tag <= at then return end
+  redis.call("ZADD", tags_key(model), string.format("%.17g", at + (tag - at) * old / new), tenant)
+end
+
+-- With nobody waiting there is nothing to share: who comes next begins anew, as after any idle time.
+function fair.forget(model)
+  redis.call("DEL", tags_key(model))
+  tags_read = {}
+  set_field(stats_key("model", model), "virtual", false)
+end

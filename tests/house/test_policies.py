@@ -1,0 +1,92 @@
+"""A policy is one file and one line: nobody else asks which one it is."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jobs.policies import DEFAULT, POLICIES
+from routing.scripts import names, source
+from tests.house.test_rules import REPO, name_of, product_files, python_files
+
+FOLDER = REPO / "routing" / "lua" / "lib" / "policies"
+TABLE = "jobs/policies.py"
+# What a job says of itself has the name of a policy.
+FIELDS = {"priority"}
+
+
+def asked(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Words that are compared with something: by an operator, a case of a match, or as the key of a choice."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare():
+                yield from (it for side in (node.left, *node.comparators) for it in ast.walk(side) if _is_word(it))
+            case ast.MatchValue():
+                yield from (it for it in ast.walk(node) if _is_word(it))
+
+
+def _is_word(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_each_row_has_a_file_that_begins_with_its_name_and_each_file_a_row():
+    assert {path.stem for path in FOLDER.iterdir()} == set(POLICIES)
+    for name in POLICIES:
+        text = source(f"lib/policies/{name}")
+        assert text.startswith(f"-- {name}: ") and f'local {name} = new_policy("{name}")\n' in text
+        assert ("policies.default" in text) == (name == DEFAULT)
+
+
+def test_a_policy_names_no_other():
+    for name in POLICIES:
+        words = set(re.findall(r"\w+", re.sub(r"--[^\n]*", "", source(f"lib/policies/{name}"))))
+        assert words.isdisjoint(POLICIES.keys() - {name}), name
+
+
+@pytest.mark.parametrize("path", [path for path in product_files() if path.suffix == ".lua"], ids=name_of)
+def test_no_other_script_names_a_policy(path: Path):
+    if path.parent != FOLDER:
+        words = set(re.findall(r"[\"'](\w+)[\"']", path.read_text("utf-8")))
+        assert words.isdisjoint(POLICIES)
+
+
+@pytest.mark.parametrize("path", [path for path in python_files() if "migrations" not in path.parts], ids=name_of)
+def test_no_other_module_names_a_policy(path: Path):
+    """Nor asks for one by a name that also means something else."""
+    if name_of(path) == TABLE:
+        return
+    tree = ast.parse(path.read_text("utf-8"))
+    words = {it.value for it in ast.walk(tree) if _is_word(it)} - FIELDS
+    assert words.isdisjoint(POLICIES) and {it.value for it in asked(tree)}.isdisjoint(POLICIES)
+
+
+def test_a_row_is_enough_for_what_may_be_configured_and_what_the_interface_says():
+    """In a process of its own: models are made when they are imported."""
+    text = (
+        "from jobs import policies\n"
+        "policies.POLICIES['mine'] = policies.Policy('mine', 'mine', lambda tier, step_s: None, 'Mine {tier}.')\n"
+        "from app.schemas import ConfigBody as Body\n"
+        "from routing.policies.order import longest_wait\n"
+        "field = Body.model_json_schema()['properties']['policy']\n"
+        "print(longest_wait(Body(policy='mine')), field['enum'][-1], '`mine`: mine' in field['description'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text], cwd=REPO, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["Mine", "5.", "mine", "True"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md"])
+def test_documents_have_the_same_policies_as_the_table_in_its_order(page: str):
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", (REPO / page).read_text("utf-8"), re.MULTILINE)
+    found = [(name, says) for name, says in rows if name in POLICIES]
+    assert [name for name, _ in found] == list(POLICIES)
+    if page == "README.md":
+        assert [says for name, says in found if not says.startswith(POLICIES[name].next_is)] == []
+
+
+def test_every_script_that_orders_jobs_knows_all_policies():
+    for name in names():
+        assert ("include lib/order" in source(name)) == ("include lib/policies" in source(name)), name

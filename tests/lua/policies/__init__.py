@@ -1,0 +1,25 @@
+"""Policies that only tests have, each a file and a row as those of the product are; see `routing/lua/lib/order.lua`.
+
+install(monkeypatch)    # from now on scripts and tables know them
+"""
+
+from importlib.resources import files
+
+import pytest
+
+from jobs import policies
+from jobs.policies import Policy
+from tests.lua.room import FRAGMENTS
+
+ROWS = (
+    Policy("doubling", "as aging, each tier worth twice the last", lambda tier, step_s: (2**tier - 2) * step_s, ""),
+    Policy("rounds", "the tenant that has had the fewest runs", lambda tier, step_s: None, "", is_by_tenant=True),
+)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the test is over."""
+    for row in ROWS:
+        monkeypatch.setitem(policies.POLICIES, row.name, row)
+        lua = files("tests").joinpath("lua", "policies", f"{row.name}.lua").read_text("utf-8")
+        monkeypatch.setitem(FRAGMENTS, f"lib/policies/{row.name}", lua)

@@ -6,7 +6,21 @@ from flask import Flask
 from flask_openapi import APIBlueprint
 
 from app import auth, errors, metrics, schemas
-from app.api import callback, context, dlq, docs, health, jobs, ledger, models, openapi, queue, servers, tenants
+from app.api import (
+    callback,
+    context,
+    dlq,
+    docs,
+    health,
+    jobs,
+    ledger,
+    models,
+    openapi,
+    queue,
+    secrets,
+    servers,
+    tenants,
+)
 from app.api.context import Context
 from app.api.patience import Patience
 from app.api.place import Places
@@ -21,6 +35,7 @@ _APIS: tuple[APIBlueprint, ...] = (
     servers.api,
     models.api,
     tenants.api,
+    secrets.api,
     dlq.api,
     ledger.api,
     health.api,
@@ -47,6 +62,7 @@ def create_app(settings: AppSettings | None = None) -> Flask:
         schemas.BatchItem,
         schemas.RegisterBody,
         schemas.StateBody,
+        schemas.SecretBody,
         schemas.ListQuery,
         schemas.WaitQuery,
     ):

@@ -17,6 +17,7 @@ from jobs.tenants import LONGEST_NAME, SHOWN
 from routing.policies.placement import VALUE
 from routing.submission import MODEL
 from tasks.servers import for_model
+from tasks.vault import LONGEST, NAME, SHORTEST
 
 Stands = Literal["online", "paused", "draining", "frozen"]
 Outlook = Literal["starting", "waiting", "later", "unknown"]
@@ -334,6 +335,15 @@ class RegisterBody(Asked):
     runtime: str | None = Field(
         None, description="What runs the model there; jobs can ask for it.", json_schema_extra=_VALUE
     )
+    preset: str | None = Field(
+        None,
+        max_length=100,
+        description="The kind of server it is, for this model, in place of what the model's configuration says.  Left "
+        "out: that stays; null: what the configuration says holds.",
+    )
+    description: dict[str, Any] | None = Field(
+        None, description="How it is spoken to for this model, as `preset`; with it: what differs from that."
+    )
 
 
 class StateView(Model):
@@ -362,6 +372,9 @@ class ServerView(StateView):
     weight: float
     attributes: dict[str, Any] = Field(description="`<model>:<name>` is that of one model alone.")
     models: dict[str, str] = Field(description="Model -> endpoint.")
+    described: dict[str, dict[str, Any]] = Field(
+        description="Model -> how it is spoken to for that, where the model's configuration does not say it."
+    )
     created_at: Time
 
 
@@ -494,6 +507,36 @@ class WebhookSecretView(Model):
     former_until: str | None = Field(description="Until when a second secret, the one before, is signed with.")
 
 
+_SECRET: Any = {"pattern": f"^{NAME}$"}
+
+
+class SecretPath(Model):
+    name: str = Field(json_schema_extra=_SECRET)
+
+
+class SecretBody(Asked):
+    """A secret that descriptions of servers name: {{secret/NAME}}."""
+
+    value: str = Field(
+        description="Kept sealed, sent to servers, and shown to nobody.",
+        json_schema_extra={"minLength": SHORTEST, "maxLength": LONGEST, "writeOnly": True},
+    )
+    models: Annotated[list[Annotated[str, Field(max_length=128)]], Field(min_length=1, max_length=100)] | None = Field(
+        description="Whose descriptions may name it; null: those of all models.", examples=[["flux"]]
+    )
+
+
+class SecretView(Model):
+    secret: str
+    models: list[str] | None = Field(description="null: all.")
+    set_by: str | None = Field(description="The tenant that set it.")
+    set_at: Time
+
+
+class SecretList(Model):
+    secrets: list[SecretView]
+
+
 class ConfigView(Model):
     """How a model's jobs are treated."""
 
@@ -501,6 +544,10 @@ class ConfigView(Model):
     config: dict[str, Any] = Field(description="What is in force.")
     overrides: dict[str, Any]
     defaults: dict[str, Any]
+    description: dict[str, Any] | None = Field(
+        description="How its servers are spoken to, with all defaults; null: it cannot be read."
+    )
+    described_by: str | None = Field(description="The version of that, as runs name it; null: the slot protocol.")
 
 
 class ConfigBody(ModelConfig):

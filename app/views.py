@@ -13,6 +13,7 @@ from jobs.config import ModelConfig
 from jobs.events import Attempt
 from jobs.record import Accepted, Job, Server, TenantState
 from jobs.rotations import Rotation
+from jobs.secrets import Secret
 from jobs.states import FINAL, Standing, State, Why
 from jobs.tenants import Tenant
 from jobs.withheld import Withheld
@@ -24,6 +25,7 @@ from routing.policies.order import TIERS, longest_overtaking_s, longest_wait
 from routing.policies.placement import show_needs
 from routing.queues import Depths
 from routing.slots import ServerStanding
+from tasks.descriptions import effective
 
 # How clients of S1 know the two ways to be dead; the last attempt's own code stands beside it.
 _DEAD_CODES = {Why.RETRIES_EXHAUSTED: "max_retries_exceeded", Why.CRASHES_EXHAUSTED: "max_crashes_exceeded"}
@@ -165,6 +167,7 @@ def server(it: Server) -> dict[str, Any]:
         "weight": it.weight,
         "attributes": {name: plain(value) for name, value in it.attributes.items()},
         "models": {model: shown_endpoint(url) for model, url in it.endpoints.items()},
+        "described": {model: dict(own) for model, own in it.overrides.items()},
         "created_at": time(it.created_ms),
     }
 
@@ -283,4 +286,11 @@ def config(it: Model) -> dict[str, Any]:
         "config": it.config.model_dump(),
         "overrides": dict(it.overrides),
         "defaults": ModelConfig().model_dump(),
+        "description": effective(it.config, it.described_by),
+        "described_by": it.described_by,
     }
+
+
+def secret(it: Secret) -> dict[str, Any]:
+    models = None if it.models is None else sorted(it.models)
+    return {"secret": it.name, "models": models, "set_by": it.set_by, "set_at": time(it.set_ms)}

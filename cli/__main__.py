@@ -2,7 +2,7 @@
 
 import click
 
-from cli import admin, jobs, local, webhooks
+from cli import admin, jobs, local, secrets, webhooks
 from cli.drill import drill
 from cli.simulate import simulate
 from client.terminal import SafeGroup
@@ -18,7 +18,8 @@ def main() -> None:
     """
 
 
-for command in (*local.COMMANDS, *jobs.COMMANDS, *admin.COMMANDS, *webhooks.COMMANDS, drill, simulate):
+_GROUPS = (local, jobs, admin, webhooks, secrets)
+for command in (*(one for group in _GROUPS for one in group.COMMANDS), drill, simulate):
     main.add_command(command)
 
 

@@ -15,6 +15,7 @@ from cli.common import (
     print_json,
     print_table,
     quoted,
+    read_json,
     shown,
 )
 from cli.conditions import read_attributes
@@ -196,11 +197,22 @@ def reset_server(server: str, as_json: bool) -> None:
 @click.option("--weight", type=click.FloatRange(0, 1000, min_open=True), help="How gladly it is chosen.  [default: 1]")
 @click.option("--model-version", metavar="TEXT", help="Of the model there.")
 @click.option("--runtime", metavar="TEXT", help="What runs the model there.")
+@click.option(
+    "--preset", metavar="NAME", help="The kind of server it is, if the model's configuration does not say it."
+)
+@click.option("--description", metavar="JSON", help="How it is spoken to for this model; @file reads it from there.")
 @json_option
 def register_server(
-    model: str, server: str, endpoint: str, slots: int, attributes: tuple[str, ...], as_json: bool, **more: Any
+    model: str,
+    server: str,
+    endpoint: str,
+    slots: int,
+    attributes: tuple[str, ...],
+    description: str | None,
+    as_json: bool,
+    **more: Any,
 ) -> None:
-    """Add a server, or another model on it.  Attributes, weight, version and runtime that are left out stay.
+    """Add a server, or another model on it.  What is left out of its attributes, weight, ... stays.
 
     \b
     slotkeeper servers register zimg zimg-api4 http://10.0.0.4:9001/generate --slots 2
@@ -208,6 +220,8 @@ def register_server(
     """
     body = {"model": model, "server": server, "endpoint": endpoint, "slots": slots}
     body |= {name: value for name, value in more.items() if value is not None}
+    if description is not None:
+        body["description"] = read_json(description, "--description")
     if attributes:
         body["attributes"] = read_attributes(attributes)
     answer = client().post("/admin/register", body)
@@ -286,6 +300,7 @@ def configure_model(model: str, settings: tuple[str, ...], as_json: bool) -> Non
 
     \b
     slotkeeper models configure flux model_type=async poll_interval=0.5
+    slotkeeper models configure flux preset=slot-protocol description=@flux.json
     """
     api, path = client(), f"/admin/model-configs/{quoted(model)}"
     changes = dict(_setting(one) for one in settings)
@@ -313,6 +328,8 @@ def _setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise click.UsageError(f"{text!r} is not NAME=VALUE.")
+    if value.startswith("@"):
+        return name, read_json(value, name)
     try:
         return name, json.loads(value)
     except ValueError:

@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -16,6 +16,7 @@ import orjson
 import structlog
 from sqlalchemy import Table, Text, Update, bindparam, delete, func, insert, select, update
 
+from jobs import descriptions
 from jobs.clock import clock
 from jobs.config import ModelConfig, understood
 from jobs.db import Database, Transaction
@@ -23,6 +24,10 @@ from jobs.errors import Conflict, NotFound, RecordUnavailable
 from jobs.models import counters, endpoints, jobs, models, servers, tenant_states
 from jobs.record import Server, TenantState, storable
 from jobs.removal import count
+from jobs.secrets import Secret
+from jobs.secrets import all_of as secrets_of
+from jobs.secrets import put as put_secret
+from jobs.secrets import remove as remove_secret
 from jobs.states import ACTIVE, Standing, State
 from jobs.steady_time import SteadyTime
 
@@ -55,6 +60,8 @@ class Model:
     reason: str | None = None
     changed_by: str | None = None
     changed_ms: int | None = None
+    described_by: str | None = None
+    """The version by which its servers are spoken to; None: by the slot protocol, with what `config` says."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ class Snapshot:
     servers: Mapping[str, Server]
     tenants: Mapping[str, TenantState] = field(default_factory=dict)
     record: str = ""
+    secrets: Mapping[str, Secret] = field(default_factory=dict)
 
     def fleets(self) -> list[str]:
         return sorted({m.fleet for m in self.models.values()} | {s.fleet for s in self.servers.values()})
@@ -93,6 +101,15 @@ class Snapshot:
         for name in sorted(self.servers):
             found[self.servers[name].fleet].append(self.servers[name])
         return found
+
+    def has(self, server: str, model: str) -> bool:
+        return server in self.servers and model in self.models
+
+    def described_by(self, server: str, model: str) -> str | None:
+        """The version by which this server is spoken to for this model; None: by the slot protocol."""
+        if server in self.servers and (own := self.servers[server].overrides.get(model)):
+            return descriptions.named_in(own)
+        return self.models[model].described_by if model in self.models else None
 
     def slots_of(self, model: str) -> int:
         """Slots, of servers that stand online, on which this model can run."""
@@ -140,15 +157,17 @@ class Catalog:
             model_rows = connection.execute(select(models)).all()
             server_rows = connection.execute(select(servers)).all()
             tenant_rows = connection.execute(select(tenant_states)).all()
-            urls: dict[str, dict[str, str]] = defaultdict(dict)
+            named = secrets_of(connection)
+            served = defaultdict[str, list[Row]](list)
             for row in connection.execute(select(endpoints)):
-                urls[row.server][row.model] = row.url
+                served[row.server].append(row)
         return Snapshot(
             version,
             {row.name: self._model(row) for row in model_rows},
-            {row.name: _server(row, urls[row.name]) for row in server_rows},
+            {row.name: _server(row, served[row.name]) for row in server_rows},
             {row.name: TenantState(**row._mapping) for row in tenant_rows},
             record,
+            named,
         )
 
     def register(
@@ -161,11 +180,14 @@ class Catalog:
         attributes: Mapping[str, str | float] | None = None,
         weight: float | None = None,
         of_model: Mapping[str, str | float] | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        description: str | None = None,
     ) -> Server:
         """Add or change a server that serves `model` at `url`; the model is created if it is new.
 
         `attributes`, `weight`: what it declares, and how gladly it is chosen; None keeps what was.  `of_model`: what
-        it declares for this model alone, kept as `<model>:<name>`; what is not named stays.
+        it declares for this model alone, kept as `<model>:<name>`; what is not named stays.  `overrides`: what was
+        given of how it is spoken to for this model, and `description` what that makes, as JSON; None keeps what was.
         Raises Conflict if server and model belong to different fleets and cannot be brought together; ValueError
         for an attribute that is neither text nor a finite number, or a weight that is not above 0 and to 1000.
         """
@@ -188,10 +210,13 @@ class Catalog:
                 new = insert(servers).values(name=server, fleet=fleet, created_ms=now, **declared).returning(servers)
                 row = tx.connection.execute(new).one()
             serves = (endpoints.c.server == server) & (endpoints.c.model == model)
-            if tx.connection.execute(update(endpoints).where(serves).values(url=url)).rowcount == 0:
-                tx.connection.execute(insert(endpoints), {"server": server, "model": model, "url": url})
+            there = {"url": url}
+            if overrides is not None:
+                there["overrides"] = _described(tx, overrides, description, now)
+            if tx.connection.execute(update(endpoints).where(serves).values(**there)).rowcount == 0:
+                tx.connection.execute(insert(endpoints), {"server": server, "model": model, **there})
             served = tx.connection.execute(select(endpoints).where(endpoints.c.server == server)).all()
-            return _server(row, {e.model: e.url for e in served})
+            return _server(row, served)
 
         return self.database.write(unit)
 
@@ -240,16 +265,17 @@ class Catalog:
         if self.database.write(unit) == 0:
             raise NotFound(f"There is no {kind} {name!r}; GET /admin/{kind}s lists them.", **{kind: name})
 
-    def configure(self, model: str, overrides: Mapping[str, Any], now: int) -> Model:
+    def configure(self, model: str, overrides: Mapping[str, Any], now: int, description: str | None = None) -> Model:
         """Replace the model's overrides; an empty mapping goes back to the defaults.
 
+        `description`: what they say of how its servers are spoken to, whole and checked, as JSON; None: nothing.
         Raises pydantic.ValidationError, and then nothing has changed.  The model is created if it is new.
         """
         ModelConfig(**overrides)
-        text = orjson.dumps(dict(overrides)).decode()
 
         def unit(tx: Transaction) -> Row:
             count(tx, _VERSION)
+            text = _described(tx, overrides, description, now)
             changed = update(models).where(models.c.name == model).values(overrides=text).returning(models)
             row = tx.connection.execute(changed).first()
             if row is None:
@@ -259,14 +285,45 @@ class Catalog:
 
         return self._model(self.database.write(unit))
 
+    def set_secret(self, secret: Secret) -> None:
+        """Add or replace a secret that descriptions name."""
+
+        def unit(tx: Transaction) -> None:
+            count(tx, _VERSION)  # First: on PostgreSQL its lock lets one change in at a time.
+            put_secret(tx, secret)
+
+        self.database.write(unit)
+
+    def remove_secret(self, name: str) -> None:
+        """Raises NotFound."""
+
+        def unit(tx: Transaction) -> bool:
+            count(tx, _VERSION)
+            return remove_secret(tx, name)
+
+        if not self.database.write(unit):
+            raise NotFound("There is no such secret; GET /admin/secrets lists them.", secret=name)
+
     def _model(self, row: Row) -> Model:
         overrides = orjson.loads(row.overrides)
+        described_by = descriptions.named_in(overrides)
+        overrides.pop(descriptions.NAME, None)
         config, strange = understood(overrides)
         seen = (row.name, *sorted(strange))
         if strange and seen not in self._warned:
             self._warned.add(seen)
             log.warning("catalog_overrides_unknown", model=row.name, fields=sorted(strange))
-        return Model(row.name, row.fleet, overrides, config, row.state, row.reason, row.changed_by, row.changed_ms)
+        return Model(
+            row.name,
+            row.fleet,
+            overrides,
+            config,
+            row.state,
+            row.reason,
+            row.changed_by,
+            row.changed_ms,
+            described_by,
+        )
 
 
 def _made_identity(tx: Transaction) -> int:
@@ -360,17 +417,26 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _server(row: Row, urls: Mapping[str, str]) -> Server:
+def _described(tx: Transaction, given: Mapping[str, Any], description: str | None, now: int) -> str:
+    """What was given, as stored: with the version that it makes, which is stored, too."""
+    stored = dict(given)
+    if description is not None:
+        stored[descriptions.NAME] = descriptions.keep(tx, description, now)
+    return orjson.dumps(stored).decode()
+
+
+def _server(row: Row, served: Sequence[Row]) -> Server:
     return Server(
         row.name,
         row.fleet,
         row.slots,
         row.state,
-        dict(urls),
+        {it.model: it.url for it in served},
         row.created_ms,
         orjson.loads(row.attributes),
         row.weight,
         row.reason,
         row.changed_by,
         row.changed_ms,
+        {it.model: orjson.loads(it.overrides) for it in served if it.overrides != "{}"},
     )

@@ -97,6 +97,7 @@ jobs = Table(
     Column("payload", Text, nullable=False),
     Column("result", Text),
     Column("needs", Text, nullable=False, server_default=_EMPTY),  # constraints, as routing writes them
+    Column("described_by", Text),  # how its run's server is spoken to; see jobs/descriptions.py
     CheckConstraint(_one_of("state", [s.value for s in State]), name="state"),
     CheckConstraint("tier BETWEEN 1 AND 9", name="tier"),
     Index("ix_jobs_state_seq", "state", "seq"),
@@ -210,6 +211,28 @@ endpoints = Table(
     Column("server", Text, ForeignKey("servers.name", ondelete="CASCADE"), primary_key=True),
     Column("model", Text, ForeignKey("models.name"), primary_key=True),
     Column("url", Text, nullable=False),
+    Column("overrides", Text, nullable=False, server_default="{}"),  # JSON: what differs there from the model's own
+)
+
+# How servers are spoken to; see jobs/descriptions.py.  A row never changes but in `idle_ms`.
+descriptions = Table(
+    "descriptions",
+    metadata,
+    Column("version", Text, primary_key=True),  # of the body
+    Column("body", Text, nullable=False),
+    Column("created_ms", BigInteger, nullable=False),
+    Column("idle_ms", BigInteger),  # since when nothing names it
+)
+
+# What descriptions name and nobody is shown; see jobs/secrets.py.
+secrets = Table(
+    "secrets",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("models", Text),  # JSON: those whose descriptions may name it; null: all
+    Column("sealed", Text, nullable=False),
+    Column("set_by", Text),
+    Column("set_ms", BigInteger, nullable=False),
 )
 
 tenants = Table(

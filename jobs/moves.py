@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from sqlalchemy import ColumnElement, Connection, Update, bindparam, case, literal_column, update
+from sqlalchemy import ColumnElement, Connection, Text, Update, bindparam, case, literal_column, update
 from sqlalchemy.sql.dml import ReturningUpdate
 
 from jobs.models import jobs
@@ -40,11 +40,14 @@ _MOVED_COLUMNS = (
     jobs.c.cancel_requested_ms,
     jobs.c.callback_url,
     jobs.c.envelope,
+    jobs.c.described_by,
 )
 # A worker may die and its job go on at the server: these transitions keep what is needed to resume it.
 _KEEPS_REMOTE = frozenset({Why.LEASE_EXPIRED, Why.HANDED_BACK})
 # What happens to many at the same moment.
 _OF_TIME = frozenset({Why.DUE, Why.DEADLINE_PASSED})
+# What a worker needs that resumes a run.
+_OF_RUN = ("remote_id", "sent_ms", "described_by")
 UNFINISHED = frozenset({State.QUEUED, State.DELAYED, State.DEAD})
 """Where a run ends without a result; a job that shall be canceled does not go there."""
 
@@ -104,7 +107,7 @@ def _moving(state: State, why: Why, guarded: Update) -> ReturningUpdate[Any]:
 def _values(state: State, why: Why, to: State) -> dict[str, Any]:
     """Columns that a transition sets, beside `state`, `why` and the budget's counter."""
     stopped: dict[str, Any] = {"slot": None, "lease": None}
-    forgotten: dict[str, Any] = {} if why in _KEEPS_REMOTE else {"remote_id": None, "sent_ms": None}
+    forgotten: dict[str, Any] = {} if why in _KEEPS_REMOTE else dict.fromkeys(_OF_RUN)
     if forgotten and why is not Why.SERVER_LOST:  # That one may still have the result of a run that has ended.
         forgotten["server"] = None
     error: dict[str, Any] = {"error_code": bindparam("p_error_code"), "error_message": bindparam("p_error_message")}
@@ -119,6 +122,7 @@ def _values(state: State, why: Why, to: State) -> dict[str, Any]:
                 # A remote id means something only to the server that gave it.
                 "remote_id": _if_same_server(jobs.c.remote_id),
                 "sent_ms": _if_same_server(jobs.c.sent_ms),
+                "described_by": case((_RESUMED, jobs.c.described_by), else_=bindparam("p_described_by", type_=Text)),
             }
         case State.QUEUED if state is State.DEAD:
             cleared = dict.fromkeys(
@@ -138,6 +142,10 @@ def _values(state: State, why: Why, to: State) -> dict[str, Any]:
                 "due_ms": None,
                 "lease": None,
             }
+
+
+# What was begun is gone on with in the same words.
+_RESUMED = (jobs.c.server == bindparam("p_server")) & jobs.c.remote_id.is_not(None)
 
 
 def _if_same_server(column: ColumnElement[Any]) -> ColumnElement[Any]:

@@ -93,6 +93,7 @@ class Run:
     started_ms: int
     cancel_requested: bool
     envelope: str | None = None
+    described_by: str | None = None  # how its server is spoken to; None: by the slot protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ class Job:
     payload: str | None = None
     result: str | None = None
     needs: str = ""
+    described_by: str | None = None  # as of its run
 
     @property
     def waiting(self) -> Waiting:
@@ -203,6 +205,7 @@ class Server:
     reason: str | None = None
     changed_by: str | None = None
     changed_ms: int | None = None
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # model -> how it is spoken to for that
 
     @property
     def slot_names(self) -> list[str]:

@@ -196,14 +196,28 @@ class Store:
 
     # -- transitions -----------------------------------------------------------------------------------------
 
-    def start(self, job_id: str, server: str, slot: str, lease: str, now: int, offer: int = 0) -> Run | None:
-        """Give a queued job to the caller; None: it is not queued (any more)."""
-        return self.database.do(self.starting(job_id, server, slot, lease, now, offer))
+    def start(
+        self,
+        job_id: str,
+        server: str,
+        slot: str,
+        lease: str,
+        now: int,
+        offer: int = 0,
+        described_by: str | None = None,
+    ) -> Run | None:
+        """Give a queued job to the caller; None: it is not queued (any more).
 
-    def starting(self, job_id: str, server: str, slot: str, lease: str, now: int, offer: int) -> Write[Run | None]:
+        `described_by`: the version of the description by which its server is spoken to, unless a run is resumed.
+        """
+        return self.database.do(self.starting(job_id, server, slot, lease, now, offer, described_by))
+
+    def starting(
+        self, job_id: str, server: str, slot: str, lease: str, now: int, offer: int, described_by: str | None = None
+    ) -> Write[Run | None]:
         """The write of `start`."""
         data = {"server": server, "slot": slot, "offer": offer}
-        placed = {"p_id": job_id, "p_server": server, "p_slot": slot, "p_lease": lease}
+        placed = {"p_id": job_id, "p_server": server, "p_slot": slot, "p_lease": lease, "p_described_by": described_by}
         act = _Act(State.QUEUED, Why.STARTED, now, placed, data)
 
         def unit(tx: Transaction) -> Run | None:
@@ -560,6 +574,7 @@ def _run(row: Row, server: str, slot: str) -> Run:
         started_ms=row.started_ms,
         cancel_requested=row.cancel_requested_ms is not None,
         envelope=row.envelope,
+        described_by=row.described_by,
     )
 
 

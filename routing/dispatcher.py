@@ -276,7 +276,10 @@ class Dispatcher:
             return None
         crash_at("start_claimed")
         held = Held(claimed.fleet, claimed.job_id, claimed.lease, owner, claimed.slot)
-        run = self.store.start(claimed.job_id, claimed.server, claimed.slot, held.tag, now_ms(), claimed.number)
+        described_by = self.fleet.snapshot().described_by(claimed.server, claimed.model)
+        run = self.store.start(
+            claimed.job_id, claimed.server, claimed.slot, held.tag, now_ms(), claimed.number, described_by
+        )
         crash_at("start_committed")
         return None if run is None else self.begun(claimed, run, held)
 

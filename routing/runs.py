@@ -48,6 +48,7 @@ def task_of(dispatcher: Dispatcher, job: Job) -> Task | None:
         started_ms=job.started_ms or job.created_ms,
         cancel_requested=job.cancel_requested_ms is not None,
         envelope=job.envelope,
+        described_by=job.described_by,
     )
     return Task(run, Held(dispatcher.fleet.model(job.model).fleet, job.id, lease, owner, job.slot))
 

@@ -2,6 +2,7 @@
 
     secret --HKDF-SHA256--> callback tokens
                             webhooks, for each tenant and each rotation of its secret
+                            secrets by name, sealed in the record
                             the fingerprint by which processes see whether they have the same secret
 
 Who is given a webhook secret, to verify with, can therefore make no token and no other tenant's webhook, and can
@@ -35,6 +36,7 @@ class Purpose(StrEnum):
     CALLBACK = "callback"
     WEBHOOK = "webhook"
     FINGERPRINT = "fingerprint"
+    SEALING = "sealing"
 
 
 @lru_cache(maxsize=1024)
@@ -48,6 +50,11 @@ def derive(secret: bytes, purpose: Purpose, *context: str) -> bytes:
 def callback_keys() -> Iterator[bytes]:
     """Those under which a callback token is valid; new ones are made with the first."""
     return (derive(secret, Purpose.CALLBACK) for secret in installation_secrets())
+
+
+def sealing_keys() -> Iterator[bytes]:
+    """Those under which secrets in the record may be sealed; new ones are with the first."""
+    return (derive(secret, Purpose.SEALING) for secret in installation_secrets())
 
 
 def webhook_secrets(tenant: str, rotation: Rotation, now: int) -> list[str]:

@@ -13,8 +13,8 @@ from typing import Any
 
 import structlog
 
-from jobs import ledger
-from jobs.config import ModelConfig, RecordSettings
+from jobs import descriptions, ledger
+from jobs.config import RecordSettings
 from jobs.once import once
 from jobs.record import Server as ServerRow
 from jobs.record import now_ms
@@ -23,9 +23,9 @@ from routing import audit, draining, pulse, reconcile, runs
 from routing.policies.identity import ServerReport
 from tasks import telling
 from tasks.celery_app import celery
+from tasks.descriptions import Misconfigured, server_for
 from tasks.rounds import Asked, Rounds
-from tasks.runner import Misconfigured, server_for
-from tasks.servers import HealthKind
+from tasks.servers import HealthKind, Server
 from tasks.wiring import database, dispatcher, scripts
 
 log = structlog.get_logger(__name__)
@@ -146,6 +146,7 @@ def scan_dlq() -> None:
     """Every 60 s: say how many jobs are dead, and remove what ended before the retention time."""
     dead = dispatcher().store.count(State.DEAD)
     removed = reconcile.purge(dispatcher(), RecordSettings().retention_s, _PURGE_S)
+    descriptions.purge(database(), now_ms())
     log.info("dlq_scanned", dead=dead, purged=removed)
 
 
@@ -204,17 +205,29 @@ def _taken(asked: Asked) -> Mapping[str, ServerReport]:
 
 
 def _report(server: ServerRow) -> ServerReport:
-    model, url = min(server.endpoints.items())
-    known = dispatcher().fleet.snapshot().models.get(model)
     asked_ms = now_ms()
-    try:
-        health = server_for(url, known.config if known else ModelConfig()).health()
-    except Misconfigured as error:  # It concerns this model's jobs; how the server is stays unknown.
-        log.warning("server_not_asked", server=server.name, model=model, error=str(error))
+    speaker = _speaker(server)
+    if speaker is None:
         return ServerReport(up=True, asked_ms=asked_ms)
+    health = speaker.health()
     return ServerReport(
         up=health.kind is not HealthKind.DOWN,
         active_jobs=health.active_jobs if health.running_count else None,
         job_ids=health.job_ids,
         asked_ms=asked_ms,
     )
+
+
+def _speaker(server: ServerRow) -> Server | None:
+    """By one of its models that says how its health is asked, if one does; None: by none can it be asked at all."""
+    catalog, found = dispatcher().fleet.snapshot(), None
+    for model, url in sorted(server.endpoints.items()):
+        try:
+            speaker = server_for(url, catalog.models[model], catalog.described_by(server.name, model))
+        except Misconfigured as error:  # It concerns this model's jobs; how the server is stays unknown.
+            log.warning("server_not_asked", server=server.name, model=model, error=str(error))
+            continue
+        if speaker.description.health is not None:
+            return speaker
+        found = found or speaker
+    return found

@@ -8,7 +8,7 @@ from jobs.record import Job
 from routing import exact, runs
 from routing.outcome import Kind, Outcome
 from tasks import callbacks
-from tasks.runner import Misconfigured, server_for
+from tasks.descriptions import Misconfigured, server_for
 from tasks.servers import Call
 from tasks.settlement import settle
 from tasks.wiring import dispatcher
@@ -27,7 +27,7 @@ def read(job: Job, body: bytes) -> Outcome | None:
     if _names_another(job, body):
         return None
     try:
-        server = server_for(url, dispatcher().fleet.model(job.model).config)
+        server = server_for(url, dispatcher().fleet.model(job.model), job.described_by)
     except Misconfigured:  # The worker that watches the run says so.
         return None
     outcome = server.pushed(_call(job), job.remote_id, body)

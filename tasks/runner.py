@@ -5,8 +5,6 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from enum import Enum
-from functools import cache, lru_cache
-from typing import Any, Literal
 
 import structlog
 
@@ -18,7 +16,7 @@ from routing.dispatcher import Task
 from routing.outcome import Kind, Outcome
 from tasks import callbacks
 from tasks.heartbeat import Hold
-from tasks.servers import Call, Health, HealthKind, Live, Plan, Server, compile_plan, for_model
+from tasks.servers import Call, Health, HealthKind, Live
 
 log = structlog.get_logger(__name__)
 
@@ -34,28 +32,6 @@ class Left(Enum):
 
     LOST = "lost"  # Another worker has this job now, or nobody: what this one did is dropped.
     STOPPED = "stopped"  # This worker is going down; another can go on with the job.
-
-
-class Misconfigured(Exception):
-    """A model is configured, or a server registered, so that no request can be made of it: a fault of that one."""
-
-
-@cache
-def _plan(model_type: Literal["sync", "async"], template: str | None, id_field: str | None) -> Plan:
-    return compile_plan(for_model(model_type, template, id_field))
-
-
-@lru_cache(maxsize=4096)
-def _server(url: str, *description: Any) -> Server:
-    return Server(url, _plan(*description))
-
-
-def server_for(url: str, config: ModelConfig) -> Server:
-    """Speaks to the endpoint `url` in the way that the model's configuration describes.  Raises Misconfigured."""
-    try:
-        return _server(url, config.model_type, config.poll_endpoint_template, config.id_field)
-    except ValueError as error:
-        raise Misconfigured(str(error)) from error
 
 
 NoteRemote = Callable[[str], Awaitable[bool]]

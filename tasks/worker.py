@@ -29,16 +29,17 @@ from routing.leases import Held
 from routing.outcome import Kind, Outcome
 from routing.queues import Offer
 from routing.workers import Workers
-from tasks import messages, settlement, startup
+from tasks import descriptions, messages, settlement, startup
 from tasks.aside import Aside
 from tasks.celery_app import celery
 from tasks.config import TaskSettings
+from tasks.descriptions import Misconfigured, server_of
 from tasks.engine import Engine
 from tasks.heartbeat import Heartbeat, Hold
 from tasks.inquiry import Inquiry
 from tasks.poller import Poller
 from tasks.releases import PatientLeases
-from tasks.runner import Left, Misconfigured, Watch, server_for
+from tasks.runner import Left, Watch
 from tasks.servers import Live
 from tasks.settlement import End
 from tasks.shown import Shown, in_celerys_words
@@ -196,11 +197,13 @@ class Worker:
         Where its COMMIT was not heard of, the record is asked until it answers.  Raises RecordUnavailable: it was not
         stored; RecordUncertain: this was not found out before the worker had to stop; SlotkeeperError.
         """
-        store, tag = self.dispatcher.store, hold.held.tag
+        store, fleet, tag = self.dispatcher.store, self.dispatcher.fleet, hold.held.tag
+        if not fleet.known().has(offer.server, offer.model):
+            await self.engine.rarely(fleet.refresh)
+        by = fleet.known().described_by(offer.server, offer.model)
+        start = store.starting(offer.job_id, offer.server, offer.slot, tag, now_ms(), offer.number, by)
         try:
-            return await self.engine.store(
-                store.starting(offer.job_id, offer.server, offer.slot, tag, now_ms(), offer.number)
-            )
+            return await self.engine.store(start)
         except RecordUncertain:
             while not (hold.lost or hold.stop):
                 await hold.wait(_STORE_AGAIN_S)
@@ -253,11 +256,10 @@ class Worker:
 
     async def _watch(self, run: ActiveRun) -> Watch:
         """Raises Misconfigured, RecordUnavailable, UnknownModel."""
-        it, fleet = run.task.run, self.dispatcher.fleet
-        if it.job.model not in fleet.known().models or it.server not in fleet.known().servers:
-            await self.engine.rarely(fleet.refresh)
-        config = fleet.known().models[it.job.model].config
-        store = self.dispatcher.store
+        it, store = run.task.run, self.dispatcher.store
+        config = self.dispatcher.fleet.known().models[it.job.model].config
+        if not descriptions.is_known(it.described_by):
+            await self.engine.rarely(descriptions.learn, it.described_by)
 
         async def note_remote(remote_id: str) -> bool:
             return await self._stored(store.noting_remote(it.job.id, it.attempt, remote_id, now_ms()), run.hold)
@@ -265,10 +267,8 @@ class Worker:
         return Watch(run.task, run.hold, config, self._speak_to(run), note_remote)
 
     def _speak_to(self, run: ActiveRun) -> Live | None:
-        it, catalog = run.task.run, self.dispatcher.fleet.known()
-        server = catalog.servers.get(it.server)
-        url = server.endpoints.get(it.job.model) if server is not None else None
-        return None if url is None else Live(server_for(url, catalog.models[it.job.model].config), self.engine.wires)
+        server = server_of(run.task.run, self.dispatcher.fleet.known())
+        return None if server is None else Live(server, self.engine.wires)
 
     # -- its end ---------------------------------------------------------------------------------------------
 

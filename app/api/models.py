@@ -9,6 +9,7 @@ from redis.exceptions import RedisError
 from app import views
 from app.api.admin import admin_blueprint, bring_to_redis, close_breaker, depths_of
 from app.api.context import dispatcher
+from app.api.describing import described
 from app.api.openapi import problems
 from app.auth import tenant
 from app.errors import know_fields
@@ -73,7 +74,11 @@ def get_config(path: ModelPath) -> dict[str, Any]:
 
 @api.put("/model-configs/<path:model>", responses={200: ConfigView, **problems(400, 413, 415, 422)})
 def put_config(path: ModelPath, body: ConfigBody) -> dict[str, Any]:
-    """Replace a model's overrides.  What the body leaves out goes back to its default; a new model is created."""
+    """Replace a model's overrides.  What the body leaves out goes back to its default; a new model is created.
+
+    `description` and `preset` say how its servers are spoken to.  They are checked whole; `errors` of a refusal name
+    each place as a JSON pointer into the body.  New runs are by the new one, those under way go on by theirs.
+    """
     check_model_name(path.model)
     return _configure(path.model, body.model_dump(exclude_unset=True))
 
@@ -92,7 +97,7 @@ def _shown(model: Model) -> dict[str, Any]:
 
 
 def _configure(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    model = catalog().configure(name, overrides, now_ms())
+    model = catalog().configure(name, overrides, now_ms(), described(name, overrides))
     bring_to_redis(model.fleet)
     return views.config(model)
 

@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 from app import views
 from app.api.admin import admin_blueprint, bring_to_redis, close_breaker, depths_of, standings_of
 from app.api.context import context, dispatcher
+from app.api.describing import described as described_by
 from app.api.openapi import described, problems
 from app.auth import tenant
 from app.config import is_loopback
@@ -42,8 +43,8 @@ _ENDPOINT = "endpoint must be a full URL with a host, such as http://gpu1:9001/g
 def register_server(body: RegisterBody) -> tuple[dict[str, Any], int]:
     """Add a server for a model, or change its endpoint and slots.  The model is created if it is new.
 
-    Attributes, weight, version and runtime that are left out stay as they are.  A server of one fleet cannot take over
-    a model of another that has servers or unfinished jobs: 409.
+    Attributes, weight, version, runtime, preset and description that are left out stay as they are.  A server of one
+    fleet cannot take over a model of another that has servers or unfinished jobs: 409.
     """
     check_model_name(body.model)
     check_model_name(body.server, "server")
@@ -51,8 +52,19 @@ def register_server(body: RegisterBody) -> tuple[dict[str, Any], int]:
     attributes = None if body.attributes is None else read_attributes(body.attributes)
     of_model = read_of_model(model_version=body.model_version, runtime=body.runtime)
     known = dispatcher().fleet.refresh().servers.get(body.server)
+    overrides = _overrides(body)
+    description = described_by(body.model, overrides or {})
     server = catalog().register(
-        body.model, body.server, body.endpoint, body.slots, now_ms(), attributes, body.weight, of_model
+        body.model,
+        body.server,
+        body.endpoint,
+        body.slots,
+        now_ms(),
+        attributes,
+        body.weight,
+        of_model,
+        overrides,
+        description,
     )
     bring_to_redis(server.fleet)
     return views.server(server), 200 if known is not None and body.model in known.endpoints else 201
@@ -109,6 +121,12 @@ def remove_server(path: ServerPath) -> tuple[str, int]:
     catalog().remove_server(known.name)
     bring_to_redis(known.fleet)
     return "", 204
+
+
+def _overrides(body: RegisterBody) -> dict[str, Any] | None:
+    """What is said of how it is spoken to for this model; None: nothing, and it stays as it was."""
+    given = {name: getattr(body, name) for name in ("preset", "description") if name in body.model_fields_set}
+    return {name: value for name, value in given.items() if value is not None} if given else None
 
 
 def _listed(

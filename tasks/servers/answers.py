@@ -122,10 +122,15 @@ def _seconds_until(http_date: str, now_s: float) -> float | None:
 def clean(text: str, secrets: Iterable[str] = ()) -> str:
     """A message for people: one line, no control characters, no secrets, at most 500 characters."""
     text = "".join(_visible(ch) for ch in text[:_SEEN_OF_A_TEXT])
-    for secret in secrets:
+    for secret in sorted(_written(secrets), key=len, reverse=True):
         text = text.replace(secret, "***")  # before cutting, or half a secret could stay
     text = " ".join(text.split())
     return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 1] + "…"
+
+
+def _written(secrets: Iterable[str]) -> set[str]:
+    """Secrets as they may stand in a text: as they are, and as JSON has them."""
+    return {form for secret in secrets for form in (secret, orjson.dumps(secret).decode()[1:-1])}
 
 
 def _visible(ch: str) -> str:

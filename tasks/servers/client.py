@@ -220,9 +220,14 @@ class Server:
 
     def _about(self, values: Values) -> About:
         assert values.call is not None
-        token = values.call.callback_token
-        secrets = (*values.used_secrets, *([token] if token else ()))
-        return About(values.call.job_id, values.remote_id, secrets, time.time())
+        return About(values.call.job_id, values.remote_id, self._kept_quiet(values.call), time.time())
+
+    def _kept_quiet(self, call: Call) -> tuple[str, ...]:
+        """What an answer may repeat and nobody is told: an earlier exchange may have sent what this one does not."""
+        token = (call.callback_token,) if call.callback_token else ()
+        if self._secret is None or not self.description.secrets:
+            return token
+        return (*filter(None, map(self._secret, sorted(self.description.secrets))), *token)
 
 
 def split_endpoint(endpoint: str) -> tuple[str, str]:

@@ -5,13 +5,26 @@ its default, and default rules (defaults.py) follow the description's own, so th
 two or three rules.  Everything is checked here, when a description is stored; nothing is at a call.
 """
 
+import re
+from collections.abc import Iterable
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from tasks.servers.patterns import compile_pattern
-from tasks.servers.pointers import parse
-from tasks.servers.templates import Body, Headers, Path, to_json
+from tasks.servers.pointers import parse, texts_in, write
+from tasks.servers.templates import Body, Path, parse_text, secrets_in, to_json
 
 MAX_BODY_BYTES = 64 * 1024  # of a body template
 MAX_RULES = 50  # per step
@@ -33,6 +46,9 @@ RESERVED_HEADERS = frozenset(
 )
 
 
+_STATUSES = re.compile(r"[1-5]xx|[1-5][0-9][0-9]-[1-5][0-9][0-9]")
+
+
 def _pointer(text: str) -> str:
     parse(text)
     return text
@@ -47,10 +63,23 @@ def _as_tuple(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else (value,)
 
 
+def _status(value: Any) -> int | str:
+    if isinstance(value, str) and _STATUSES.fullmatch(value):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and 100 <= value <= 599:
+        return value
+    raise ValueError("a status is a number from 100 to 599, '5xx', or a range such as '500-504'")
+
+
+def _placed(at: Iterable[str | int], message: str) -> PydanticCustomError:
+    """What is wrong at one place within a field."""
+    return PydanticCustomError("placed", "{message}", {"message": message, "at": write(at)})
+
+
 PointerText = Annotated[str, BeforeValidator(lambda v: _pointer(v) if isinstance(v, str) else v)]
 PatternText = Annotated[str, BeforeValidator(lambda v: _pattern(v) if isinstance(v, str) else v)]
 Scalar = bool | int | float | str | None
-Status = Annotated[int, Field(ge=100, le=599)] | Annotated[str, Field(pattern=r"^([1-5]xx|[1-5]\d\d-[1-5]\d\d)$")]
+Status = Annotated[int | str, BeforeValidator(_status)]
 Connection = Literal["connect", "timeout", "reset"]
 Word = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")]
 HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]{0,63}$")]
@@ -130,9 +159,10 @@ class _Reading(_Data):
 
     @model_validator(mode="after")
     def _rules_fit(self) -> Self:
-        for rule in self.rules:
+        for number, rule in enumerate(self.rules):
             if rule.then not in self.meanings:
-                raise ValueError(f"{rule.then!r} means nothing here; there is: {', '.join(sorted(self.meanings))}")
+                known = ", ".join(sorted(self.meanings))
+                raise _placed(["rules", number, "then"], f"{rule.then!r} means nothing here; there is: {known}")
         return self
 
 
@@ -147,22 +177,39 @@ class _Asking(_Data):
     connect_s: Annotated[float, Field(gt=0, le=60)] = 3.0
     read_s: Seconds | None = 10.0  # between two pieces of an answer; None: only the call's deadline counts
 
-    @model_validator(mode="after")
-    def _templates_fit(self) -> Self:
-        if self.path is not None:
-            Path(self.path, self.sources - {"secret", "callback_token"})  # addresses end up in logs
-        Headers(self.headers, self.sources)
-        Body(self.body, self.sources)
-        if len(to_json(self.body)) > MAX_BODY_BYTES:
-            raise ValueError(f"a body template has at most {MAX_BODY_BYTES} bytes")
-        return self
+    @field_validator("path")
+    @classmethod
+    def _path_fits(cls, path: str | None) -> str | None:
+        if path is not None:
+            Path(path, cls.sources - {"secret", "callback_token"})  # addresses end up in logs
+        return path
 
-    @model_validator(mode="after")
-    def _headers_are_its_own(self) -> Self:
-        taken = sorted(name for name in self.headers if name.lower() in RESERVED_HEADERS)
-        if taken:
-            raise ValueError(f"these headers cannot be set: {', '.join(taken)}")
-        return self
+    @field_validator("headers")
+    @classmethod
+    def _headers_fit(cls, headers: dict[str, str]) -> dict[str, str]:
+        for name, text in headers.items():
+            if name.lower() in RESERVED_HEADERS:
+                raise _placed([name], "this header cannot be set: it is the dispatcher's own; leave it out")
+            _fits(text, cls.sources, [name])
+        return headers
+
+    @field_validator("body")
+    @classmethod
+    def _body_fits(cls, body: JsonValue) -> JsonValue:
+        for at, text in texts_in(body):
+            _fits(text, cls.sources, at)
+        Body(body, cls.sources)
+        if len(to_json(body)) > MAX_BODY_BYTES:
+            raise ValueError(f"a body template has at most {MAX_BODY_BYTES} bytes")
+        return body
+
+
+def _fits(text: str, sources: frozenset[str], at: Iterable[str | int]) -> None:
+    """Raises, with the place, for a template that names what there is not."""
+    try:
+        parse_text(text, sources)
+    except ValueError as error:
+        raise _placed(at, str(error)) from None
 
 
 class Submit(_Asking, _Reading):
@@ -256,9 +303,17 @@ class Description(_Data):
 
     @model_validator(mode="after")
     def _next_has_a_next(self) -> Self:
-        if any(rule.then == "next" for rule in self.status[-1].rules):
-            raise ValueError("there is no step after the last status step")
+        for number, rule in enumerate(self.status[-1].rules):
+            if rule.then == "next":
+                at: list[str | int] = ["status", len(self.status) - 1, "rules", number, "then"]
+                raise _placed(at, "there is no step after the last status step")
         return self
+
+    @cached_property
+    def secrets(self) -> frozenset[str]:
+        """The names of the secrets that its templates put in."""
+        texts = (text for _, text in texts_in(self.model_dump()))
+        return frozenset(name for text in texts for name in secrets_in(text))
 
 
 DEFAULT = Description()

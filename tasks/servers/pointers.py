@@ -1,5 +1,6 @@
 """JSON pointers (RFC 6901), parsed once and followed many times."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 Pointer = tuple[str, ...]
@@ -24,6 +25,22 @@ def _unescaped(token: str) -> str:
     if "~" in token.replace("~0", "").replace("~1", ""):
         raise ValueError(f"in a JSON pointer '~' is followed by 0 or 1, not as in {token[:40]!r}")
     return token.replace("~1", "/").replace("~0", "~")
+
+
+def write(pointer: Iterable[str | int]) -> str:
+    """The other way round: ('a', 0, 'b/c') -> '/a/0/b~1c'."""
+    return "".join("/" + str(token).replace("~", "~0").replace("/", "~1") for token in pointer)
+
+
+def texts_in(document: Any) -> Iterator[tuple[Pointer, str]]:
+    """Every text in a document that is no key, and where it stands."""
+    left: list[tuple[Pointer, Any]] = [((), document)]
+    while left:
+        at, node = left.pop()
+        if isinstance(node, str):
+            yield at, node
+        parts = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list | tuple) else ()
+        left += [((*at, str(name)), part) for name, part in reversed(list(parts))]
 
 
 def resolve(document: Any, pointer: Pointer) -> Any:

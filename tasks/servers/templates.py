@@ -10,7 +10,7 @@ the value is put in as text.  What was put in is never looked at again, so a pay
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -50,13 +50,12 @@ def _wrong_setup(message: str) -> TemplateError:
 
 @dataclass(slots=True)
 class Values:
-    """What templates are filled from, in one exchange; remembers the secrets that were used."""
+    """What templates are filled from, in one exchange."""
 
     call: Call | None  # None: a health check, which is about no job
     remote_id: str | None = None
     secret: SecretLookup | None = None
     endpoint: str = ""  # the path of the registered endpoint, without a slash at its end
-    used_secrets: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +88,7 @@ class Ref:
         return getattr(values.call, self.name or self.source, None)
 
     def _secret(self, values: Values) -> str | None:
-        found = values.secret(self.name) if values.secret else None
-        if found:
-            values.used_secrets.append(found)
-        return found or None
+        return (values.secret(self.name) if values.secret else None) or None
 
 
 Parts = tuple[str | Ref, ...]
@@ -121,6 +117,12 @@ def _parse_ref(inside: str, allowed: frozenset[str]) -> Ref:
     if source in ("job", "secret") or slash:
         raise ValueError(f"{{{{{inside[:60]}}}}} names nothing that exists")
     return Ref(source, raw=raw)
+
+
+def secrets_in(text: str) -> list[str]:
+    """The names of the secrets that a text puts in, whether or not it may."""
+    named = (inside.strip().removeprefix("raw:").partition("/") for inside in _TEMPLATE.findall(text))
+    return [name for source, _, name in named if source == "secret"]
 
 
 def as_text(value: Any) -> str:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from jobs.catalog import Model
 from jobs.config import ModelConfig
 from jobs.record import now_ms
 from routing.outcome import Kind, Outcome
 from tasks import callbacks, maintenance, push
-from tasks.runner import Misconfigured, server_for
+from tasks.descriptions import Misconfigured, server_for
 from tasks.shown import Shown
 from tasks.wiring import catalog, leases, workers
 from tasks.worker import ActiveRun, Worker
@@ -54,8 +55,9 @@ def test_an_id_field_that_cannot_be_compiled_is_refused_with_its_place(api: Api,
 @pytest.mark.parametrize("template", ["/v1/jobs/{id}/status?verbose=1", "/{id}", "/jobs/{id};x=1"])
 def test_a_template_that_passes_can_be_used(api: Api, template: str) -> None:
     changes: dict[str, Any] = {"poll_endpoint_template": template, "id_field": "/data/id", "model_type": "async"}
-    config = api.client.put("/admin/model-configs/zimg", json=changes).json["config"]
-    server_for("http://127.0.0.1:9/generate", ModelConfig(**config))
+    assert api.client.put("/admin/model-configs/zimg", json=changes).status_code == 200
+    model = api.dispatcher.fleet.refresh().models["zimg"]
+    server_for("http://127.0.0.1:9/generate", model, model.described_by)
 
 
 @pytest.fixture
@@ -100,4 +102,4 @@ def test_a_push_about_its_job_is_left_to_the_worker(stored: Api) -> None:
 
 def test_an_endpoint_that_is_none_is_the_fault_of_its_registration() -> None:
     with pytest.raises(Misconfigured):
-        server_for("ftp://example/x", ModelConfig())
+        server_for("ftp://example/x", Model("zimg", "zimg", {}, ModelConfig()), None)

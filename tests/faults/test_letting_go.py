@@ -18,6 +18,7 @@ from routing.explain import explain
 from routing.outcome import Kind, Outcome
 from routing.policies.identity import YOUNG_MS
 from tasks import maintenance, runner, settlement
+from tasks.descriptions import server_for
 from tasks.heartbeat import Hold
 from tasks.servers import Live, Wires
 from tests.lua.stage import Stage, client, stage, valkey
@@ -89,14 +90,14 @@ class Watching:
 
     async def _watch(self) -> Outcome | runner.Left:
         stage, run, wires = self._stage, self._task.run, Wires(self._loop)
-        config = stage.dispatcher.fleet.model(run.job.model).config
+        model = stage.dispatcher.fleet.model(run.job.model)
 
         async def note_remote(remote_id: str) -> bool:
             return stage.store.note_remote(run.job.id, run.attempt, remote_id, stage.now)
 
         url = stage.dispatcher.fleet.snapshot().servers[run.server].endpoints[run.job.model]
-        live = self._live or Live(runner.server_for(url, config), wires)
-        return await runner.Watch(self._task, self.hold, config, live, note_remote).outcome()
+        live = self._live or Live(server_for(url, model, run.described_by), wires)
+        return await runner.Watch(self._task, self.hold, model.config, live, note_remote).outcome()
 
 
 def _run(stage: Stage, task: Task, meanwhile: Callable[[Hold], None] | None = None) -> State | None:

@@ -104,12 +104,6 @@ def test_a_missing_secret_is_the_setups_fault_and_is_named():
     assert (caught.value.kind, caught.value.code) == (Kind.RETRY, "misconfigured")
 
 
-def test_used_secrets_are_remembered_for_redaction():
-    used = values()
-    Headers({"Authorization": "Bearer {{secret/KEY}}"}, SUBMIT_SOURCES).fill(used)
-    assert used.used_secrets == ["s3cret"]
-
-
 def test_a_value_in_a_path_is_percent_encoded():
     assert path("/status/{{id}}") == "/status/srv%2F7"
     assert path("/s/{{payload/prompt}}?q={{payload/prompt}}") == "/s/a%20cat?q=a%20cat"

@@ -1,0 +1,36 @@
+"""How servers are spoken to, checked at the door where it is given."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from app.api.context import dispatcher
+from app.errors import ProblemError, printable
+from tasks import descriptions
+from tasks.descriptions import Unfit
+
+
+def described(model: str, given: Mapping[str, Any]) -> str | None:
+    """The description that is meant, as JSON; None: nothing is said of it.
+
+    Raises ProblemError, whose `errors` name each place as a JSON pointer into the body.
+    """
+    try:
+        return descriptions.whole(given, _may_use(model))
+    except Unfit as unfit:
+        errors = [
+            {
+                "field": printable(it.pointer.strip("/").replace("/", ".")),
+                "pointer": printable(it.pointer),
+                "message": printable(it.message),
+            }
+            for it in unfit.faults
+        ]
+        facts = {"field": errors[0]["field"], "errors": errors}
+        raise ProblemError(
+            422, "invalid_description", "The description is not valid", printable(str(unfit)), **facts
+        ) from None
+
+
+def _may_use(model: str) -> Callable[[str], bool]:
+    secrets = dispatcher().fleet.refresh().secrets
+    return lambda name: name in secrets and secrets[name].is_for(model)

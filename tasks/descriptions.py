@@ -1,0 +1,263 @@
+"""What a model's configuration says of how its servers are spoken to: made whole and checked when it is stored,
+compiled once by whoever speaks to them.
+
+A version of a description never changes (jobs/descriptions.py), so what was compiled of it is right for good.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from jobs import descriptions
+from jobs.catalog import Model, Snapshot
+from jobs.config import ModelConfig
+from jobs.record import Run
+from routing import exact
+from tasks import vault
+from tasks.servers import Description, Plan, Server, compile_plan, for_model, presets
+from tasks.servers.pointers import texts_in, write
+from tasks.servers.templates import secrets_in
+from tasks.wiring import database
+
+SHORTHAND = ("model_type", "poll_endpoint_template", "id_field")
+MAX_BYTES = 256 * 1024  # of a whole description
+MAX_DEPTH = 64  # levels
+
+_MOST_FAULTS = 20
+_MOST_PLANS = 4096
+
+
+# -- checked when it is stored ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong, and where in what was given, as a JSON pointer."""
+
+    pointer: str
+    message: str
+
+
+class Unfit(Exception):
+    """What was given describes no server."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        super().__init__("; ".join(f"{it.pointer or 'body'}: {it.message}" for it in faults))
+        self.faults = tuple(faults)
+
+
+def whole(given: Mapping[str, Any], may_use: Callable[[str], bool]) -> str | None:
+    """The description that these fields of a configuration make, as JSON; None: they say nothing of it.
+
+    `may_use`: whether there is a secret of this name for the model.  Raises Unfit.
+    """
+    preset, own = given.get("preset"), given.get("description")
+    if preset is None and own is None:
+        return _of_shorthand(given)
+    if taken := [name for name in SHORTHAND if given.get(name) is not None]:
+        said = "{} is said by the description itself: mode, submit.id and status.path; leave it out"
+        raise Unfit([Fault(write([name]), said.format(name)) for name in taken])
+    _check_size(own)
+    base = {} if preset is None else _preset(preset)
+    try:
+        description = Description.model_validate(merged(base, own or {}))
+    except ValidationError as error:
+        raise Unfit(_faults(error, own)) from None
+    _check_secrets(description, own, may_use)
+    return description.model_dump_json()
+
+
+def effective(config: ModelConfig, described_by: str | None) -> dict[str, Any] | None:
+    """The description that is in force, with all its defaults; None: it cannot be read, or makes no sense."""
+    try:
+        plan = _plan(described_by) if described_by else _plain_plan(*_shorthand(config))
+    except (ValueError, Misconfigured):
+        return None
+    return plan.description.model_dump(mode="json")
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid over `base`: objects are merged deeply, anything else, lists too, takes the place of what was."""
+    found = dict(base)
+    for name, value in over.items():
+        before = found.get(name)
+        both = isinstance(before, Mapping) and isinstance(value, Mapping)
+        found[name] = merged(before, value) if both else value  # type: ignore[arg-type]
+    return found
+
+
+def _of_shorthand(given: Mapping[str, Any]) -> str | None:
+    if not any(given.get(name) is not None for name in SHORTHAND):
+        return None
+    described = for_model(*(given.get(name) or default for name, default in zip(SHORTHAND, _DEFAULTS, strict=True)))
+    return described.model_dump_json()
+
+
+_DEFAULTS: tuple[Any, ...] = ("sync", None, None)
+
+
+def _preset(name: str) -> dict[str, Any]:
+    try:
+        return presets.get(name)
+    except KeyError:
+        known = ", ".join(presets.names())
+        raise Unfit([Fault("/preset", f"there is no preset {name!r}; there is: {known}")]) from None
+
+
+def _check_size(own: Any) -> None:
+    if not _is_shallow(own):
+        raise Unfit([Fault("/description", f"a description is at most {MAX_DEPTH} levels deep")])
+    if own is not None and len(exact.dumps(own)) > MAX_BYTES:
+        raise Unfit([Fault("/description", f"a description has at most {MAX_BYTES} bytes")])
+
+
+def _is_shallow(document: Any) -> bool:
+    level = [document]
+    for _ in range(MAX_DEPTH):
+        parts = (it.values() if isinstance(it, dict) else it for it in level if isinstance(it, dict | list))
+        level = [it for part in parts for it in part]
+        if not level:
+            return True
+    return False
+
+
+def _check_secrets(description: Description, own: Any, may_use: Callable[[str], bool]) -> None:
+    faults = []
+    for name in sorted(description.secrets):
+        if not may_use(name):
+            said = f"there is no secret {name} for this model; first: slotkeeper secrets set {name} --model MODEL"
+            faults.append(Fault(_where_named(name, own), said))
+    if faults:
+        raise Unfit(faults)
+
+
+def _where_named(secret: str, own: Any) -> str:
+    places = (at for at, text in texts_in(own) if secret in secrets_in(text))
+    return next((write(("description", *at)) for at in places), "/preset")
+
+
+def _faults(error: ValidationError, own: Any) -> list[Fault]:
+    found: dict[str, Fault] = {}
+    for one in error.errors(include_url=False)[:_MOST_FAULTS]:
+        within = one.get("ctx", {}).get("at", "") if one["type"] == "placed" else ""
+        pointer = "/description" + _followed(one["loc"], own) + within
+        found.setdefault(pointer, Fault(pointer, _sentence(one)))
+    return list(found.values())
+
+
+def _followed(loc: Sequence[str | int], document: Any) -> str:
+    """A place in what was checked, as far as it is one in what was given."""
+    at: list[str | int] = []
+    for part in loc:
+        if isinstance(document, dict) and part in document:
+            document = document[str(part)]
+        elif isinstance(document, list) and isinstance(part, int) and part < len(document):
+            document = document[part]
+        else:
+            continue  # Of a single one where a list may stand, or a word of the checker's own.
+        at.append(part)
+    return write(at)
+
+
+def _sentence(error: Any) -> str:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    match error["type"]:
+        case "extra_forbidden":
+            return "there is no such field; remove it"
+        case "missing":
+            return f"{error['loc'][-1]!r} is missing; add it"
+    return message[:1].lower() + message[1:] if error["type"] not in ("value_error", "placed") else message
+
+
+def models_naming(secret: str, catalog: Snapshot) -> list[str]:
+    """Models whose servers are spoken to, now, by a description that puts this secret in.  Raises RecordUnavailable."""
+    named = [(it.name, it.described_by) for it in catalog.models.values()]
+    for server in catalog.servers.values():
+        named += [(model, descriptions.named_in(own)) for model, own in server.overrides.items()]
+    return sorted({model for model, version in named if version is not None and _puts_in(version, secret)})
+
+
+def _puts_in(version: str, secret: str) -> bool:
+    try:
+        return secret in _plan(version).description.secrets
+    except Misconfigured:  # Nothing is sent by it.
+        return False
+
+
+# -- compiled by who speaks ------------------------------------------------------------------------------------
+
+
+class Misconfigured(Exception):
+    """A model is configured, or a server registered, so that no request can be made of it: a fault of that one."""
+
+
+_plans: dict[str, Plan] = {}
+
+
+def is_known(version: str | None) -> bool:
+    """Whether this process can speak by it without asking the record."""
+    return version is None or version in _plans
+
+
+def learn(version: str | None) -> None:
+    """Read and compile a description, unless it is known.  Raises RecordUnavailable, Misconfigured."""
+    if version is None or version in _plans:
+        return
+    body = descriptions.read(database(), version)
+    if body is None:
+        raise Misconfigured(f"the description {version} is not in the record any more")
+    try:
+        plan = compile_plan(Description.model_validate_json(body))
+    except ValueError as error:  # A newer release may say what this one does not understand.
+        raise Misconfigured(f"the description {version} is not understood: {error}") from error
+    while len(_plans) >= _MOST_PLANS:
+        del _plans[next(iter(_plans))]
+    _plans[version] = plan
+
+
+def _plan(version: str) -> Plan:
+    learn(version)
+    return _plans[version]
+
+
+def server_for(url: str, model: Model, described_by: str | None) -> Server:
+    """Speaks to the endpoint `url` as the version `described_by` says, or else by the slot protocol with the
+    configuration's own fields.
+
+    Raises Misconfigured; and RecordUnavailable unless the version is known.
+    """
+    try:
+        if described_by is None:
+            return _plain_server(url, *_shorthand(model.config))
+        return _server(url, model.name, described_by)
+    except ValueError as error:
+        raise Misconfigured(str(error)) from error
+
+
+def server_of(run: Run, catalog: Snapshot) -> Server | None:
+    """Speaks to a run's server as the run began; None: the server was removed.  Raises as server_for."""
+    server = catalog.servers.get(run.server)
+    url = server.endpoints.get(run.job.model) if server is not None else None
+    return None if url is None else server_for(url, catalog.models[run.job.model], run.described_by)
+
+
+@lru_cache(maxsize=4096)
+def _server(url: str, model: str, version: str) -> Server:
+    return Server(url, _plan(version), secret=partial(vault.value_for, model))
+
+
+@lru_cache(maxsize=4096)
+def _plain_server(url: str, *shorthand: Any) -> Server:
+    return Server(url, _plain_plan(*shorthand))
+
+
+@lru_cache(maxsize=4096)
+def _plain_plan(model_type: Literal["sync", "async"], template: str | None, id_field: str | None) -> Plan:
+    return compile_plan(for_model(model_type, template, id_field))
+
+
+def _shorthand(config: ModelConfig) -> tuple[Any, ...]:
+    return tuple(getattr(config, name) for name in SHORTHAND)

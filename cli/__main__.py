@@ -3,6 +3,7 @@
 import click
 
 from cli import admin, jobs, local, secrets, webhooks
+from cli.conform import conform
 from cli.drill import drill
 from cli.simulate import simulate
 from client.terminal import SafeGroup
@@ -19,7 +20,7 @@ def main() -> None:
 
 
 _GROUPS = (local, jobs, admin, webhooks, secrets)
-for command in (*(one for group in _GROUPS for one in group.COMMANDS), drill, simulate):
+for command in (*(one for group in _GROUPS for one in group.COMMANDS), conform, drill, simulate):
     main.add_command(command)
 
 

@@ -1,5 +1,5 @@
 """trials: Slotkeeper tried before anybody relies on it.
 
 `simulate` plays days of a load in seconds on routing's own scripts; `drill` lets a whole Slotkeeper fail on purpose and
-counts what came of every job.
+counts what came of every job; `conform` puts a server to the slot protocol.
 """

@@ -14,12 +14,15 @@ import pytest
 import requests
 from pytest_httpserver import HTTPServer
 
-from reference_server import ReferenceServer, ServeConfig, ServeError
+from reference_server import ReferenceServer, ServeConfig, ServeError, gated
 from reference_server.demo import flux, zimg
 from reference_server.model import TargetError, load
 from tests.protocol import gates
-from tests.protocol.gates import Gate
-from tests.protocol.support import ROOT, Served, Stage, process, until
+from trials.conform.gate import Gate
+from trials.conform.reference import started as process
+from trials.conform.stage import Served, Stage, until
+
+ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
@@ -92,7 +95,7 @@ def test_a_journal_that_cannot_be_written_is_refused(tmp_path: Path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_idle_server_ends_cleanly_at_a_signal(number: int):
-    with process("tests.protocol.gates:model") as started:
+    with process("reference_server.gated:model") as started:
         requests.get(started.served.url + "/health", timeout=5)
         started.child.send_signal(number)
         assert started.child.wait(timeout=5) == 0
@@ -100,7 +103,7 @@ def test_an_idle_server_ends_cleanly_at_a_signal(number: int):
 
 
 def test_a_stopping_server_finishes_what_runs_and_starts_nothing():
-    with closing(Gate()) as gate, process("tests.protocol.gates:model", "--slots", "2") as started:
+    with closing(Gate()) as gate, process("reference_server.gated:model", "--slots", "2") as started:
         stage = Stage(started.served, gate)
         run = stage.begin()
         started.child.terminate()
@@ -112,7 +115,7 @@ def test_a_stopping_server_finishes_what_runs_and_starts_nothing():
 
 
 def test_after_the_grace_runs_are_canceled():
-    with closing(Gate()) as gate, process("tests.protocol.gates:model", "--grace", "0") as started:
+    with closing(Gate()) as gate, process("reference_server.gated:model", "--grace", "0") as started:
         run = Stage(started.served, gate).begin()
         started.child.terminate()
         assert run.outcome()["status"] == "canceled"
@@ -120,7 +123,7 @@ def test_after_the_grace_runs_are_canceled():
 
 
 def test_a_second_signal_ends_it_at_once():
-    with closing(Gate()) as gate, process("tests.protocol.gates:deaf") as started:
+    with closing(Gate()) as gate, process("reference_server.gated:deaf") as started:
         stage = Stage(started.served, gate)
         stage.later(lambda: stage.served.dispatch(stage.payload()))
         gate.arrival()
@@ -135,7 +138,7 @@ def test_a_second_signal_ends_it_at_once():
 
 def test_the_journal_has_a_line_per_run_and_no_overlap_in_a_slot(tmp_path: Path):
     journal = tmp_path / "journal"
-    with process("tests.protocol.gates:model", "--slots", "2", "--journal", str(journal)) as started:
+    with process("reference_server.gated:model", "--slots", "2", "--journal", str(journal)) as started:
         served = started.served
         answers = [served.threads.submit(served.generate, {"n": n}) for n in range(12)]
         accepted = [a.result(10).json() for a in answers if a.result(10).status_code == 200]
@@ -162,7 +165,7 @@ def _answer(body: dict) -> requests.Response:
 
 def test_a_line_is_there_when_the_end_is_known(tmp_path: Path):
     journal = tmp_path / "journal"
-    with embedded(gates.model, journal=journal) as served:
+    with embedded(gated.model, journal=journal) as served:
         served.dispatch(job="a")
         assert json.loads(journal.read_text())["job_id"] == "a"
 
@@ -176,7 +179,7 @@ def test_the_end_is_pushed_to_the_callback(httpserver: HTTPServer, asynchronous:
     handler = httpserver.expect_request("/callback/a", method="POST", headers={"Authorization": "Bearer secret"})
     handler.respond_with_data("")
     headers = {"X-Callback-Url": httpserver.url_for("/callback/a"), "X-Callback-Token": "secret"}
-    with embedded(gates.model, push=True, asynchronous=asynchronous) as served:
+    with embedded(gated.model, push=True, asynchronous=asynchronous) as served:
         served.dispatch(payload, job="a", **headers)
         until(lambda: httpserver.log, "the push")
         request, _ = httpserver.log[0]
@@ -188,7 +191,7 @@ def test_a_push_that_is_not_taken_is_tried_again_and_a_refused_one_is_not(httpse
     for status in (500, 503, 404, 200):
         httpserver.expect_ordered_request("/").respond_with_data("", status=status)
     headers = {"X-Callback-Url": httpserver.url_for("/"), "X-Callback-Token": "secret"}
-    server = ReferenceServer(gates.model, ServeConfig(port=0, push=True))
+    server = ReferenceServer(gated.model, ServeConfig(port=0, push=True))
     assert server._pusher
     server._pusher._pause_s = 0.001
     with server:
@@ -199,14 +202,14 @@ def test_a_push_that_is_not_taken_is_tried_again_and_a_refused_one_is_not(httpse
 
 def test_without_the_option_nothing_is_pushed(httpserver: HTTPServer):
     headers = {"X-Callback-Url": httpserver.url_for("/"), "X-Callback-Token": "secret"}
-    with embedded(gates.model) as served:
+    with embedded(gated.model) as served:
         assert served.dispatch({}, **headers).status_code == 200
     assert httpserver.log == []
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://a/", "http://", "http://a:99999/", "nothing"])
 def test_a_callback_that_is_no_web_address_is_refused(url: str):
-    with embedded(gates.model, push=True) as served:
+    with embedded(gated.model, push=True) as served:
         answer = served.dispatch({}, **{"X-Callback-Url": url, "X-Callback-Token": "secret"})
     assert answer.status_code == 400
 
@@ -259,7 +262,7 @@ def test_a_coroutine_can_be_served():
 
 
 def test_a_model_that_cannot_hear_a_cancel_is_not_said_to_be_canceling():
-    with closing(Gate()) as gate, embedded(gates.deaf) as served:
+    with closing(Gate()) as gate, embedded(gated.deaf) as served:
         stage = Stage(served, gate)
         answer = stage.later(lambda: served.dispatch(stage.payload(), job="a"))
         held = gate.arrival()
@@ -285,7 +288,7 @@ def test_a_function_that_tries_to_exit_only_ends_its_run():
 
 
 def test_health_tells_the_most_that_ever_ran_and_what_is_served():
-    with closing(Gate()) as gate, embedded(gates.model, slots=3, model="zimg", endpoint="/run") as served:
+    with closing(Gate()) as gate, embedded(gated.model, slots=3, model="zimg", endpoint="/run") as served:
         served.endpoint = "/run"
         stage = Stage(served, gate)
         for run in [stage.begin(), stage.begin()]:
@@ -301,7 +304,7 @@ def test_health_tells_the_most_that_ever_ran_and_what_is_served():
 @pytest.fixture(scope="module")
 def small() -> Iterator[Served]:
     """A server that takes bodies of at most 1000 bytes."""
-    with embedded(gates.model, max_body_bytes=1000) as served:
+    with embedded(gated.model, max_body_bytes=1000) as served:
         yield served
 
 

@@ -1,0 +1,153 @@
+"""`slotkeeper conform` finds what a server does wrong, says so in words, and tries nothing on an unfit one."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+import requests
+from click.testing import CliRunner
+
+from cli.__main__ import main
+from reference_server import ReferenceServer, ServeConfig, gated
+from trials.conform.checks import CHECKS, Check
+from trials.conform.run import Ended, Unfit, Verdict, conform, judge
+from trials.conform.stage import Served
+
+Edit = Callable[[str, int, dict[str, Any]], tuple[int, dict[str, Any]]]
+
+
+@contextmanager
+def lying(edit: Edit, **options: Any) -> Iterator[Served]:
+    """The reference server, whose answers are changed on their way: edit(path, status, body)."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            names = ("X-Source", "X-Job-Id", "X-Attempt", "Idempotency-Key")
+            headers = {name: self.headers[name] for name in names if self.headers[name]}
+            there = requests.request(self.command, server.url + self.path, data=body, headers=headers, timeout=30)
+            status, said = edit(self.path, there.status_code, there.json())
+            text = json.dumps(said).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            if "Retry-After" in there.headers:
+                self.send_header("Retry-After", there.headers["Retry-After"])
+            self.end_headers()
+            self.wfile.write(text)
+
+        do_GET = do_POST = do
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ReferenceServer(gated.model, ServeConfig(port=0, **{"slots": 2, **options})) as server:
+        proxy = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        proxy.daemon_threads = True
+        Thread(target=proxy.serve_forever, daemon=True).start()
+        try:
+            mode = "async" if options.get("asynchronous") else "sync"
+            yield Served(f"http://127.0.0.1:{proxy.server_address[1]}", mode)
+        finally:
+            proxy.shutdown()
+            proxy.server_close()
+
+
+def the(name: str) -> Check:
+    return next(check for check in CHECKS if check.name == name)
+
+
+def in_health(**changed: Any) -> Edit:
+    return lambda path, status, body: (status, {**body, **changed} if path == "/health" else body)
+
+
+def in_status(answered: int, **changed: Any) -> Edit:
+    return lambda path, was, body: (answered, {**body, **changed}) if path.startswith("/status/") else (was, body)
+
+
+def busy_is(status: int) -> Edit:
+    return lambda _path, was, body: (status if was == 503 else was, body)
+
+
+LIES = [
+    ("no-more-than-slots", in_health(slots=1), {}),
+    ("busy-when-full", busy_is(429), {}),
+    ("health-counts-what-runs", in_health(active_jobs=0), {}),
+    ("health-names-what-runs", in_health(job_ids=["somebody"]), {}),
+    ("unknown-id", in_status(200, status="completed"), {}),
+    ("processing-until-the-end", in_status(200, status="completed"), {"asynchronous": True}),
+    ("wrong-request", lambda _path, was, body: (500 if was == 422 else was, body), {}),
+    ("result-of-the-function", lambda _path, was, body: (was, {"output": body}), {}),
+]
+
+
+@pytest.mark.parametrize(("name", "lie", "options"), LIES, ids=[name for name, *_ in LIES])
+def test_a_clause_that_is_not_kept_is_found(name: str, lie: Edit, options: dict[str, Any]):
+    with lying(lie, **options) as served:
+        verdict = judge(the(name), served)
+    assert verdict.ended is Ended.FAILED
+    assert verdict.why
+
+
+def test_what_was_seen_is_told():
+    with lying(busy_is(429)) as served:
+        verdict = judge(the("busy-when-full"), served)
+    assert verdict.why == "the answer of a full server is (429, 'busy'), not (503, 'busy')"
+
+
+def test_what_a_server_is_said_to_be_without_is_left_out():
+    with lying(in_health()) as served:
+        served.without = frozenset({"cancel"})
+        verdict = judge(the("cancel-of-what-runs"), served)
+    assert verdict == Verdict(verdict.check, Ended.SKIPPED, "this server is said to be without cancel")
+
+
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        (in_health(active_jobs=1), "not idle"),
+        (in_health(slots=0), "no slots"),
+        (in_health(slots=None), "not as described"),
+    ],
+)
+def test_a_server_that_cannot_be_put_to_it_is_told_so_before_anything_is_tried(lie: Edit, why: str):
+    with lying(lie) as served, pytest.raises(Unfit, match=why):
+        list(conform(served))
+
+
+def test_a_server_that_does_not_wrap_the_model_is_unfit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("trials.conform.gate.ARRIVAL_S", 0.5)
+    with (
+        ReferenceServer(lambda payload: {"echo": payload}, ServeConfig(port=0)) as server,
+        pytest.raises(Unfit, match="must wrap the model"),
+    ):
+        list(conform(Served(server.url, "sync")))
+
+
+def test_a_server_that_is_not_there_is_unfit():
+    with pytest.raises(Unfit, match="cannot be asked"):
+        list(conform(Served("http://127.0.0.1:1", "sync")))
+
+
+def test_the_command_tells_each_clause_and_ends_with_its_exit_status():
+    ran = CliRunner().invoke(main, ["conform", "--only", "unknown-id", "--only", "busy-when-full", "--json"])
+    assert ran.exit_code == 0, ran.output
+    told = json.loads(ran.stdout)
+    assert told["counts"] == {"passed": 2, "failed": 0, "skipped": 0}
+    assert [check["check"] for check in told["checks"]] == ["busy-when-full", "unknown-id"]
+
+
+def test_the_command_fails_when_a_clause_is_not_kept():
+    with lying(busy_is(429)) as served:
+        ran = CliRunner().invoke(main, ["conform", served.url, "--only", "busy-when-full"])
+    assert ran.exit_code == 1
+    assert "failed" in ran.stdout and "429" in ran.stdout
+
+
+def test_the_command_refuses_a_check_that_does_not_exist():
+    assert CliRunner().invoke(main, ["conform", "--only", "no-such-check"]).exit_code == 2

@@ -23,8 +23,8 @@ from app.api import (
 )
 from app.api.context import Context
 from app.api.patience import Patience
-from app.api.place import Places
 from app.config import AppSettings
+from insight.places import Places
 from jobs.tenants import Tenants
 from tasks import startup, wiring
 
@@ -54,7 +54,9 @@ def create_app(settings: AppSettings | None = None) -> Flask:
     startup.begin()
     app = openapi.new_app(_version())
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
-    context.put(app.extensions, Context(dispatcher, settings, Places(dispatcher), Patience(settings.max_waiters)))
+    estimates = wiring.estimates()
+    places = Places(dispatcher.fleet, dispatcher.queues, estimates)
+    context.put(app.extensions, Context(dispatcher, settings, places, estimates, Patience(settings.max_waiters)))
     app.extensions["slotkeeper_metrics"] = metrics.registry(dispatcher)
     errors.register(app)
     for body in (

@@ -7,7 +7,10 @@ from typing import Any
 
 import orjson
 
-from app.api.place import Place
+from insight.explain import Explanation
+from insight.interval import Estimate
+from insight.load import Load
+from insight.places import Place
 from jobs.catalog import Model, Snapshot
 from jobs.config import ModelConfig
 from jobs.events import Attempt
@@ -18,9 +21,6 @@ from jobs.states import FINAL, Standing, State, Why
 from jobs.tenants import Tenant
 from jobs.withheld import Withheld
 from routing import draining
-from routing.explain import Explanation
-from routing.load import Load
-from routing.policies.forecast import Estimate
 from routing.policies.order import TIERS, longest_overtaking_s, longest_wait
 from routing.policies.placement import show_needs
 from routing.queues import Depths

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import requests
 
+from insight.estimates import Estimates
+from insight.forecasts import Forecasts
 from jobs import ledger as books
 from jobs.catalog import Catalog
 from jobs.db import Database
@@ -29,7 +31,6 @@ from routing.admission import Admission
 from routing.config import RoutingSettings
 from routing.dispatcher import Dispatcher
 from routing.fleet import Fleet
-from routing.forecasts import Forecasts
 from routing.keys import Keys
 from routing.leases import Leases
 from routing.queues import Offer, Queues
@@ -80,6 +81,7 @@ def _dispatcher(database: Database, slots: int) -> Iterator[tuple[Dispatcher, Va
         catalog = Catalog(database)
         catalog.register("zimg", "gpu", "http://127.0.0.1:9/generate", slots, now_ms())
         fleet, queues = Fleet(catalog, settings.catalog_refresh_s), Queues(scripts, settings)
+        estimates = Estimates(fleet, Forecasts(scripts))
         yield (
             Dispatcher(
                 store=Store(database),
@@ -87,8 +89,8 @@ def _dispatcher(database: Database, slots: int) -> Iterator[tuple[Dispatcher, Va
                 queues=queues,
                 leases=Leases(scripts, settings),
                 slots=Slots(scripts, settings),
-                admission=Admission(scripts, queues, fleet, Forecasts(scripts), settings),
-                forecasts=Forecasts(scripts),
+                admission=Admission(scripts, queues, fleet, estimates, settings),
+                observer=estimates,
                 settings=settings,
                 announcer=_Nobody(),
                 check_url=lambda url: None,

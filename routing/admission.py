@@ -17,9 +17,8 @@ from jobs.states import CLOSED
 from jobs.tenants import Tenant
 from routing.config import RoutingSettings
 from routing.fleet import Fleet
-from routing.forecasts import Forecasts
+from routing.observer import Observer
 from routing.policies import admission, placement
-from routing.policies.forecast import hopeless, retry_after_s
 from routing.queues import Queues
 from routing.scripts import Scripts
 
@@ -32,13 +31,13 @@ class Admission:
     """Counts submits."""
 
     def __init__(
-        self, scripts: Scripts, queues: Queues, fleet: Fleet, forecasts: Forecasts, settings: RoutingSettings
+        self, scripts: Scripts, queues: Queues, fleet: Fleet, observer: Observer, settings: RoutingSettings
     ) -> None:
         self._settings = settings
         self._scripts = scripts
         self._queues = queues
         self._fleet = fleet
-        self._forecasts = forecasts
+        self._observer = observer
 
     def check(self, new: Sequence[NewJob], tenant: Tenant | None, now_ms: int) -> None:
         """Whether all of these jobs can be accepted now.
@@ -97,7 +96,7 @@ class Admission:
             return
         if 1 < more > room:  # However long it waited, this would never fit.
             raise InvalidJob("jobs", f"{more} jobs at once never fit: model {model.name!r} holds {limit}; split them.")
-        wait_s = retry_after_s(waiting + more - room, slots, found.run_ms)
+        wait_s = admission.retry_after_s(waiting + more - room, slots, found.run_ms)
         raise TooMany(
             admission.refusal(model.name, waiting, limit, tenant if by_tenant else None),
             wait_s,
@@ -131,16 +130,15 @@ class Admission:
         position = self._queues.position(model.fleet, as_last, as_last=True)
         if position is None or not position.ahead:
             return
-        slots = self._fleet.snapshot().slots_of(job.model)
-        estimate = self._forecasts.estimate(model.fleet, job.model, position.ahead, slots, position.run_ms, now_ms)
+        earliest_ms = self._observer.earliest_ms(model, position, now_ms)
         ttl_ms = job.deadline_ms - now_ms
-        if estimate is not None and hopeless(estimate, ttl_ms):
+        if earliest_ms is not None and earliest_ms > ttl_ms:
             error = InvalidJob(
                 "ttl",
                 f"{position.ahead} jobs come before it, and it can hardly start within {ttl_ms / 1000:g} s: "
-                f"{estimate.low_ms / 1000:.1f} s at best; give it a longer ttl, a higher priority, or try later",
+                f"{earliest_ms / 1000:.1f} s at best; give it a longer ttl, a higher priority, or try later",
             )
-            error.facts.update(index=index, ahead=position.ahead, earliest_start_s=round(estimate.low_ms / 1000, 1))
+            error.facts.update(index=index, ahead=position.ahead, earliest_start_s=round(earliest_ms / 1000, 1))
             raise error
 
     def _check_rate(self, tenant: Tenant, count: int) -> None:

@@ -6,7 +6,7 @@ routing.reconcile brings Redis to it; nothing here waits for that.
 
 import random
 import secrets
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,17 +19,16 @@ from jobs import withheld
 from jobs.crash import crash_at
 from jobs.errors import Conflict, InvalidJob, JobNotFound, TooMany, UnknownModel
 from jobs.record import Accepted, NewJob, Run, Waiting, now_ms
-from jobs.states import FINAL, STOPPED, Standing, State, Why
+from jobs.states import FINAL, State, Why
 from jobs.store import Error, Moved, Store
 from jobs.tenants import Tenant
 from jobs.withheld import Withholding
 from routing.admission import Admission
 from routing.config import RoutingSettings
 from routing.fleet import Fleet
-from routing.forecasts import Forecasts
 from routing.leases import Held, Leases
+from routing.observer import Observer
 from routing.policies import placement, retry
-from routing.policies.forecast import SOON, Estimate
 from routing.policies.verdict import Verdict
 from routing.queues import Offer, Position, Queues
 from routing.seen import Seen
@@ -38,8 +37,6 @@ from routing.submission import Submission, UrlCheck, naming, prepare
 
 log = structlog.get_logger(__name__)
 
-_MOST_STARTS = 10_000  # that wait to be learned from; Redis may be away
-_LEARNED_AT_ONCE = 200
 DRAINING = "draining"
 """Owner of the leases of slots that are withheld."""
 
@@ -102,7 +99,7 @@ class Dispatcher:
         leases: Leases,
         slots: Slots,
         admission: Admission,
-        forecasts: Forecasts,
+        observer: Observer,
         settings: RoutingSettings,
         announcer: Announcer,
         check_url: UrlCheck,
@@ -113,11 +110,10 @@ class Dispatcher:
         self.leases = leases
         self.slots = slots
         self.admission = admission
-        self.forecasts = forecasts
+        self.observer = observer
         self.settings = settings
         self._announcer = announcer
         self._check_url = check_url
-        self._started: deque[tuple[str, str, str, int]] = deque(maxlen=_MOST_STARTS)
         self.seen = Seen()
 
     # -- submit ----------------------------------------------------------------------------------------------
@@ -237,36 +233,6 @@ class Dispatcher:
         except Exception as error:
             log.warning("announcement_failed", job_id=moved.job.id, error=str(error))
 
-    def estimate(self, job: Waiting, position: Position, *, new: bool = False) -> Estimate | None:
-        """When a waiting job should start; None: it cannot as things stand, or nothing is known of its model's runs.
-
-        `new`: it has come just now, so what becomes of the estimate is learned from.  Raises redis errors.
-        """
-        if position.offered:
-            return SOON
-        fleet, slots, now = self.fleet.model(job.model).fleet, self._slots_for(job), now_ms()
-        if new:
-            return self.forecasts.promise(fleet, job.model, job.id, position.ahead, slots, position.run_ms, now)
-        return self.forecasts.estimate(fleet, job.model, position.ahead, slots, position.run_ms, now)
-
-    def _slots_for(self, job: Waiting) -> int:
-        """Slots that an estimate of its start can count on; 0: it is stopped, or no server that is online suits it."""
-        catalog = self.fleet.snapshot()
-        for it in (catalog.models.get(job.model), catalog.tenants.get(job.tenant)):
-            if it is not None and it.state in STOPPED:
-                return 0
-        suited = placement.eligible(catalog.servers.values(), job.model, job.needs) if job.needs else ()
-        if job.needs and all(it.state != Standing.ONLINE for it in suited):
-            return 0
-        return catalog.slots_of(job.model)
-
-    def learn_starts(self) -> None:
-        """Hold the estimates of jobs that have started since against the truth.  Raises redis errors.
-
-        Not at the start itself, where it would keep a slot waiting.
-        """
-        self.forecasts.started([self._started.popleft() for _ in range(min(len(self._started), _LEARNED_AT_ONCE))])
-
     # -- start -----------------------------------------------------------------------------------------------
 
     def start(self, offer: Offer, owner: str) -> Task | None:
@@ -286,7 +252,7 @@ class Dispatcher:
     def begun(self, offer: Offer, run: Run, held: Held) -> Task:
         """A job has been started."""
         if run.attempt == 1:
-            self._started.append((offer.fleet, offer.model, run.job.id, run.started_ms))
+            self.observer.started(offer.fleet, offer.model, run.job.id, run.started_ms)
         return Task(run, held)
 
     # -- settle ----------------------------------------------------------------------------------------------
@@ -456,7 +422,7 @@ class Dispatcher:
             fleet = self.fleet.model(job.model).fleet
             if self.queues.withdraw(fleet, job) == "freed":
                 self.publish(self.queues.offer(fleet))
-            self.forecasts.forget(fleet, job.model, job.id)
+            self.observer.withdrawn(fleet, job.model, [job.id])
         except RedisError as error:
             log.warning("withdraw_postponed", job_id=job.id, error=str(error))
 
@@ -470,7 +436,7 @@ class Dispatcher:
                 fleet = self.fleet.model(model).fleet
                 if "freed" in self.queues.withdraw_all(fleet, its):
                     self.publish(self.queues.offer_all(fleet))
-                self.forecasts.forget(fleet, model, *[job.id for job in its])
+                self.observer.withdrawn(fleet, model, [job.id for job in its])
             except (RedisError, UnknownModel) as error:
                 log.warning("withdraw_postponed", model=model, jobs=len(its), error=str(error))
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import structlog
 
+from insight import audit
 from jobs import descriptions, ledger
 from jobs.config import RecordSettings
 from jobs.once import once
 from jobs.record import Server as ServerRow
 from jobs.record import now_ms
 from jobs.states import State
-from routing import audit, draining, pulse, reconcile, runs
+from routing import draining, pulse, reconcile, runs
 from routing.policies.identity import ServerReport
 from tasks import telling
 from tasks.celery_app import celery

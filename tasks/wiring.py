@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from insight.estimates import Estimates
+from insight.forecasts import Forecasts
 from jobs.catalog import Catalog
 from jobs.config import RecordSettings
 from jobs.db import Database
@@ -14,7 +16,6 @@ from routing.admission import Admission
 from routing.config import RoutingSettings
 from routing.dispatcher import Dispatcher
 from routing.fleet import Fleet
-from routing.forecasts import Forecasts
 from routing.keys import Keys
 from routing.queues import Queues
 from routing.scripts import Scripts, connect
@@ -67,8 +68,13 @@ def workers() -> Workers:
 
 
 @once
-def forecasts() -> Forecasts:
-    return Forecasts(scripts())
+def fleet() -> Fleet:
+    return Fleet(catalog(), RoutingSettings().catalog_refresh_s)
+
+
+@once
+def estimates() -> Estimates:
+    return Estimates(fleet(), Forecasts(scripts()))
 
 
 @once
@@ -76,17 +82,16 @@ def dispatcher() -> Dispatcher:
     from tasks.announce import CeleryAnnouncer
 
     settings, record = RoutingSettings(), RecordSettings()
-    fleet = Fleet(catalog(), settings.catalog_refresh_s)
     queues = Queues(scripts(), settings, workers().room)
     allow = parse_allow(TaskSettings().webhook_allow)
     return Dispatcher(
         store=Store(database(), record.idempotency_window_s),
-        fleet=fleet,
+        fleet=fleet(),
         queues=queues,
         leases=leases(),
         slots=Slots(scripts(), settings),
-        admission=Admission(scripts(), queues, fleet, forecasts(), settings),
-        forecasts=forecasts(),
+        admission=Admission(scripts(), queues, fleet(), estimates(), settings),
+        observer=estimates(),
         settings=settings,
         announcer=CeleryAnnouncer(),
         check_url=lambda url: check_url(url, allow),

@@ -478,7 +478,7 @@ class Worker:
 
     def do_chores(self) -> None:
         self._free_owed()
-        self.dispatcher.learn_starts()
+        self.dispatcher.observer.learn()
         if self._draining:  # The poller has ended, and slots that become free here are for others.
             self._look_at_workers()
 

@@ -6,8 +6,9 @@ from typing import cast
 from flask import current_app
 
 from app.api.patience import Patience
-from app.api.place import Places
 from app.config import AppSettings
+from insight.estimates import Estimates
+from insight.places import Places
 from routing.dispatcher import Dispatcher
 
 _EXTENSION = "slotkeeper"
@@ -20,6 +21,7 @@ class Context:
     dispatcher: Dispatcher
     settings: AppSettings
     places: Places
+    estimates: Estimates
     patience: Patience
 
 

@@ -8,14 +8,14 @@ from app import views
 from app.api.context import context, dispatcher
 from app.api.openapi import blueprint, described, problems
 from app.api.paging import after, before, limits
-from app.api.place import Place
 from app.auth import tenant
 from app.schemas import AttemptList, CancelAnswer, Explanation, JobDetail, JobList, JobPath, ListQuery, WaitQuery
+from insight.explain import explain
+from insight.places import Place
 from jobs import events
 from jobs.errors import JobNotFound
 from jobs.record import Job
 from jobs.states import State
-from routing.explain import explain
 
 api = blueprint("jobs", "Jobs", "/queue/jobs")
 
@@ -80,7 +80,7 @@ def explain_job(path: JobPath) -> dict[str, Any]:
     not_in_room, redis_away.
     """
     job = own_job(path.job_id)
-    return views.explanation(job, explain(dispatcher(), job))
+    return views.explanation(job, explain(dispatcher(), context().estimates, job))
 
 
 def own_job(job_id: str) -> Job:

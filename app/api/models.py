@@ -14,11 +14,11 @@ from app.api.openapi import problems
 from app.auth import tenant
 from app.errors import know_fields
 from app.schemas import ConfigBody, ConfigView, ModelDetail, ModelList, ModelPath, ModelView, StateBody
+from insight.load import load_of
 from jobs.catalog import Model
 from jobs.errors import NotFound
 from jobs.record import now_ms
 from jobs.states import Standing
-from routing.load import load_of
 from routing.queues import Depths
 from routing.submission import check_model_name
 from tasks.wiring import catalog

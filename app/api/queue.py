@@ -9,10 +9,10 @@ from app import views
 from app.api import batch
 from app.api.context import context, dispatcher
 from app.api.openapi import blueprint, headers, problems
-from app.api.place import Place
 from app.auth import tenant
 from app.schemas import BatchReceipt, SubmitBody
 from app.schemas import Receipt as ReceiptView
+from insight.places import Place
 from jobs.errors import InvalidJob
 from jobs.states import State
 from routing.dispatcher import Receipt

@@ -5,7 +5,7 @@
   ARGV[5] parts: a ratio is kept if the last one is older than this part of the job's wait
   ARGV[6] heaviest: one of a sample of one in 2^n jobs counts for 2^n, up to this n
   Returns {learned 0|1, level}      Writes nothing on 0
-  Cost O(1)   The same as policies/forecast.py: learn ]]
+  Cost O(1)   The same as insight/interval.py: learn ]]
 
 local promise = redis.call("HGET", KEYS[1], "job:" .. ARGV[1])
 local level = tonumber(redis.call("HGET", KEYS[1], "level") or "0")

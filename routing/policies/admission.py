@@ -1,6 +1,11 @@
-"""How many jobs may wait (R51, R52)."""
+"""How many jobs may wait, and when to come again (R51, R52)."""
+
+import math
 
 from jobs.config import ModelConfig
+
+_UNKNOWN_RETRY_S = 30
+_LONGEST_RETRY_S = 3600
 
 
 def bound(config: ModelConfig, slots: int) -> int | None:
@@ -32,3 +37,10 @@ def refusal(model: str, waiting: int, limit: int, tenant: str | None = None) -> 
         f"{waiting} {whose} wait for model {model!r}, and it is configured to hold {limit}; "
         "try again later, or raise capacity or max_waiting at /admin/model-configs."
     )
+
+
+def retry_after_s(over: int, slots: int, run_ms: float | None) -> int:
+    """Whole seconds, 1 to 3600, until `over` jobs have drained: the Retry-After of a full queue."""
+    if slots <= 0 or not run_ms:
+        return _UNKNOWN_RETRY_S
+    return math.ceil(min(max(over * run_ms / (slots * 1000), 1), _LONGEST_RETRY_S))

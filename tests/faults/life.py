@@ -29,11 +29,12 @@ from urllib.request import Request, urlopen
 import celery.backends.redis  # noqa: F401  Imported before the fork, like everything that takes a while.
 import kombu.transport.redis  # noqa: F401
 
+from insight import audit
 from jobs import crash, tellings
 from jobs.errors import Conflict
 from jobs.record import NewJob, now_ms
 from jobs.states import ACTIVE, State, Why
-from routing import audit, draining, reconcile
+from routing import draining, reconcile
 from routing.dispatcher import new_owner
 from routing.leases import Held
 from routing.outcome import Outcome

@@ -8,11 +8,12 @@ from contextlib import closing
 import pytest
 from sqlalchemy import text
 
+from insight import audit
+from insight.audit import Check, Finding
 from jobs import ledger
 from jobs.states import State, Why
 from jobs.store import Store
-from routing import audit, reconcile
-from routing.audit import Check, Finding
+from routing import reconcile
 from routing.outcome import Kind
 from routing.policies.identity import ServerReport
 from routing.reconcile.reaper import OFTEN

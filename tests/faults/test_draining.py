@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
+from insight import audit
 from jobs import withheld
 from jobs.states import State, Why
-from routing import audit, draining, reconcile, runs
+from routing import draining, reconcile, runs
 from routing.dispatcher import DRAINING, Task
-from routing.explain import explain
 from routing.leases import Renewal
 from routing.outcome import Kind, Outcome
 from routing.policies.identity import YOUNG_MS, ServerReport
@@ -365,7 +365,7 @@ def test_a_waiting_job_is_told_of_the_slot_that_is_withheld_and_not_of_another_t
     stage = one_slot
     _timed_out(stage)
     jobs = {tenant: stage.submit(tenant=tenant) for tenant in ("default", "acme")}
-    told = {tenant: explain(stage.dispatcher, stage.job(job_id)).sentence for tenant, job_id in jobs.items()}
+    told = {tenant: stage.explained(job_id) for tenant, job_id in jobs.items()}
     ended = "timed out here at 2027-01-15T08:00:05Z, its server has not let go"
     assert f"slot gpu-slot0 is withheld: job 'one' {ended}" in told["default"]
     assert f"slot gpu-slot0 is withheld: another tenant's job {ended}" in told["acme"]

@@ -14,7 +14,6 @@ import pytest
 from jobs.states import State, Why
 from routing import reconcile
 from routing.dispatcher import Task
-from routing.explain import explain
 from routing.outcome import Kind, Outcome
 from routing.policies.identity import YOUNG_MS
 from tasks import maintenance, runner, settlement
@@ -156,7 +155,7 @@ def test_slot_1_whatever_ends_a_run_its_server_never_runs_two_in_one_slot(stage,
     stage.told.offers.clear()
     stage.later(YOUNG_MS)
     assert _look(stage) == 0 and stage.told.offers == [], "its server is at it"
-    said = explain(stage.dispatcher, stage.job(second)).sentence
+    said = stage.explained(second)
     assert f"slot gpu-slot0 is withheld: job {first!r} {how} here" in said and "its server has not let go" in said
 
     server.release(first)

@@ -12,9 +12,10 @@ from redis.client import Pipeline
 from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 from sqlalchemy import event
 
+from insight import audit
 from jobs.record import Server
 from jobs.states import State, Why
-from routing import audit, draining, queues, reconcile, runs
+from routing import draining, queues, reconcile, runs
 from routing.keys import Keys
 from routing.outcome import Kind
 from routing.policies.identity import ServerReport

@@ -4,7 +4,19 @@ from functools import cache
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-PACKAGES = ("jobs", "routing", "tasks", "app", "cli", "local", "trials", "client", "reference_server", "migrations")
+PACKAGES = (
+    "jobs",
+    "routing",
+    "insight",
+    "tasks",
+    "app",
+    "cli",
+    "local",
+    "trials",
+    "client",
+    "reference_server",
+    "migrations",
+)
 
 
 @cache

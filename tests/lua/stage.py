@@ -5,11 +5,14 @@ Celery is replaced by a list of what it would have been told.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from redis import Redis
 
+from insight.estimates import Estimates
+from insight.explain import explain
+from insight.forecasts import Forecasts
 from jobs.catalog import Catalog
 from jobs.db import Database
 from jobs.record import Job, Waiting
@@ -21,7 +24,6 @@ from routing.admission import Admission
 from routing.config import RoutingSettings
 from routing.dispatcher import Dispatcher, Settled, Task
 from routing.fleet import Fleet
-from routing.forecasts import Forecasts
 from routing.keys import Keys
 from routing.leases import Leases, Renewal
 from routing.outcome import Kind, Outcome
@@ -84,7 +86,8 @@ class Stage:
             "routing.reconcile.reaper",
             "routing.reconcile.servers",
             "routing.reconcile.timekeeping",
-            "routing.audit",
+            "insight.audit",
+            "insight.estimates",
             "routing.draining",
             "routing.runs",
         ):
@@ -94,14 +97,15 @@ class Stage:
         """Another process, so to say: its own copy of the catalog, the same record."""
         scripts = Scripts(redis, Keys("test"), FRAGMENTS)
         fleet, queues = Fleet(self.catalog, refresh_s=0), Queues(scripts, SETTINGS)
+        estimates = Estimates(fleet, Forecasts(scripts))
         return Dispatcher(
             store=self.store,
             fleet=fleet,
             queues=queues,
             leases=Leases(scripts, SETTINGS),
             slots=Slots(scripts, SETTINGS),
-            admission=Admission(scripts, queues, fleet, Forecasts(scripts), SETTINGS),
-            forecasts=Forecasts(scripts),
+            admission=Admission(scripts, queues, fleet, estimates, SETTINGS),
+            observer=estimates,
             settings=SETTINGS,
             announcer=self.told,
             check_url=lambda url: None if url.startswith("https://") else "callback_url must be https",
@@ -110,6 +114,10 @@ class Stage:
     def cut_off(self) -> Dispatcher:
         """A process that does not reach Redis."""
         return self.a_dispatcher(connect(f"redis://127.0.0.1:{free_port()}/0", 0.2))
+
+    def explained(self, job_id: str) -> str:
+        """Why a job stands where it stands."""
+        return explain(self.dispatcher, cast(Estimates, self.dispatcher.observer), self.job(job_id)).sentence
 
     # -- time, and what is lost --------------------------------------------------------------------------------
 

@@ -7,13 +7,13 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-from routing import forecasts
-from routing.forecasts import Forecasts
+from insight import forecasts
+from insight.forecasts import Forecasts
+from insight.interval import KEPT, MOST, Estimate, Memory, Promise, Seen
 from routing.keys import Keys
-from routing.policies import forecast
-from routing.policies.forecast import KEPT, MOST, Estimate, Memory, Promise, Seen
 from routing.scripts import Scripts
 from tests.lua.room import START_MS
+from tests.support.learning import learn
 from tests.support.queueing import DAY, Load, lognormal, simulate, swing
 from tests.support.valkey import Valkey
 
@@ -151,7 +151,7 @@ def test_the_script_learns_exactly_what_the_policy_learns(process, client):
         process.later()
         waited = draw.choice([0, 1, low, given.high_ms, draw.randrange(20_000)])
         assert process.started("x", now + waited - START_MS) is True
-        memory = forecast.learn(memory, given, now + waited, level)
+        memory = learn(memory, given, now + waited, level)
         if number % 100 == 99:
             assert _stored(process) == memory
     assert {len(it.ratios) for it in memory.sizes} == {KEPT}, "the sample never became full"

@@ -72,6 +72,7 @@ def timed_api(
         "routing.reconcile.reaper",
         "routing.reconcile.servers",
         "routing.reconcile.timekeeping",
+        "insight.estimates",
         "app.api.servers",
         "app.api.models",
         "app.api.tenants",

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from routing.policies.forecast import Estimate
+from insight.interval import Estimate
 
 SECOND, MINUTE, HOUR, DAY = 1000, 60_000, 3_600_000, 86_400_000
 _LATEST = 200  # runs whose mean is the measured slot time …

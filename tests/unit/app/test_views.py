@@ -5,7 +5,7 @@ import pytest
 
 from app import views
 from app.api.paging import after, before
-from app.api.place import Place
+from insight.places import Place
 from jobs.errors import InvalidJob
 from jobs.states import State, Why
 from routing.policies.placement import read_attributes

@@ -15,12 +15,13 @@ its outcome:
 - of a long queue only a sample is remembered, and each of it counts for those that it stands for;
 - a few made-up ratios always stand among the measured ones, for what a young sample has not seen yet.
 
-Logarithms of ratios are kept as whole ten-thousandths, so that lua/learn.lua and this file agree exactly.
+What is learned when a job starts is done in Redis (lua/learn.lua).  Logarithms of ratios are kept as whole
+ten-thousandths, so that it and this file agree exactly.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 UNIT = 10_000  # of a ratio's natural logarithm
@@ -28,7 +29,6 @@ KEPT = 256  # ratios for each size
 MOST = 10_000  # furthest that a balance goes, in twentieths of a job: 500 jobs
 PARTS = 16  # a ratio is kept if the last one is older than this part of the job's wait
 HEAVIEST = 6  # a promise of a sample of one in 2^n jobs counts for 2^n, up to this n
-MISSED, HELD = 19, -1  # what an outcome adds to the balance of a side, in twentieths: it sums to 0 at 5 %
 
 _DUE = 0.05
 _PERCENTILES = (0.002, 0.5)
@@ -37,8 +37,6 @@ _LOOP_GAIN = 0.2  # … and at most so much for all jobs that are under way
 _ROUNDS = (1, 8)
 SIZES = range(len(_ROUNDS) + 1)
 _PRIOR = (0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 10.0)
-_UNKNOWN_RETRY_S = 30
-_LONGEST_RETRY_S = 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,42 +121,6 @@ def estimate(memory: Memory, given: Promise) -> Estimate:
     return Estimate(min(max(middle, given.low_ms), given.high_ms), given.low_ms, given.high_ms)
 
 
-def learn(memory: Memory, given: Promise, now_ms: int, level: int = 0) -> Memory:
-    """The job of this promise starts now, when one in 2^`level` is in the sample.
-
-    lua/learn.lua does the same to the memory in Redis.
-    """
-    waited = max(1, now_ms - given.at_ms)
-    weight = 1 << min(max(given.level, level), HEAVIEST)
-    low = weight * (MISSED if waited < given.low_ms else HELD)
-    high = weight * (MISSED if waited > given.high_ms else HELD)
-    seen = memory.sizes[given.size]
-    changed = replace(seen, low=_bounded(seen.low + low), high=_bounded(seen.high + high))
-    if (now_ms - seen.at_ms) * PARTS >= waited:
-        ratio = math.floor(math.log(waited / given.predicted_ms) * UNIT + 0.5)
-        changed = replace(changed, ratios=(*seen.ratios[1 - KEPT :], ratio), at_ms=now_ms)
-    sizes = tuple(changed if size == given.size else memory.sizes[size] for size in SIZES)
-    return Memory(sizes, _bounded(memory.low + low), _bounded(memory.high + high))
-
-
-def hopeless(given: Estimate | None, ttl_ms: int | None) -> bool:
-    """Whether a job that must start within `ttl_ms` will be too late even if all goes well."""
-    return given is not None and ttl_ms is not None and given.low_ms > ttl_ms
-
-
-def drain_per_s(slots: int, run_ms: float | None) -> float | None:
-    """How many waiting jobs start in a second; None: not known."""
-    return slots * 1000 / run_ms if slots > 0 and run_ms else None
-
-
-def retry_after_s(over: int, slots: int, run_ms: float | None) -> int:
-    """Whole seconds, 1 to 3600, until `over` jobs have drained: the Retry-After of a full queue."""
-    rate = drain_per_s(slots, run_ms)
-    if rate is None:
-        return _UNKNOWN_RETRY_S
-    return math.ceil(min(max(over / rate, 1), _LONGEST_RETRY_S))
-
-
 def _percentile(own: int, common: int, ahead: int) -> float:
     """The share of jobs to leave out on one side, by its balances in twentieths."""
     most = _LOOP_GAIN / (ahead + 1)
@@ -172,10 +134,6 @@ def _at(ordered: Sequence[int], share: float) -> float:
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
     return math.exp((ordered[below] + (place - below) * (ordered[above] - ordered[below])) / UNIT)
-
-
-def _bounded(balance: int) -> int:
-    return min(max(balance, -MOST), MOST)
 
 
 _MADE_UP = tuple(math.floor(math.log(ratio) * UNIT + 0.5) for ratio in _PRIOR)

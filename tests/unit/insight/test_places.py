@@ -3,9 +3,9 @@ from types import SimpleNamespace
 import pytest
 from redis.exceptions import ConnectionError, TimeoutError
 
-from app.api.place import Place, Places
+from insight.interval import Estimate
+from insight.places import Place, Places
 from jobs.record import Waiting
-from routing.policies.forecast import Estimate
 from routing.queues import Position
 
 JOB = Waiting("j", 1, "zimg", 5, "default")
@@ -13,15 +13,14 @@ SOON = Estimate(2000, 1000, 4000)
 
 
 class World:
-    """A dispatcher as far as places look at it."""
+    """What places look at."""
 
     def __init__(self) -> None:
         self.now, self.looks, self.position = 0.0, 0, Position(3, 500)
         fleet = SimpleNamespace(model=lambda name: SimpleNamespace(fleet=name))
-        dispatcher = SimpleNamespace(
-            fleet=fleet, queues=SimpleNamespace(position=self._position), estimate=lambda job, position, new: SOON
-        )
-        self.places = Places(dispatcher, lambda: self.now)
+        queues = SimpleNamespace(position=self._position)
+        estimates = SimpleNamespace(of=lambda job, position, new: SOON)
+        self.places = Places(fleet, queues, estimates, lambda: self.now)
 
     def _position(self, fleet, job):
         self.looks += 1

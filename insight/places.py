@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from redis.exceptions import RedisError, TimeoutError
 
+from insight.estimates import Estimates
+from insight.interval import Estimate
 from jobs.record import Waiting
-from routing.dispatcher import Dispatcher
-from routing.policies.forecast import Estimate
-from routing.queues import Position
+from routing.fleet import Fleet
+from routing.queues import Position, Queues
 
 _PAUSE_S = 1.0
 
@@ -33,8 +34,12 @@ class Place:
 class Places:
     """Looks places up.  Safe between threads."""
 
-    def __init__(self, dispatcher: Dispatcher, clock: Callable[[], float] = time.monotonic) -> None:
-        self._dispatcher = dispatcher
+    def __init__(
+        self, fleet: Fleet, queues: Queues, estimates: Estimates, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._fleet = fleet
+        self._queues = queues
+        self._estimates = estimates
         self._clock = clock
         self._paused_until = 0.0
 
@@ -59,10 +64,10 @@ class Places:
         return Place()
 
     def _position(self, job: Waiting) -> Position | None:
-        return self._dispatcher.queues.position(self._dispatcher.fleet.model(job.model).fleet, job)
+        return self._queues.position(self._fleet.model(job.model).fleet, job)
 
     def _at(self, job: Waiting, position: Position | None, *, new: bool = False) -> Place:
         if position is None:
             return Place()
-        estimate = self._dispatcher.estimate(job, position, new=new)
+        estimate = self._estimates.of(job, position, new=new)
         return Place(None if position.offered else position.ahead + 1, estimate, position.offered)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routing.policies import forecast
-from routing.policies.forecast import HELD, KEPT, MISSED, MOST, SOON, Estimate, Memory, Promise, Seen
+from insight import interval
+from insight.interval import KEPT, MOST, Estimate, Memory, Promise, Seen
+from tests.support.learning import HELD, MISSED, learn
 from tests.support.queueing import (
     DAY,
     HOUR,
@@ -31,7 +32,7 @@ CACHED_MS = 1000  # a process reads the memory again after so long
 
 
 class Remembering:
-    """The pure functions in the order in which routing/forecasts.py calls them, without a bound on promises."""
+    """The pure functions in the order in which insight/forecasts.py calls them, without a bound on promises."""
 
     def __init__(self) -> None:
         self.memory = self.read = Memory()
@@ -41,14 +42,14 @@ class Remembering:
     def promise(self, job_id: str, ahead: int, slots: int, run_ms: float | None, now_ms: int) -> Estimate | None:
         if now_ms - self.read_ms >= CACHED_MS:
             self.read, self.read_ms = self.memory, now_ms
-        promised = forecast.promise(self.read, ahead, slots, run_ms, now_ms)
+        promised = interval.promise(self.read, ahead, slots, run_ms, now_ms)
         if promised is None:
             return None
         self.promises[job_id] = promised
-        return forecast.estimate(self.read, promised)
+        return interval.estimate(self.read, promised)
 
     def started(self, job_id: str, now_ms: int) -> None:
-        self.memory = forecast.learn(self.memory, self.promises.pop(job_id), now_ms)
+        self.memory = learn(self.memory, self.promises.pop(job_id), now_ms)
 
 
 # -- whole days ------------------------------------------------------------------------------------------------
@@ -115,8 +116,8 @@ def test_a_tier_that_starves_by_day_is_learned_in_the_first_and_right_from_then_
 def test_without_the_correction_it_would_not_hold(monkeypatch):
     """The test of the test."""
     names = ("overload at noon, narrow", "bursts of 60")
-    monkeypatch.setattr(forecast, "_OWN_GAIN", 0)
-    monkeypatch.setattr(forecast, "_COMMON_GAIN", 0)
+    monkeypatch.setattr(interval, "_OWN_GAIN", 0)
+    monkeypatch.setattr(interval, "_COMMON_GAIN", 0)
     assert [name for name in names if 88 <= coverage(simulate(DAYS[name], 1, Remembering())) <= 92] == []
 
 
@@ -149,16 +150,16 @@ aheads, slot_counts, run_times = st.integers(0, 1 << 40), st.integers(1, 10_000)
 
 @for_all(memories, aheads, slot_counts, run_times)
 def test_low_mid_and_high_are_in_order_and_not_in_the_past(memory, ahead, slots, run_ms):
-    promised = forecast.promise(memory, ahead, slots, run_ms, 0)
-    told = forecast.estimate(memory, promised)
+    promised = interval.promise(memory, ahead, slots, run_ms, 0)
+    told = interval.estimate(memory, promised)
     assert 0 <= told.low_ms <= told.mid_ms <= told.high_ms
     assert (told.low_ms, told.high_ms) == (promised.low_ms, promised.high_ms)
 
 
 @for_all(memories, aheads, slot_counts, run_times, st.integers(0, 1 << 42))
 def test_what_is_learned_stays_bounded(memory, ahead, slots, run_ms, waited):
-    promised = forecast.promise(memory, ahead, slots, run_ms, 0)
-    learned = forecast.learn(memory, promised, waited)
+    promised = interval.promise(memory, ahead, slots, run_ms, 0)
+    learned = learn(memory, promised, waited)
     assert all(len(it.ratios) <= KEPT for it in learned.sizes)
     assert all(abs(it) <= MOST for part in (learned, *learned.sizes) for it in (part.low, part.high))
     assert sum(before != after for before, after in zip(memory.sizes, learned.sizes, strict=True)) <= 1
@@ -166,16 +167,16 @@ def test_what_is_learned_stays_bounded(memory, ahead, slots, run_ms, waited):
 
 @for_all(aheads, st.integers(0, 1 << 40), slot_counts, run_times)
 def test_more_jobs_ahead_or_fewer_slots_are_never_predicted_sooner(ahead, more, slots, run_ms):
-    here = forecast.predict_ms(ahead, slots, run_ms)
-    assert here <= forecast.predict_ms(ahead + more, slots, run_ms)
-    assert here >= forecast.predict_ms(ahead, slots + 1, run_ms)
+    here = interval.predict_ms(ahead, slots, run_ms)
+    assert here <= interval.predict_ms(ahead + more, slots, run_ms)
+    assert here >= interval.predict_ms(ahead, slots + 1, run_ms)
 
 
 @for_all(memories, aheads, balances, balances)
 def test_a_side_that_was_missed_more_often_reaches_further(memory, ahead, one, other):
     less, more = sorted((one, other))
     near, far = replace(memory, low=less, high=less), replace(memory, low=more, high=more)
-    a, b = (forecast.promise(it, ahead, 4, 1000.0, 0) for it in (near, far))
+    a, b = (interval.promise(it, ahead, 4, 1000.0, 0) for it in (near, far))
     assert b.low_ms <= a.low_ms and a.high_ms <= b.high_ms
 
 
@@ -185,63 +186,36 @@ def test_a_balance_rests_exactly_when_one_job_in_twenty_is_missed():
 
 def test_one_of_a_sample_counts_for_those_that_it_stands_for():
     promised = Promise(0, 150, 100, 200, 0, level=2)
-    assert forecast.learn(Memory(), promised, 201).high == 4 * MISSED
-    assert forecast.learn(Memory(), promised, 201, level=3).high == 8 * MISSED
-    assert forecast.learn(Memory(), promised, 201, level=20).high == 64 * MISSED
+    assert learn(Memory(), promised, 201).high == 4 * MISSED
+    assert learn(Memory(), promised, 201, level=3).high == 8 * MISSED
+    assert learn(Memory(), promised, 201, level=20).high == 64 * MISSED
 
 
 def test_without_a_slot_or_a_measured_run_there_is_no_estimate():
-    assert forecast.promise(Memory(), 3, 0, 1000.0, 0) is None
-    assert forecast.promise(Memory(), 3, 2, None, 0) is None
+    assert interval.promise(Memory(), 3, 0, 1000.0, 0) is None
+    assert interval.promise(Memory(), 3, 2, None, 0) is None
 
 
 def test_a_memory_that_knows_nothing_promises_something_wide_around_the_prediction():
-    promised = forecast.promise(Memory(), 9, 2, 1000.0, 0)
+    promised = interval.promise(Memory(), 9, 2, 1000.0, 0)
     assert promised.predicted_ms == 5000
-    told = forecast.estimate(Memory(), promised)
+    told = interval.estimate(Memory(), promised)
     assert told.low_ms < 1000 and 4000 < told.mid_ms < 7000 and told.high_ms > 25_000
 
 
 def test_predictions_that_err_alike_are_learned_together():
-    assert [forecast.size_of(ahead, 4) for ahead in (0, 3, 4, 31, 32, 10**6)] == [0, 0, 1, 1, 2, 2]
+    assert [interval.size_of(ahead, 4) for ahead in (0, 3, 4, 31, 32, 10**6)] == [0, 0, 1, 1, 2, 2]
 
 
 def test_ratios_of_jobs_that_waited_together_are_kept_once():
     memory = Memory()
     for number in range(32):  # each waited 16 s, and one starts each 500 ms
-        memory = forecast.learn(memory, Promise(1, 8000, 0, 99_999, number * 500), number * 500 + 16_000)
+        memory = learn(memory, Promise(1, 8000, 0, 99_999, number * 500), number * 500 + 16_000)
     assert len(memory.sizes[1].ratios) == 16
-    assert set(memory.sizes[1].ratios) == {math.floor(math.log(2) * forecast.UNIT + 0.5)}
+    assert set(memory.sizes[1].ratios) == {math.floor(math.log(2) * interval.UNIT + 0.5)}
 
 
 @pytest.mark.parametrize(("waited", "low", "high"), [(99, MISSED, HELD), (100, -1, -1), (200, -1, -1), (201, -1, 19)])
 def test_both_ends_belong_to_the_interval(waited, low, high):
-    learned = forecast.learn(Memory(), Promise(0, 150, 100, 200, 0), waited)
+    learned = learn(Memory(), Promise(0, 150, 100, 200, 0), waited)
     assert (learned.low, learned.high) == (low, high) == (learned.sizes[0].low, learned.sizes[0].high)
-
-
-# -- refusals --------------------------------------------------------------------------------------------------
-
-
-def test_a_deadline_is_hopeless_only_if_even_the_low_end_is_too_late():
-    told = Estimate(60_000, 30_000, 90_000)
-    assert [forecast.hopeless(told, ttl) for ttl in (29_999, 30_000, 50_000, None)] == [True, False, False, False]
-    assert not forecast.hopeless(None, 1) and not forecast.hopeless(SOON, 1)
-
-
-@pytest.mark.parametrize(
-    ("over", "slots", "run_ms", "seconds"),
-    [(1, 4, 1000.0, 1), (10, 4, 1000.0, 3), (100, 1, 10_000.0, 1000), (10**9, 1, 1e6, 3600), (0, 4, 1000.0, 1)],
-)
-def test_retry_after_is_the_time_in_which_the_excess_drains(over, slots, run_ms, seconds):
-    assert forecast.retry_after_s(over, slots, run_ms) == seconds
-
-
-def test_retry_after_is_a_guess_while_nothing_was_measured_or_no_slot_is_usable():
-    assert forecast.drain_per_s(0, 1000.0) is None and forecast.drain_per_s(4, None) is None
-    assert forecast.retry_after_s(5, 0, 1000.0) == forecast.retry_after_s(5, 4, None) == 30
-
-
-@for_all(st.integers(0, 1 << 60), st.integers(0, 10_000), st.none() | run_times)
-def test_retry_after_is_always_1_to_3600_seconds(over, slots, run_ms):
-    assert 1 <= forecast.retry_after_s(over, slots, run_ms) <= 3600

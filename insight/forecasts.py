@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from routing.policies import forecast
-from routing.policies.forecast import HEAVIEST, KEPT, MOST, PARTS, SIZES, Estimate, Memory, Promise, Seen
+from insight import interval
+from insight.interval import HEAVIEST, KEPT, MOST, PARTS, SIZES, Estimate, Memory, Promise, Seen
 from routing.scripts import Scripts
 
 REMEMBERED = 512
@@ -70,8 +70,8 @@ class Forecasts:
         A call to Redis at most once a second.
         """
         memory = self._read(self._scripts.keys.forecast(fleet, model)).memory
-        given = forecast.promise(memory, ahead, slots, run_ms, now_ms)
-        return None if given is None else forecast.estimate(memory, given)
+        given = interval.promise(memory, ahead, slots, run_ms, now_ms)
+        return None if given is None else interval.estimate(memory, given)
 
     def promise(
         self, fleet: str, model: str, job_id: str, ahead: int, slots: int, run_ms: float | None, now_ms: int
@@ -85,7 +85,7 @@ class Forecasts:
         """The same for many (job, jobs ahead of it) in one call."""
         key = self._scripts.keys.forecast(fleet, model)
         known = self._read(key)
-        given = [forecast.promise(known.memory, ahead, slots, run_ms, now_ms) for _, ahead in jobs]
+        given = [interval.promise(known.memory, ahead, slots, run_ms, now_ms) for _, ahead in jobs]
         level, chosen = self._levels[key].bits, dict[str, Promise]()
         for (job_id, _), it in zip(jobs, given, strict=True):
             if it is not None and _in_sample(job_id, level):
@@ -95,7 +95,7 @@ class Forecasts:
                 chosen = {name: one for name, one in chosen.items() if _in_sample(name, level)}
         if chosen:
             self._remember(key, chosen, level, now_ms)
-        return [None if it is None else forecast.estimate(known.memory, it) for it in given]
+        return [None if it is None else interval.estimate(known.memory, it) for it in given]
 
     def started(self, starts: Sequence[tuple[str, str, str, int]]) -> list[bool]:
         """Learn from the first starts of jobs: (fleet, model, job, ms).  Answers for each whether it was in the sample.

@@ -10,6 +10,8 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from insight.estimates import Estimates
+from insight.interval import SOON, Estimate
 from jobs.catalog import Snapshot
 from jobs.record import Job
 from jobs.states import STOPPED, State
@@ -17,7 +19,6 @@ from jobs.withheld import Withheld
 from routing import draining
 from routing.dispatcher import Dispatcher
 from routing.policies import order, placement
-from routing.policies.forecast import SOON, Estimate
 from routing.queues import Position, WaitFacts
 from routing.slots import ServerStanding
 
@@ -59,7 +60,7 @@ class Explanation:
     estimate: Estimate | None = None
 
 
-def explain(dispatcher: Dispatcher, job: Job) -> Explanation:
+def explain(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanation:
     """Where the job stands and what it waits for.  Redis away: the record's part, which says so."""
     if job.state is State.DELAYED:
         return _delayed(job)
@@ -67,13 +68,13 @@ def explain(dispatcher: Dispatcher, job: Job) -> Explanation:
         return Explanation(_outside(job))
     try:
         if not dispatcher.queues.away:
-            return _in_room(dispatcher, job)
+            return _in_room(dispatcher, estimates, job)
     except RedisError:
         dispatcher.queues.note_away()
     return _waiting_for(Blocker("redis_away", "the waiting room cannot be reached; the job is safe in the record"))
 
 
-def _in_room(dispatcher: Dispatcher, job: Job) -> Explanation:
+def _in_room(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanation:
     """Of a queued job.  Raises redis errors."""
     model = dispatcher.fleet.model(job.model)
     facts = dispatcher.queues.wait_facts(model.fleet, job.waiting)
@@ -92,7 +93,7 @@ def _in_room(dispatcher: Dispatcher, job: Job) -> Explanation:
     if any(it.code == "slots_busy" for it in found):
         found += _withheld(job, hindrances, draining.by_server(dispatcher))
     position = Position(facts.ahead, facts.run_ms or None)
-    foretold = dispatcher.estimate(job.waiting, position) if {it.code for it in found} <= _IN_LINE else None
+    foretold = estimates.of(job.waiting, position) if {it.code for it in found} <= _IN_LINE else None
     return Explanation(
         _sum_up(found),
         tuple(found),

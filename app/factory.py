@@ -5,25 +5,11 @@ from importlib.metadata import PackageNotFoundError, version
 from flask import Flask
 from flask_openapi import APIBlueprint
 
-from app import auth, errors, metrics, schemas
-from app.api import (
-    callback,
-    context,
-    dlq,
-    docs,
-    health,
-    jobs,
-    ledger,
-    models,
-    openapi,
-    queue,
-    secrets,
-    servers,
-    tenants,
-)
-from app.api.context import Context
-from app.api.patience import Patience
+from app import auth, context, errors, metrics, openapi, schemas
+from app.api import callback, dlq, docs, health, jobs, ledger, models, queue, secrets, servers, tenants
 from app.config import AppSettings
+from app.context import Context
+from app.patience import Patience
 from insight.places import Places
 from jobs.tenants import Tenants
 from tasks import startup, wiring

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
-from app.api.openapi import Model
-from app.api.paging import CURSOR
+from app.openapi import Model
+from app.paging import CURSOR
 from jobs.config import ModelConfig
 from jobs.states import State
 from jobs.tenants import LONGEST_NAME, SHOWN

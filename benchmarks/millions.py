@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from jobs import ledger, migrate, outbox
+from jobs import ledger, outbox
 from jobs.db import Database
 from jobs.record import NewJob, new_job_id, now_ms
 from jobs.states import State, Why
 from jobs.store import Store
 from jobs.webhooks import Webhooks
+from migrations import migrate
 from tests.support.postgres import running_postgres
 
 _FIELDS = (

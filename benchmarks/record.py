@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from jobs import migrate
 from jobs.db import Database
 from jobs.record import NewJob, Run, new_job_id
 from jobs.states import Why
 from jobs.store import Store
+from migrations import migrate
 from tests.support.postgres import running_postgres
 
 _PAYLOAD = '{"prompt":"a sunset","seconds":0.1}'

@@ -23,9 +23,9 @@ from insight.forecasts import Forecasts
 from jobs import ledger as books
 from jobs.catalog import Catalog
 from jobs.db import Database
-from jobs.migrate import upgrade
 from jobs.record import Waiting, now_ms
 from jobs.store import Moved, Store
+from migrations.migrate import upgrade
 from routing import reconcile
 from routing.admission import Admission
 from routing.config import RoutingSettings

@@ -77,15 +77,15 @@ def _close_flower() -> None:
 @click.command()
 def migrate() -> None:
     """Bring the schema of the record to what this release needs."""
-    from jobs import migrate as steps
     from jobs.config import RecordSettings
     from jobs.home import private_folder
+    from migrations.migrate import upgrade
 
     settings = RecordSettings()
     with _said():
         if not settings.database_url:
             private_folder(settings.home)
-        steps.upgrade(settings.record_url)
+        upgrade(settings.record_url)
     say("The record has the schema that this release needs.")
 
 
@@ -160,11 +160,11 @@ def _states() -> dict[str, str]:
 
 
 def _tenants():  # type: ignore[no-untyped-def]
-    from jobs import migrate as steps
     from jobs.tenants import Tenants
+    from migrations.migrate import check
     from tasks.wiring import database
 
-    if missing := steps.check(database().url):
+    if missing := check(database().url):
         raise click.ClickException(missing)
     return Tenants(database())
 

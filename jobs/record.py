@@ -154,20 +154,6 @@ class Brief:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
-    """A job that has started or ended, as far as order and placement are concerned.  `started_ms`: its last start."""
-
-    model: str
-    tier: int
-    tenant: str
-    needs: str
-    created_ms: int
-    started_ms: int | None
-    finished_ms: int | None
-    state: State
-
-
-@dataclass(frozen=True, slots=True)
 class Event:
     """One transition, written in its transaction (JOB-2)."""
 

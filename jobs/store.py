@@ -6,7 +6,7 @@ transaction.  What may follow what is read from states.TRANSITIONS and nowhere e
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -22,13 +22,13 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from jobs import events, fate, history, idempotency, listings, moves, removal, tellings, webhooks, withheld
+from jobs import events, fate, idempotency, listings, moves, removal, tellings, webhooks, withheld
 from jobs.db import Database, Transaction, Write
 from jobs.errors import IdempotencyConflict
 from jobs.models import IS_ACTIVE, MAY_EXPIRE, jobs
 from jobs.moves import UNFINISHED, WAITING_COLUMNS, Move, stands
 from jobs.prepared import Prepared
-from jobs.record import Accepted, Brief, Event, Job, NewJob, Past, Run, Waiting, storable
+from jobs.record import Accepted, Brief, Event, Job, NewJob, Run, Waiting, storable
 from jobs.states import State, Why, edge
 from jobs.withheld import Withholding
 
@@ -461,14 +461,6 @@ class Store:
     def overdue(self, now: int, limit: int = 1000) -> list[Job]:
         """Jobs that have not ended although their deadline has passed."""
         return self._jobs(listings.LISTED.where(self._is_overdue).limit(limit), {"p_now": now})
-
-    def history(self, since_ms: int, until_ms: int, limit_per_batch: int = 5000) -> Iterator[Past]:
-        """Jobs accepted from `since_ms` on and before `until_ms` that have started or ended, as they came.
-
-        Read page by page, so that millions take no more memory than one page; close the iterator, or exhaust it,
-        for it keeps a connection.  Where clocks were apart by more than an hour, a job may be missed.
-        """
-        return history.read(self.database, since_ms, until_ms, limit_per_batch)
 
     def events_of(self, job_id: str) -> list[Event]:
         """The job's events, oldest first."""

@@ -1,7 +1,7 @@
 """Alembic's entry: connects, sets timeouts, runs the steps in one transaction.
 
-The URL comes from jobs.migrate, from `-x url=…`, or from SLOTKEEPER_DATABASE_URL.  Nothing here keeps two
-processes apart; jobs.migrate does.
+The URL comes from migrations.migrate, from `-x url=…`, or from SLOTKEEPER_DATABASE_URL.  Nothing here keeps two
+processes apart; migrations.migrate does.
 """
 
 import os

@@ -16,12 +16,13 @@ import pytest
 import structlog
 from sqlalchemy import event
 
-from jobs import logs, migrate
+from jobs import logs
 from jobs.clock import Clock, clock
 from jobs.db import Database
 from jobs.models import metadata
 from jobs.store import Store
 from jobs.webhooks import Webhooks
+from migrations import migrate
 from tests.support.postgres import ENVIRONMENT, NoPostgres, Postgres, running_postgres
 
 

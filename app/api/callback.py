@@ -4,11 +4,11 @@ from typing import Any
 
 from flask import request
 
-from app.api.context import context, dispatcher
-from app.api.openapi import blueprint, described, headers, problems
-from app.api.reading import body_of
 from app.auth import guards_itself
+from app.context import context, dispatcher
 from app.errors import ProblemError
+from app.openapi import blueprint, described, headers, problems
+from app.reading import body_of
 from app.schemas import JobPath, PushAnswer
 from jobs.record import Job
 from jobs.states import State

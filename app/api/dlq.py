@@ -3,10 +3,10 @@
 from typing import Any
 
 from app import views
-from app.api.admin import admin_blueprint
-from app.api.context import dispatcher
-from app.api.openapi import problems
-from app.api.paging import after, before, limits
+from app.admin import admin_blueprint
+from app.context import dispatcher
+from app.openapi import problems
+from app.paging import after, before, limits
 from app.schemas import DlqQuery, JobList, JobPath, JobView, RetryAllAnswer
 from jobs.errors import Conflict, JobNotFound
 from jobs.record import Job

@@ -4,8 +4,8 @@ import orjson
 from flask import Flask, Response, redirect, request
 from flask_openapi_swagger.plugins import RegisterPlugin
 
-from app.api.openapi import document
 from app.auth import public
+from app.openapi import document
 
 _DOCUMENT = "/openapi.json"
 _PAGE = "/docs"

@@ -6,10 +6,10 @@ from typing import Any
 from flask import Response, current_app
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from app.api import probes
-from app.api.admin import admin_blueprint
-from app.api.openapi import blueprint, described
+from app import probes
+from app.admin import admin_blueprint
 from app.auth import public
+from app.openapi import blueprint, described
 from app.schemas import Alive, Health
 
 api = blueprint("health", "Operation", keyed=False)

@@ -5,10 +5,10 @@ from typing import Any
 from flask import request
 
 from app import views
-from app.api.context import context, dispatcher
-from app.api.openapi import blueprint, described, problems
-from app.api.paging import after, before, limits
 from app.auth import tenant
+from app.context import context, dispatcher
+from app.openapi import blueprint, described, problems
+from app.paging import after, before, limits
 from app.schemas import AttemptList, CancelAnswer, Explanation, JobDetail, JobList, JobPath, ListQuery, WaitQuery
 from insight.explain import explain
 from insight.places import Place

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from app.api.admin import admin_blueprint
-from app.api.context import dispatcher
+from app.admin import admin_blueprint
+from app.context import dispatcher
 from app.schemas import Ledger
 from jobs import ledger
 

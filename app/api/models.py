@@ -7,12 +7,12 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from app import views
-from app.api.admin import admin_blueprint, bring_to_redis, close_breaker, depths_of
-from app.api.context import dispatcher
-from app.api.describing import described
-from app.api.openapi import problems
+from app.admin import admin_blueprint, bring_to_redis, close_breaker, depths_of
 from app.auth import tenant
+from app.context import dispatcher
+from app.describing import described
 from app.errors import know_fields
+from app.openapi import problems
 from app.schemas import ConfigBody, ConfigView, ModelDetail, ModelList, ModelPath, ModelView, StateBody
 from insight.load import load_of
 from jobs.catalog import Model

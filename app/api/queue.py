@@ -5,11 +5,10 @@ from typing import Any
 
 from flask import request
 
-from app import views
-from app.api import batch
-from app.api.context import context, dispatcher
-from app.api.openapi import blueprint, headers, problems
+from app import batch, views
 from app.auth import tenant
+from app.context import context, dispatcher
+from app.openapi import blueprint, headers, problems
 from app.schemas import BatchReceipt, SubmitBody
 from app.schemas import Receipt as ReceiptView
 from insight.places import Place

@@ -6,10 +6,10 @@ from typing import Any
 from flask import Response
 
 from app import views
-from app.api.admin import admin_blueprint
-from app.api.context import dispatcher
-from app.api.openapi import described, problems
+from app.admin import admin_blueprint
 from app.auth import tenant
+from app.context import dispatcher
+from app.openapi import described, problems
 from app.schemas import SecretBody, SecretList, SecretPath, SecretView
 from jobs.errors import Conflict, NotFound
 from jobs.record import now_ms

@@ -9,12 +9,12 @@ from urllib.parse import urlsplit
 from redis.exceptions import RedisError
 
 from app import views
-from app.api.admin import admin_blueprint, bring_to_redis, close_breaker, depths_of, standings_of
-from app.api.context import context, dispatcher
-from app.api.describing import described as described_by
-from app.api.openapi import described, problems
+from app.admin import admin_blueprint, bring_to_redis, close_breaker, depths_of, standings_of
 from app.auth import tenant
 from app.config import is_loopback
+from app.context import context, dispatcher
+from app.describing import described as described_by
+from app.openapi import described, problems
 from app.schemas import ListedServer, RegisterBody, ServerList, ServerPath, ServerView, StateBody
 from jobs.errors import InvalidJob, NotFound
 from jobs.record import Server, now_ms

@@ -5,10 +5,10 @@ from typing import Any
 from flask import Response
 
 from app import views
-from app.api.admin import admin_blueprint, bring_to_redis
-from app.api.context import dispatcher
-from app.api.openapi import problems
+from app.admin import admin_blueprint, bring_to_redis
 from app.auth import tenant
+from app.context import dispatcher
+from app.openapi import problems
 from app.schemas import StateBody, TenantList, TenantPath, TenantView, WebhookSecretView
 from jobs.record import now_ms
 from jobs.rotations import Rotation

@@ -10,9 +10,9 @@ from typing import NoReturn
 import structlog
 from flask import Flask
 
-from app.api.patience import Patience
 from app.config import AppSettings
 from app.factory import create_app
+from app.patience import Patience
 from app.web.connection import Connection
 from app.web.door import Door
 from app.web.owners import Owners

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from app.api.patience import HAS_LEFT, MAY_WAIT
 from app.config import AppSettings
+from app.patience import HAS_LEFT, MAY_WAIT
 from app.web.crowd import Crowd
 from app.web.gateway import Answer, Application, answer
 from app.web.hall import Errand, Lane

@@ -12,7 +12,7 @@ from urllib.parse import unquote_to_bytes
 import orjson
 from httptools import parse_url
 
-from app.api.reading import WHOLE
+from app.reading import WHOLE
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 Headers = list[tuple[bytes, bytes]]

@@ -7,6 +7,7 @@ that was left half-built is built anew.  The release before goes on beside it.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import sqlalchemy as sa
 from alembic import op
@@ -47,7 +48,7 @@ def _in_use() -> bool:
     return bind.dialect.name == "postgresql" and bind.execute(sa.text("SELECT 1 FROM jobs LIMIT 1")).first() is not None
 
 
-def _create_indexes(**how: bool) -> None:
+def _create_indexes(**how: Any) -> None:
     for name, columns, condition in _INDEXES:
         where = sa.text(condition) if condition else None
         if how:

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from app.api.reading import WHOLE
+from app.reading import WHOLE
 from jobs.record import now_ms
 from jobs.states import State
 from routing import reconcile

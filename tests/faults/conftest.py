@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from jobs import migrate
 from jobs.db import Database
 from jobs.models import events, jobs, metadata
+from migrations import migrate
 from tests.faults import life as a_life
 from tests.support.postgres import Postgres
 from tests.support.valkey import NoValkey, Valkey

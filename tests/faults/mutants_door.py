@@ -15,7 +15,7 @@ DOOR = [
     Mutant(
         "a body that broke off passes for a whole one",
         "all or none",
-        "app/api/reading.py",
+        "app/reading.py",
         "if announced is not None and len(body) != announced:",
         "if False:",
         (f"{ASKED}test_a_body_that_broke_off_is_refused_whole",),
@@ -24,7 +24,7 @@ DOOR = [
     Mutant(
         "lines are taken without knowing their end",
         "all or none",
-        "app/api/reading.py",
+        "app/reading.py",
         "if request.content_length is None and not request.environ.get(WHOLE):",
         "if False:",
         (f"{ASKED}test_lines_of_which_nobody_knows_the_end_are_refused",),
@@ -33,7 +33,7 @@ DOOR = [
     Mutant(
         "a batch has no end",
         "linear cost",
-        "app/api/batch.py",
+        "app/batch.py",
         "if index == MOST:",
         "if False:",
         (f"{ASKED}test_a_thousand_jobs_are_a_batch",),
@@ -42,7 +42,7 @@ DOOR = [
     Mutant(
         "a job of a batch has no end",
         "linear cost",
-        "app/api/reading.py",
+        "app/reading.py",
         "if len(text) - at <= longest:",
         "if True:",
         (f"{ASKED}test_a_job_of_a_batch_is_no_longer_than_one_alone_may_be",),
@@ -169,7 +169,7 @@ DOOR = [
     Mutant(
         "any thread may sleep",
         "turns",
-        "app/api/patience.py",
+        "app/patience.py",
         "if not environ.get(MAY_WAIT, True):",
         "if False:",
         ("tests/unit/app/test_patience.py::test_whose_thread_is_not_for_waiting_does_not",),

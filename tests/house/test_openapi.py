@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from app.api.openapi import document
+from app.openapi import document
 from tests.support.api import Api
 
 pytest_plugins = ("tests.support.api_fixtures",)

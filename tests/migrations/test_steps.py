@@ -8,13 +8,14 @@ import pytest
 from alembic import command, op
 from sqlalchemy import Connection, Engine, create_engine, text
 
-from jobs import ledger, migrate
+from jobs import ledger
 from jobs.catalog import Catalog
 from jobs.config import ModelConfig
 from jobs.db import Database
 from jobs.states import State
 from jobs.store import Store
 from jobs.tenants import Tenants
+from migrations import migrate
 from tests.migrations.test_migrations import _schema
 from tests.support.builders import T0, a_queued_job
 

@@ -21,7 +21,7 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.routing import RequestRedirect
 from werkzeug.test import TestResponse
 
-from app.api.openapi import document
+from app.openapi import document
 from jobs.db import Database
 from jobs.models import events, idempotency_keys, jobs, webhooks
 from jobs.once import Once

@@ -165,7 +165,7 @@ class RefServer:
         self.endpoint = f"http://127.0.0.1:{port}/generate"
 
 
-_MIGRATE = "from jobs.migrate import upgrade; from jobs.config import RecordSettings as R; upgrade(R().record_url)"
+_MIGRATE = "from jobs.config import *; from migrations.migrate import upgrade; upgrade(RecordSettings().record_url)"
 
 
 def _listens(port: int) -> bool:

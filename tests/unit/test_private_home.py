@@ -13,7 +13,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import AuthenticationError
 
-from jobs import home, migrate
+from jobs import home
 from jobs.config import RecordSettings
 from jobs.db import Database
 from jobs.home import HomeNotPrivate, kept_text, private_file, private_folder
@@ -22,6 +22,7 @@ from local.errors import UpError
 from local.home import Home, flower_password, redis_password
 from local.launcher import _without_password
 from local.ports import free_port
+from migrations import migrate
 from routing.config import RoutingSettings
 
 FIRST = {

@@ -8,7 +8,7 @@ import pytest
 
 # The module with which each process begins, and with what it does first.
 PROCESSES = {
-    "web": "import app.web.__main__; from jobs import migrate; migrate.check('sqlite:///none.db')",
+    "web": "import app.web.__main__; from migrations import migrate; migrate.check('sqlite:///none.db')",
     "worker": "import tasks.maintenance, tasks.worker",
     "webhooks": "import tasks.webhooks",
     "flower": "import cli.__main__, tasks.celery_app, tasks.signals",

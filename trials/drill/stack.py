@@ -14,7 +14,7 @@ from redis import Redis
 from sqlalchemy import make_url
 
 from client.api import Client, ClientError
-from jobs import ledger, migrate
+from jobs import ledger
 from jobs.db import Database
 from jobs.errors import RecordUnavailable
 from local import ports, valkey
@@ -22,6 +22,7 @@ from local.children import Child, Role
 from local.errors import UpError
 from local.guardian import Guardian
 from local.plan import procfile
+from migrations import migrate
 from trials.drill import clocks, journals, postgres
 from trials.drill.proxy import Door, Proxy
 from trials.drill.schedule import Fault, Kind, targets

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from sqlalchemy import make_url
 
-from jobs import migrate
 from jobs.catalog import Catalog, Snapshot
 from jobs.db import Database
-from jobs.record import Past
 from jobs.states import Standing
-from jobs.store import Store
+from migrations import migrate
+from trials.simulate import history
+from trials.simulate.history import Past
 from trials.simulate.scenario import Arrival, Wrong
 
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
@@ -56,7 +56,7 @@ def read(database: Database, since_ms: int, until_ms: int, seed: int) -> Recorde
     errors of the record pass through.
     """
     catalog = _online(Catalog(database).snapshot())
-    rows = [row for row in Store(database).history(since_ms, until_ms) if row.started_ms is not None]
+    rows = [row for row in history.read(database, since_ms, until_ms) if row.started_ms is not None]
     known = [row for row in rows if row.model in catalog.models]
     if not known:
         raise Wrong(

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from app.api.patience import HAS_LEFT, MAY_WAIT, Patience
+from app.patience import HAS_LEFT, MAY_WAIT, Patience
 from jobs.states import State
 
 

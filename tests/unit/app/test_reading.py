@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from app.api.reading import _first_twice, elements, parse
 from app.errors import ProblemError
+from app.reading import _first_twice, elements, parse
 from routing import exact
 
 

@@ -4,7 +4,7 @@ from datetime import datetime
 import pytest
 
 from app import views
-from app.api.paging import after, before
+from app.paging import after, before
 from insight.places import Place
 from jobs.errors import InvalidJob
 from jobs.states import State, Why

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs import migrate, steady_time
+from jobs import steady_time
 from jobs.catalog import Catalog
 from jobs.clock import Clock
 from jobs.db import Database
+from migrations import migrate
 
 START_MS = 1_800_000_000_000
 MINUTE_S = 61.0

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from app.api.patience import MAY_WAIT
 from app.config import AppSettings
+from app.patience import MAY_WAIT
 from app.web.connection import Connection
 from app.web.door import Door
 from app.web.gateway import Answer

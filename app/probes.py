@@ -7,10 +7,10 @@ import structlog
 from kombu.exceptions import OperationalError as BrokerError
 from redis.exceptions import RedisError
 
-from app.api.context import dispatcher
-from jobs import migrate
+from app.context import dispatcher
 from jobs.clock import TOLERATED_MS, clock
 from jobs.errors import SlotkeeperError
+from migrations import migrate
 from routing import pulse
 from routing.suitability import evicts
 from tasks.celery_app import celery

@@ -6,14 +6,29 @@ have are found by halving, and its jobs by their numbers.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, or_, select
 
 from jobs.db import Database
 from jobs.models import jobs
-from jobs.record import Past
 from jobs.states import State
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """A job that has started or ended, as far as order and placement are concerned.  `started_ms`: its last start."""
+
+    model: str
+    tier: int
+    tenant: str
+    needs: str
+    created_ms: int
+    started_ms: int | None
+    finished_ms: int | None
+    state: State
+
 
 # How far the clocks of two that accept jobs may be apart.
 _SLACK_MS = 3_600_000
@@ -34,8 +49,12 @@ _PAST = (
 )
 
 
-def read(database: Database, since_ms: int, until_ms: int, limit_per_batch: int) -> Iterator[Past]:
-    """See Store.history."""
+def read(database: Database, since_ms: int, until_ms: int, limit_per_batch: int = 5000) -> Iterator[Past]:
+    """Jobs accepted from `since_ms` on and before `until_ms` that have started or ended, as they came.
+
+    Read page by page, so that millions take no more memory than one page; close the iterator, or exhaust it,
+    for it keeps a connection.  Where clocks were apart by more than an hour, a job may be missed.
+    """
     with database.snapshot() as connection:
         params = {
             "p_first": _first_number(connection, since_ms - _SLACK_MS),

@@ -5,8 +5,8 @@ from typing import cast
 
 from flask import current_app
 
-from app.api.patience import Patience
 from app.config import AppSettings
+from app.patience import Patience
 from insight.estimates import Estimates
 from insight.places import Places
 from routing.dispatcher import Dispatcher

@@ -11,8 +11,8 @@ from flask_openapi import APIBlueprint, Info, OpenAPI
 from pydantic import BaseModel, ConfigDict
 from werkzeug.routing import BaseConverter
 
-from app.api.reading import Request
 from app.errors import CONTENT_TYPE, of_validation
+from app.reading import Request
 from jobs.tenants import SHOWN
 from routing import exact
 from routing.policies.placement import NAME

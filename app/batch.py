@@ -8,8 +8,8 @@ from flask import Request
 from flask_openapi import RequestBody
 from pydantic import ValidationError
 
-from app.api.reading import body_of, check_whole, elements, is_array, parse
 from app.errors import ProblemError, invalid
+from app.reading import body_of, check_whole, elements, is_array, parse
 from app.schemas import BatchItem
 
 MOST = 1000

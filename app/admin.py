@@ -7,8 +7,8 @@ from flask_openapi import APIBlueprint
 from redis.exceptions import RedisError
 
 from app import auth
-from app.api.context import dispatcher
-from app.api.openapi import blueprint
+from app.context import dispatcher
+from app.openapi import blueprint
 from routing import reconcile
 from routing.queues import Depths
 from routing.slots import ServerStanding

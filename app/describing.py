@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from app.api.context import dispatcher
+from app.context import dispatcher
 from app.errors import ProblemError, printable
 from tasks import descriptions
 from tasks.descriptions import Unfit

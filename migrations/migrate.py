@@ -1,6 +1,6 @@
 """Bring the schema of a record to what this release needs, or say that it is not.
 
-The steps lie in the package `migrations`, beside this one; no alembic.ini is needed.  Several processes may
+The steps lie beside this file; no alembic.ini is needed.  Several processes may
 call `upgrade` at once: one migrates, the others wait and find nothing left to do.  Only that loads Alembic; all
 processes `check`.
 """
@@ -24,8 +24,7 @@ from jobs.home import private_file, private_folder
 if TYPE_CHECKING:
     from alembic.config import Config
 
-# Found beside this package, not by its name: the working folder of a user may have `migrations` of its own.
-_STEPS = Path(__file__).resolve().parent.parent / "migrations"
+_STEPS = Path(__file__).resolve().parent
 _LOCK_KEY = 0x510715EE9E4  # any number, as long as every release uses the same
 _PATIENCE_S = 120.0
 _LOOK_EVERY_S = 0.05

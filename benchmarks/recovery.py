@@ -89,7 +89,7 @@ def _dispatcher(database: Database, slots: int) -> Iterator[tuple[Dispatcher, Va
                 queues=queues,
                 leases=Leases(scripts, settings),
                 slots=Slots(scripts, settings),
-                admission=Admission(scripts, queues, fleet, estimates, settings),
+                admission=Admission(queues, fleet, estimates, settings),
                 observer=estimates,
                 settings=settings,
                 announcer=_Nobody(),

@@ -26,6 +26,7 @@ from jobs.withheld import Withholding
 from routing.admission import Admission
 from routing.config import RoutingSettings
 from routing.fleet import Fleet
+from routing.gates.placed import is_matched
 from routing.leases import Held, Leases
 from routing.observer import Observer
 from routing.policies import placement, retry
@@ -149,18 +150,16 @@ class Dispatcher:
     def _admit(self, new: Sequence[NewJob], tenant: Tenant | None, now: int) -> list[str | None]:
         """What the client of each job should know.  Raises as `submit`, unless all were accepted before (R21)."""
         try:
-            notices = [self._notice(index, job) for index, job in enumerate(new)]
             self.admission.check(new, tenant, now)
         except (Conflict, InvalidJob, TooMany):
             if not self.store.knows(new, now):
                 raise
             return [None] * len(new)
-        return notices
+        return [self._notice(job) for job in new]
 
-    def _notice(self, index: int, job: NewJob) -> str | None:
-        with naming(index):
-            if self.admission.check_placement(job):
-                return None
+    def _notice(self, job: NewJob) -> str | None:
+        if is_matched(job, self.fleet):
+            return None
         return f"At present {placement.unmatched(job.model, job.needs)}; the job waits until one does."
 
     def _receipt(self, job: NewJob, accepted: Accepted, notice: str | None, now: int) -> Receipt:

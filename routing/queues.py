@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError, RedisError, TimeoutError
 from jobs.record import Waiting
 from routing.config import RoutingSettings
 from routing.policies import order
-from routing.scripts import Scripts, say_failed
+from routing.scripts import Command, Scripts, say_failed
 from routing.workers import Room, unbounded
 
 log = structlog.get_logger(__name__)
@@ -229,14 +229,9 @@ class Queues:
                 raise answer
         return [answer[0].decode() for answer in answers]
 
-    def position(self, fleet: str, job: Waiting, *, as_last: bool = False) -> Position | None:
-        """Where it waits, or, `as_last`, where it would if it came in now; None: not in the room, or Redis is away."""
-        if self.away:
-            return None
-        place, *facts = self._scripts.run("position", fleet, [*_place(job), int(as_last)])
-        if place == b"waiting":
-            return Position(int(facts[0]), int(facts[1]) or None)
-        return _OFFERED if place == b"offered" else None
+    def position(self, fleet: str, job: Waiting) -> Position | None:
+        """Where it waits; None: not in the room, or Redis is away."""
+        return None if self.away else _position(self._scripts.run("position", fleet, [*_place(job), 0]))
 
     def wait_facts(self, fleet: str, job: Waiting) -> WaitFacts:
         """What it waits for."""
@@ -256,14 +251,32 @@ class Queues:
 
     def backlog(self, fleet: str, model: str, tenant: str) -> Backlog:
         """What waits for a model, of one tenant and of all."""
-        own, everyones, run_ms, free = self._scripts.run("backlog", fleet, [order.account(tenant, model)])
-        return Backlog(own, everyones, run_ms or None, free)
+        found: Backlog = self.ask([self.asking_backlog(fleet, model, tenant)])[0]
+        return found
 
-    def variety(self, fleet: str, model: str, tenant: str, needs: Iterable[str]) -> tuple[int, int]:
+    # -- what gates ask, see routing/gates: commands, so that one round trip answers them all ---------------------
+
+    def ask(self, commands: Sequence[Command]) -> list[Any]:
+        """The answers, in few round trips."""
+        return self._scripts.run_commands(commands)
+
+    def asking_backlog(self, fleet: str, model: str, tenant: str) -> Command:
+        """For a Backlog."""
+        keys, args = self._scripts.keys.fleet(fleet), [order.account(tenant, model)]
+        return Command("backlog", keys, args, lambda found: Backlog(found[0], found[1], found[2] or None, found[3]))
+
+    def asking_variety(self, fleet: str, model: str, tenant: str, needs: Iterable[str]) -> Command:
         """How many different constraints would wait if jobs with these needs came in: of the tenant, of all."""
         classes = sorted({order.asked_class(model, one) for one in needs})
-        own, everyones = self._scripts.run("variety", fleet, [order.account(tenant, model), *classes])
-        return own, everyones
+        return Command("variety", self._scripts.keys.fleet(fleet), [order.account(tenant, model), *classes])
+
+    def asking_place(self, fleet: str, job: Waiting) -> Command:
+        """For the Position that a job would have if it came in now."""
+        return Command("position", self._scripts.keys.fleet(fleet), [*_place(job), 1], _position)
+
+    def asking_rate(self, tenant: str, count: int, interval_ms: float, burst: int) -> Command:
+        """To count a tenant's submits; the answer is in how many ms they would be admitted, 0: they are."""
+        return Command("admit", [self._scripts.keys.rate(tenant)], [count, interval_ms, burst])
 
     def begin_all(self, fleets: Sequence[str], record: str) -> dict[str, bool]:
         """Make closed rooms ready to be filled from this record.  True: what stood in it had to be forgotten.
@@ -284,6 +297,13 @@ class Queues:
 def _depths(answer: Any) -> Depths:
     is_open, free, resting, taken, waiting = answer
     return Depths(bool(is_open), free, resting, taken, {model.decode(): count for model, count in waiting})
+
+
+def _position(answer: Any) -> Position | None:
+    place, *facts = answer
+    if place == b"waiting":
+        return Position(int(facts[0]), int(facts[1]) or None)
+    return _OFFERED if place == b"offered" else None
 
 
 def _place(job: Waiting) -> list[Any]:

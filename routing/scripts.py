@@ -180,6 +180,12 @@ class Scripts:
         (answer,) = self._call([command])
         return command.read(_or_raise(answer))
 
+    def run_commands(self, commands: Sequence[Command]) -> list[Any]:
+        """Run different scripts in few round trips; what each reads in its answer.  Raises the first redis error."""
+        parts = (commands[n : n + _AT_ONCE] for n in range(0, len(commands), _AT_ONCE))
+        answers = [_or_raise(answer) for part in parts for answer in self._call(part)]
+        return [command.read(answer) for command, answer in zip(commands, answers, strict=True)]
+
     def run_all(self, name: str, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
         """Run a script once for each (fleet, args), in few round trips; its answer, or the RedisError, of each."""
         on_keys = [Command(name, self.keys.fleet(fleet), args) for fleet, args in calls]
@@ -237,10 +243,6 @@ class Scripts:
     def failures(self, fleet: str, server: str) -> int:
         """How often in a row a server failed, as lua/rest.lua counts it."""
         return int(self.redis.hget(self.keys.fleet(fleet)[-1], f"failures:{server}") or 0)
-
-    def admit(self, tenant: str, count: int, interval_ms: float, burst: int) -> int:
-        """Run `admit`, the one script that belongs to a tenant and not to a fleet; answers ms to wait."""
-        return int(self._run("admit", [self.keys.rate(tenant)], [count, interval_ms, burst]))
 
     def workers(self, worker: str, room: int | None, ttl_ms: int) -> int:
         """Run `workers`, which belongs to no fleet; answers the room of all workers together."""

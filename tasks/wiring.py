@@ -90,7 +90,7 @@ def dispatcher() -> Dispatcher:
         queues=queues,
         leases=leases(),
         slots=Slots(scripts(), settings),
-        admission=Admission(scripts(), queues, fleet(), estimates(), settings),
+        admission=Admission(queues, fleet(), estimates(), settings),
         observer=estimates(),
         settings=settings,
         announcer=CeleryAnnouncer(),

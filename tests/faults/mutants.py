@@ -37,6 +37,7 @@ from tests.faults.mutants_away import AWAY
 from tests.faults.mutants_celery import CELERY
 from tests.faults.mutants_descriptions import DESCRIPTIONS
 from tests.faults.mutants_door import DOOR
+from tests.faults.mutants_gates import GATES
 from tests.faults.mutants_offers import OFFERS
 from tests.faults.mutants_record import KEPT
 from tests.faults.mutants_rest import REST
@@ -56,6 +57,7 @@ MUTANTS = [
     *AWAY,
     *KEPT,
     *OFFERS,
+    *GATES,
     *DOOR,
     *DESCRIPTIONS,
     *REFERENCE_SERVER,

@@ -104,7 +104,7 @@ class Stage:
             queues=queues,
             leases=Leases(scripts, SETTINGS),
             slots=Slots(scripts, SETTINGS),
-            admission=Admission(scripts, queues, fleet, estimates, SETTINGS),
+            admission=Admission(queues, fleet, estimates, SETTINGS),
             observer=estimates,
             settings=SETTINGS,
             announcer=self.told,

@@ -1,0 +1,73 @@
+"""What a gate is: one bound on submits.
+
+    GATE = Gate("name", "what it looks at", Asks.LOOKS, check)
+
+`check` raises a refusal, which says what is wrong and what can be done: Conflict (nothing is taken now), TooMany (with
+the time to wait) or InvalidJob (it could never be accepted as it is).  What it must ask Redis first it answers instead,
+with what to make of the answer: so all gates are asked in one round trip.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from jobs.record import NewJob
+from jobs.tenants import Tenant
+from routing.config import RoutingSettings
+from routing.fleet import Fleet
+from routing.observer import Observer
+from routing.queues import Queues
+from routing.scripts import Command
+
+
+class Asks(Enum):
+    """What a gate asks of Redis, in the order in which gates stand."""
+
+    NOTHING = auto()
+    LOOKS = auto()
+    """Something that changes nothing.  Such bounds are no promises: while Redis is away everything is admitted."""
+    COUNTS = auto()
+    """Something that counts the submit; so it is asked when nothing else refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Jobs that shall be accepted all or none.  `tenant`: who submits them, if the door knows; theirs may be others."""
+
+    jobs: Sequence[NewJob]
+    tenant: Tenant | None
+    now_ms: int
+
+    def by_account(self) -> dict[tuple[str, str], int]:
+        """(model, tenant) -> how many jobs."""
+        return Counter((job.model, job.tenant) for job in self.jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Where a gate finds what it goes by."""
+
+    fleet: Fleet
+    queues: Queues
+    observer: Observer
+    settings: RoutingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """`judge` raises a refusal if the command's answer is a reason for one."""
+
+    command: Command
+    judge: Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A bound on submits."""
+
+    name: str
+    looks_at: str
+    asks: Asks
+    check: Callable[[Submit, Known], Iterable[Question]]

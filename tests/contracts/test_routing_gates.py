@@ -1,0 +1,124 @@
+"""Gates of admission: each is a file and a line, the first that refuses is heard, and Redis is asked once for all."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from redis.connection import AbstractConnection
+
+from jobs.errors import InvalidJob, TooMany
+from jobs.tenants import Tenant
+from routing import gates
+from routing.gates.gate import Asks, Gate
+from routing.submission import Submission, prepare
+from tests.lua.stage import Stage, client, stage, valkey
+from tests.support import gate_of_share
+
+__all__ = ["client", "stage", "valkey"]
+
+ACME = Tenant("acme", admin=False, rate_per_s=1, burst=3)
+
+
+@pytest.fixture
+def trips(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What was sent to Redis at once, so often as it was."""
+    sent: list[object] = []
+    send = AbstractConnection.send_packed_command
+
+    def noted(self: AbstractConnection, command: object, check_health: bool = True) -> None:
+        sent.append(command)
+        send(self, command, check_health)
+
+    monkeypatch.setattr(AbstractConnection, "send_packed_command", noted)
+    return sent
+
+
+def check(stage: Stage, asked: Sequence[Submission], tenant: Tenant | None = None) -> None:
+    """Pass the gates, and store nothing."""
+    dispatcher = stage.dispatcher
+    new = [prepare(one, dispatcher.fleet.model(one.model), lambda url: None, stage.now) for one in asked]
+    dispatcher.admission.check(new, tenant, stage.now)
+
+
+# -- one shape -----------------------------------------------------------------------------------------------------
+
+
+def test_each_file_of_the_folder_is_a_line_and_each_gate_says_what_it_looks_at():
+    folder = Path(gates.__file__).parent
+    assert {gate.name for gate in gates.GATES} == {path.stem for path in folder.glob("*.py")} - {"__init__", "gate"}
+    assert all(gate.looks_at for gate in gates.GATES)
+
+
+def test_gates_stand_in_the_order_in_which_they_are_passed():
+    """What counts a submit comes last: a submit that is refused costs no turn of the rate."""
+    asks = [gate.asks.value for gate in gates.GATES]
+    assert asks == sorted(asks)
+
+
+def test_a_gate_that_is_added_is_passed_by_every_submit(stage, monkeypatch):
+    stage.register(1)
+    for n in range(10):
+        stage.submit(tenant=f"t{n}")
+    stage.submit(tenant="t1")
+    monkeypatch.setattr(gates, "GATES", (*gates.GATES[:-1], gate_of_share.GATE, gates.GATES[-1]))
+    stage.submit(tenant="t1")
+    with pytest.raises(TooMany, match="Half of the jobs") as refused:
+        stage.submit_all([stage.a(tenant="t1") for _ in range(10)], Tenant("t1", admin=False))
+    assert refused.value.retry_after_s == 5.0
+    stage.submit(tenant="t2")
+
+
+# -- one round trip --------------------------------------------------------------------------------------------------
+
+
+def test_all_gates_that_look_ask_in_one_round_trip_and_the_rate_in_another(stage, trips, monkeypatch):
+    for model in ("zimg", "flux"):
+        stage.register(1, server=f"{model}-gpu", model=model, capacity=10)
+    monkeypatch.setattr(gates, "GATES", (*gates.GATES[:-1], gate_of_share.GATE, gates.GATES[-1]))
+    asked = [stage.a("zimg", ttl_s=60.0), stage.a("zimg", constraints={"gpu": "A100"}), stage.a("flux", ttl_s=60.0)]
+    check(stage, asked, ACME)  # scripts and catalog are known from now on
+    stage.later(60_000)
+    trips.clear()
+    check(stage, asked, ACME)
+    assert len(trips) == 2
+    trips.clear()
+    check(stage, asked)
+    assert len(trips) == 1
+
+
+def test_gates_that_need_to_know_nothing_ask_nothing(stage, trips):
+    stage.register(1)
+    check(stage, [stage.a()])
+    trips.clear()
+    check(stage, [stage.a()])
+    assert trips == []
+
+
+# -- who is heard ------------------------------------------------------------------------------------------------------
+
+
+def test_a_submit_that_is_refused_costs_no_turn_of_the_rate(stage):
+    stage.register(1, max_waiting=0)
+    stage.submit()
+    for _ in range(5):
+        with pytest.raises(TooMany, match="configured to hold 0"):
+            check(stage, [stage.a()], ACME)
+    stage.register(1, max_waiting=10)
+    check(stage, [stage.a() for _ in range(3)], ACME)
+    with pytest.raises(TooMany, match="slow down"):
+        check(stage, [stage.a()], ACME)
+
+
+def test_the_first_gate_that_refuses_is_heard_also_where_a_later_one_needs_no_answer(stage, monkeypatch):
+    def refuse(submit, known):
+        raise InvalidJob("jobs", "never")
+
+    stage.register(1, max_waiting=0)
+    stage.submit()
+    never = Gate("never", "nothing", Asks.LOOKS, refuse)
+    monkeypatch.setattr(gates, "GATES", (never, *gates.GATES))
+    with pytest.raises(InvalidJob, match="never"):
+        check(stage, [stage.a()])
+    monkeypatch.setattr(gates, "GATES", (*gates.GATES[1:], never))
+    with pytest.raises(TooMany, match="configured to hold 0"):
+        check(stage, [stage.a()])

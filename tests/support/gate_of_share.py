@@ -1,0 +1,23 @@
+"""A gate that only tests have: a tenant's jobs are at most half of those that wait for a model, once ten do."""
+
+from collections.abc import Iterable
+
+from jobs.errors import TooMany
+from routing.gates.gate import Asks, Gate, Known, Question, Submit
+from routing.queues import Backlog
+
+
+def _check(submit: Submit, known: Known) -> Iterable[Question]:
+    for (name, tenant), more in submit.by_account().items():
+        yield _question(known, name, tenant, more)
+
+
+def _question(known: Known, model: str, tenant: str, more: int) -> Question:
+    def judge(found: Backlog) -> None:
+        if found.everyones >= 10 and found.own + more > (found.everyones + more) / 2:
+            raise TooMany(f"Half of the jobs of model {model!r} are {tenant!r}'s; try again later.", 5.0, model=model)
+
+    return Question(known.queues.asking_backlog(known.fleet.model(model).fleet, model, tenant), judge)
+
+
+GATE = Gate("share", "whose jobs wait", Asks.LOOKS, _check)

@@ -4,6 +4,7 @@ The same message goes to the broker, or is told to this worker's own Celery of a
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from celery.app.amqp import task_message
@@ -55,17 +56,18 @@ def build(offer: Offer, failures: int) -> task_message:
 
     The task's own end says nothing to anybody: whoever waits for the job is told from the record (telling.py).
     """
-    message = celery.amqp.as_task_v2(
-        offer.job_id,
-        TASK,
-        args=(offer.model,),
-        retries=failures,
-        ignore_result=True,
-        argsrepr=f"({offer.model!r},)",
-        kwargsrepr="{}",
+    job_id, same = offer.job_id, _of_model(offer.model)
+    offered = {name: getattr(offer, name) for name in _OFFERED}
+    headers = {**same.headers, "id": job_id, "root_id": job_id, "retries": failures, HEADER: offered}
+    return same._replace(headers=headers, properties={**same.properties, "correlation_id": job_id})
+
+
+@lru_cache(maxsize=1024)
+def _of_model(model: str) -> task_message:
+    """What is the same in all messages for a model."""
+    return celery.amqp.as_task_v2(
+        "", TASK, args=(model,), ignore_result=True, argsrepr=f"({model!r},)", kwargsrepr="{}"
     )
-    message.headers[HEADER] = {name: getattr(offer, name) for name in _OFFERED}
-    return message
 
 
 class Unsent:

@@ -42,7 +42,7 @@ from tasks.releases import PatientLeases
 from tasks.runner import Left, Watch
 from tasks.servers import Live
 from tasks.settlement import End
-from tasks.shown import Shown, in_celerys_words
+from tasks.shown import Reception, Shown, in_celerys_words
 from tasks.wiring import dispatcher, leases, workers
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class Worker:
         self._capacity = capacity
         self._begun: dict[str, Shown] = {}  # leases whose offers this process has taken up, until their runs end
         self._unfilled = 0  # places of ended runs for which nothing was taken, since ends waited for the record
-        self._untold: dict[str, Shown] = {}  # lease -> the task of a run of which Celery is being told
+        self._reception: Reception | None = None  # by which Celery's consumer hears of runs that were handed on
         self._lock = threading.Lock()
 
     @property
@@ -118,15 +118,11 @@ class Worker:
     # -- offers come in, from any thread ---------------------------------------------------------------------
 
     def take(self, request: Request) -> None:
-        """Celery has a wake-up for this worker; or it has just been told of a run that is under way here.
+        """Celery has a wake-up for this worker.
 
-        A message that comes twice finds its offer taken up, by this process or another, and changes nothing.
+        One that comes twice finds its offer taken up, by this process or another, and changes nothing.
         """
         offer = messages.read_offer(str(request.id), request.args, request.request_dict)
-        shown = None if offer is None else self._untold.pop(offer.lease, None)
-        if shown is not None:
-            shown.heard_of(request)
-            return
         if offer is None:
             log.warning("wake_up_not_understood", job_id=request.id)
             self._show_nothing(Shown(request))
@@ -392,21 +388,11 @@ class Worker:
 
     def _show(self, run: ActiveRun) -> None:
         """Tell Celery of a run that has begun; of one that was handed on it hears now for the first time."""
-        consumer = self.consumer
-        held = run.task.held
-        if run.shown.is_known or consumer is None:
-            run.shown.began()
-            return
-        self._untold[held.lease] = run.shown
-        offer = Offer(held.fleet, held.job_id, held.lease, held.slot, held.server, run.task.run.job.model, 0)
-        try:
-            # The consumer's own way of taking a message: Flower sees it received, started and ended.
-            message = messages.handed_on(offer, run.task.run.failures)
-            consumer.strategies[messages.TASK](message, None, _nothing, _nothing, None)
-        except Exception as error:
-            log.warning("task_not_shown", job_id=held.job_id, error=repr(error))
-        finally:
-            self._untold.pop(held.lease, None)
+        if self._reception is not None and self.consumer is not None:
+            it, held = run.task.run, run.task.held
+            offer = Offer(held.fleet, held.job_id, held.lease, held.slot, held.server, it.job.model, 0)
+            run.shown.introduce(self._reception, offer, it.failures)
+        run.shown.began()
 
     def _show_nothing(self, shown: Shown) -> None:
         """Nothing came of a wake-up.  May be called by any thread."""
@@ -492,9 +478,9 @@ class Worker:
     def _held(self, offer: Offer) -> Held:
         return Held(offer.fleet, offer.job_id, offer.lease, self.owner, offer.slot)
 
-    def attend(self, consumer: Any) -> None:
+    def attend(self, consumer: Any, reception: Reception | None = None) -> None:
         """Take jobs from now on, as tasks of this consumer of Celery's."""
-        first, self.consumer = self.consumer is None, consumer
+        first, self.consumer, self._reception = self.consumer is None, consumer, reception
         if first:
             self.poller.start()
 
@@ -523,10 +509,6 @@ def _give_up() -> NoReturn:
     """End this process, none of whose runs would ever end: its leases expire, and other workers go on with them."""
     log.critical("loop_hangs")
     os._exit(os.EX_SOFTWARE)
-
-
-def _nothing(*_: object, **__: object) -> None:
-    """There is no broker to acknowledge to."""
 
 
 @once
@@ -572,7 +554,7 @@ class RunsJobs(bootsteps.StartStopStep):
     def start(self, parent: Any) -> None:
         if "celery" not in celery.amqp.queues.consume_from:
             return  # A worker for maintenance or webhooks alone.
-        this_worker().attend(parent)
+        this_worker().attend(parent, Reception(parent))
         startup.collect_rarely()
         _bundle_events(parent)
         self._watch = _QueueWatch(parent)

@@ -7,11 +7,13 @@ asks a second time, to send again what may have been received.
 """
 
 import asyncio
+import math
 import socket
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Set
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import certifi
 import pycurl
@@ -22,8 +24,13 @@ from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.wire import MESSAGES, Limits
 
 _MOST_KEPT = 4096  # connections, and handles for exchanges
+_EARLY_S = 0.001  # so much earlier than it wants libcurl may be called: it counts in milliseconds
 _LOOK_EVERY = 4  # times within `read_s` it is looked whether anything has moved
+_LARGE = 64 * 1024  # bytes of a request that an idle handle does not keep
 _Address = tuple[str, int]
+Kind: TypeAlias = tuple[str, bool]
+"""Of a request: its method, and whether it has a body."""
+_LOOK_ONLY = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 _BODILESS = frozenset({"GET", "HEAD"})
 _UNSENDABLE = frozenset({pycurl.E_URL_MALFORMAT, pycurl.E_UNSUPPORTED_PROTOCOL})
 _OURS = {"User-Agent": "slotkeeper", "Accept": "*/*"}
@@ -36,7 +43,6 @@ class Exchange:
     __slots__ = (
         "_body",
         "_handle",
-        "_head",
         "_is_stale",
         "_limits",
         "_moved",
@@ -51,10 +57,9 @@ class Exchange:
         self.reply: asyncio.Future[Answer | Broken] = wires.loop.create_future()
         self._wires = wires
         self._limits = limits
-        self._handle: Any = None
+        self._handle: Handle | None = None
         self._sent = False
         self._is_stale = False  # It would have left by a connection that was closed at the other end.
-        self._head: list[bytes] = []
         self._body: list[bytes] = []
         self._size = 0
         self._moved = -1  # bytes, when it was last looked; -1: it was not yet
@@ -64,18 +69,18 @@ class Exchange:
         """Nobody waits for the answer any more.  What the server makes of that is its own affair."""
         self.break_off(Break.RESET if self._sent else Break.CONNECT)
 
-    def begin(self, handle: Any) -> None:
+    def begin(self, handle: "Handle") -> None:
         """Called once more if nothing has left yet: what was seen of the first try says nothing of the second."""
         self._stop_looking()
         self._handle, self._moved = handle, -1
         limits = self._limits
         left_s = limits.deadline - time.monotonic()
+        handle.exchange = self
         handle.setopt(pycurl.TIMEOUT_MS, _ms(left_s))
-        handle.setopt(pycurl.CONNECTTIMEOUT_MS, _ms(min(limits.connect_s, left_s)))
-        handle.setopt(pycurl.MAXFILESIZE_LARGE, limits.max_bytes)
-        handle.setopt(pycurl.PREREQFUNCTION, self._may_send)
-        handle.setopt(pycurl.HEADERFUNCTION, self._head.append)
-        handle.setopt(pycurl.WRITEFUNCTION, self._take)
+        handle.say(
+            (pycurl.CONNECTTIMEOUT_MS, _ms(min(limits.connect_s, left_s))),
+            (pycurl.MAXFILESIZE_LARGE, limits.max_bytes),
+        )
         if limits.read_s < left_s:
             self._timer = self._wires.loop.call_later(limits.read_s / _LOOK_EVERY, self._look, 0)
 
@@ -83,7 +88,7 @@ class Exchange:
         """libcurl has done with it; `error` 0: there is a whole answer."""
         if error == 0:
             self._answered()
-        elif self._is_stale and not self._sent:
+        elif self._is_stale and not self._sent and self._handle is not None:
             self._is_stale = False
             self._wires.send_anew(self._handle, self)
         elif error == pycurl.E_FILESIZE_EXCEEDED or self._size > self._limits.max_bytes:
@@ -94,7 +99,8 @@ class Exchange:
             self.break_off(Break.TIMEOUT if error == pycurl.E_OPERATION_TIMEDOUT else Break.RESET)
 
     def _answered(self) -> None:
-        head = _headers(self._head)
+        assert self._handle is not None
+        head = _headers(self._handle.head)
         if head is None:  # The connection ended within the head; libcurl takes that for a whole answer.
             self.break_off(Break.RESET)
         else:
@@ -114,14 +120,14 @@ class Exchange:
         if not self.reply.done():
             self.reply.set_result(reply)
 
-    def _may_send(self, _there: str, here: str, _their_port: int, our_port: int) -> int:
+    def may_send(self, _there: str, here: str, _their_port: int, our_port: int) -> int:
         self._is_stale = self._wires.is_stale(here, our_port)
         if self._sent or self._is_stale:
             return pycurl.PREREQFUNC_ABORT
         self._sent = True
         return pycurl.PREREQFUNC_OK
 
-    def _take(self, piece: bytes) -> int | None:
+    def take(self, piece: bytes) -> int | None:
         self._size += len(piece)
         if self._size > self._limits.max_bytes:
             return 0  # Not what it is long: libcurl gives up.
@@ -134,12 +140,66 @@ class Exchange:
 
     def _look(self, still: int) -> None:
         """Give up when nothing has moved for `read_s`."""
+        assert self._handle is not None
         moved = sum(map(self._handle.getinfo, (pycurl.SIZE_UPLOAD_T, pycurl.SIZE_DOWNLOAD_T, pycurl.HEADER_SIZE)))
         still, self._moved = (still + 1 if moved == self._moved else 1), moved
         if still > _LOOK_EVERY - 1:
             self.break_off(Break.TIMEOUT if self._sent else Break.CONNECT)
         else:
             self._timer = self._wires.loop.call_later(self._limits.read_s / _LOOK_EVERY, self._look, still)
+
+
+class Handle(pycurl.Curl):
+    """One of libcurl's handles: for one exchange after another of its kind, what stays the same being said once."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self.kind = kind
+        self.exchange: Exchange | None = None
+        self.head: list[bytes] = []  # lines of the answer
+        self.url = ""
+        self._is_large = False  # Its body takes memory worth giving back.
+        self._said: dict[int, tuple[tuple[int, Any], ...]] = {}
+        for option, value in (*_ALWAYS, *_of_kind(kind)):
+            self.setopt(option, value)
+        self.setopt(pycurl.PREREQFUNCTION, self._may_send)
+        self.setopt(pycurl.HEADERFUNCTION, self.head.append)
+        self.setopt(pycurl.WRITEFUNCTION, self._take)
+
+    def say(self, *options: tuple[int, Any]) -> None:
+        """Set options that are always set together, if any of them was another the last time."""
+        group = options[0][0]
+        if self._said.get(group) != options:
+            self._said[group] = options
+            for option, value in options:
+                self.setopt(option, value)
+
+    def lead_to(self, url: str, *, anew: bool = False) -> None:
+        """Where it is asked, and whether by a new connection."""
+        self.url = url
+        fresh = anew or wire.MAX_IDLE_S <= 0
+        age = max(int(wire.MAX_IDLE_S), 1)
+        self.say((pycurl.URL, url), (pycurl.MAXAGE_CONN, age), (pycurl.FRESH_CONNECT, int(fresh)))
+
+    def carry(self, headers: list[bytes], body: bytes | None) -> None:
+        """What is sent."""
+        self.setopt(pycurl.HTTPHEADER, headers)
+        if self.kind[1]:
+            self.setopt(pycurl.POSTFIELDS, body or b"")
+            self._is_large = len(body or b"") > _LARGE
+
+    def forget(self) -> None:
+        """Keep nothing of the exchange that is over."""
+        self.exchange = None
+        self.head.clear()
+        if self._is_large:
+            self.carry([], None)
+
+    def _may_send(self, *ends: Any) -> int:
+        return pycurl.PREREQFUNC_ABORT if self.exchange is None else self.exchange.may_send(*ends)
+
+    def _take(self, piece: bytes) -> int | None:
+        return 0 if self.exchange is None else self.exchange.take(piece)
 
 
 class Wires:
@@ -152,8 +212,11 @@ class Wires:
         self._multi.setopt(pycurl.M_TIMERFUNCTION, self._set_timer)
         self._multi.setopt(pycurl.M_MAXCONNECTS, _MOST_KEPT)
         self._timer: asyncio.TimerHandle | None = None
-        self._idle: list[Any] = []
-        self._under_way: dict[Any, Exchange] = {}
+        self._due_s = math.inf  # when libcurl wants to be called, by the loop's clock
+        self._is_adding = False  # It is about to be called anyway.
+        self._watched: dict[int, int] = {}  # file descriptor -> what it is watched for
+        self._idle: dict[Kind, list[Handle]] = defaultdict(list)
+        self._under_way: dict[Handle, Exchange] = {}
         self._connections: dict[_Address, socket.socket] = {}  # by our end's address; it is libcurl that closes them
         self._ends: dict[int, _Address] = {}  # by file descriptor
         self._doubted: set[_Address] = set()
@@ -165,26 +228,25 @@ class Wires:
         if limits.deadline <= time.monotonic():
             exchange.reply.set_result(Broken(Break.CONNECT, "there was no time left to ask"))
             return exchange
-        handle = self._idle.pop() if self._idle else _new_handle()
+        kind = method, body is not None or method not in _BODILESS
+        idle = self._idle[kind]
+        handle = idle.pop() if idle else Handle(kind)
         try:
-            handle.setopt(pycurl.URL, _address(url))
-            handle.setopt(pycurl.HTTPHEADER, _lines(headers))
-            _set_body(handle, method, body)
+            handle.lead_to(_address(url))
+            handle.carry(_lines(headers), body)
         except (ValueError, requests.RequestException):
             handle.close()
             exchange.break_off(Break.UNSENDABLE)
             return exchange
-        handle.setopt(pycurl.MAXAGE_CONN, max(int(wire.MAX_IDLE_S), 1))
-        handle.setopt(pycurl.FRESH_CONNECT, wire.MAX_IDLE_S <= 0)
         exchange.begin(handle)
         self._send(handle, exchange)
         return exchange
 
-    def send_anew(self, handle: Any, exchange: Exchange) -> None:
+    def send_anew(self, handle: Handle, exchange: Exchange) -> None:
         """Nothing has left yet: once more, by a new connection.  Its time goes on."""
         self._under_way.pop(handle)
         self._multi.remove_handle(handle)
-        handle.setopt(pycurl.FRESH_CONNECT, 1)
+        handle.lead_to(handle.url, anew=True)
         exchange.begin(handle)
         self._send(handle, exchange)
 
@@ -204,14 +266,13 @@ class Wires:
         """This connection is not used again: its server is about to close it."""
         self._doubted.add((here, port))
 
-    def give_back(self, handle: Any) -> None:
+    def give_back(self, handle: Handle) -> None:
         """Its exchange is over; one that has not come to its end breaks off with its connection."""
         if self._under_way.pop(handle, None) is not None:
             self._multi.remove_handle(handle)
-        handle.reset()
-        if len(self._idle) < _MOST_KEPT:
-            _prepare(handle)
-            self._idle.append(handle)
+        handle.forget()
+        if len(self._idle[handle.kind]) < _MOST_KEPT:
+            self._idle[handle.kind].append(handle)
 
     def close(self) -> None:
         for exchange in list(self._under_way.values()):
@@ -222,9 +283,11 @@ class Wires:
         for end in list(self._connections):
             self._forget(end)
 
-    def _send(self, handle: Any, exchange: Exchange) -> None:
+    def _send(self, handle: Handle, exchange: Exchange) -> None:
         self._under_way[handle] = exchange
+        self._is_adding = True
         self._multi.add_handle(handle)
+        self._is_adding = False
         self._act(pycurl.SOCKET_TIMEOUT, 0)
 
     def _note_connection(self, fd: int) -> None:
@@ -249,17 +312,36 @@ class Wires:
     def _watch(self, event: int, fd: int, *_: object) -> None:
         if self._new:
             self._note_connection(fd)
-        self.loop.remove_reader(fd)
-        self.loop.remove_writer(fd)
-        if event in (pycurl.POLL_IN, pycurl.POLL_INOUT):
+        was, wanted = self._watched.pop(fd, 0), _WATCHED[event]
+        if wanted:
+            self._watched[fd] = wanted
+        if was & ~wanted & pycurl.CSELECT_IN:
+            self.loop.remove_reader(fd)
+        if was & ~wanted & pycurl.CSELECT_OUT:
+            self.loop.remove_writer(fd)
+        if wanted & ~was & pycurl.CSELECT_IN:
             self.loop.add_reader(fd, self._act, fd, pycurl.CSELECT_IN)
-        if event in (pycurl.POLL_OUT, pycurl.POLL_INOUT):
+        if wanted & ~was & pycurl.CSELECT_OUT:
             self.loop.add_writer(fd, self._act, fd, pycurl.CSELECT_OUT)
 
     def _set_timer(self, ms: int) -> None:
+        """libcurl changes its mind several times in an exchange: a timer that rings too early is set once more."""
+        self._due_s = math.inf if ms < 0 else self.loop.time() + ms / 1000
+        if self._is_adding or (self._timer is not None and self._timer.when() <= self._due_s):
+            return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if ms < 0 else self.loop.call_later(ms / 1000, self._act, pycurl.SOCKET_TIMEOUT, 0)
+            self._timer = None
+        if self._due_s < math.inf:
+            self._timer = self.loop.call_at(self._due_s, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        left_s = self._due_s - self.loop.time()
+        if left_s <= _EARLY_S:
+            self._act(pycurl.SOCKET_TIMEOUT, 0)
+        elif left_s < math.inf:
+            self._timer = self.loop.call_at(self._due_s, self._ring)
 
     def _act(self, fd: int, what: int) -> None:
         self._multi.socket_action(fd, what)
@@ -283,24 +365,12 @@ def _end_of(connection: socket.socket) -> _Address | None:
 
 def _has_something_to_say(connection: socket.socket) -> bool:
     try:
-        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        connection.recv(1, _LOOK_ONLY)
     except BlockingIOError:
         return False
     except OSError:
         pass
     return True
-
-
-def _new_handle() -> Any:
-    handle = pycurl.Curl()
-    _prepare(handle)
-    return handle
-
-
-def _prepare(handle: Any) -> None:
-    """What is the same for all exchanges: nothing is taken from the environment, followed or kept."""
-    for option, value in _ALWAYS:
-        handle.setopt(option, value)
 
 
 _ALWAYS = (
@@ -316,28 +386,42 @@ _ALWAYS = (
 )
 
 
-def _set_body(handle: Any, method: str, body: bytes | None) -> None:
+_WATCHED = {
+    pycurl.POLL_NONE: 0,
+    pycurl.POLL_IN: pycurl.CSELECT_IN,
+    pycurl.POLL_OUT: pycurl.CSELECT_OUT,
+    pycurl.POLL_INOUT: pycurl.CSELECT_IN | pycurl.CSELECT_OUT,
+    pycurl.POLL_REMOVE: 0,
+}
+
+
+def _of_kind(kind: Kind) -> Iterator[tuple[int, Any]]:
+    """What is the same for all exchanges of a kind."""
+    method, has_body = kind
     if method == "HEAD":
-        handle.setopt(pycurl.NOBODY, 1)
-    elif body is not None or method not in _BODILESS:
-        handle.setopt(pycurl.POST, 1)
-        handle.setopt(pycurl.POSTFIELDS, body or b"")
-    handle.setopt(pycurl.CUSTOMREQUEST, method)
+        yield pycurl.NOBODY, 1
+    elif has_body:
+        yield pycurl.POST, 1
+    yield pycurl.CUSTOMREQUEST, method
 
 
 def _lines(headers: Mapping[str, str]) -> list[bytes]:
     """Raises ValueError: they cannot be written as a header."""
-    given = [_line(name, value) for name, value in {**_OURS, **headers}.items()]
-    said = {name.lower() for name in headers}
-    return [*given, *(line.encode() for line in _NOT_CURLS if line[:-1].lower() not in said)]
-
-
-@lru_cache(maxsize=4096)
-def _line(name: str, value: str) -> bytes:
-    line = f"{name}: {value}" if value else f"{name};"
-    if not line.isprintable() or ":" in name or not name:
+    beside = _beside(frozenset(headers))
+    lines = [f"{name}: {value}" if value else f"{name};" for name, value in headers.items()]
+    if not "".join(lines).isprintable():
         raise ValueError("this cannot be written as a header")
-    return line.encode("latin-1")
+    return [*"\n".join(lines).encode("latin-1").split(b"\n"), *beside] if lines else beside
+
+
+@lru_cache(maxsize=1024)
+def _beside(names: Set[str]) -> list[bytes]:
+    """What is said beside headers of these names.  Raises ValueError: one of them is none."""
+    if not all(names) or any(":" in name for name in names):
+        raise ValueError("this cannot be the name of a header")
+    said = {name.lower() for name in names}
+    ours = [f"{name}: {value}".encode() for name, value in _OURS.items() if name not in names]
+    return [*ours, *(line.encode() for line in _NOT_CURLS if line[:-1].lower() not in said)]
 
 
 @lru_cache(maxsize=4096)
@@ -349,31 +433,36 @@ def _address(url: str) -> str:
     return prepared.url
 
 
-class _Head(dict[str, str]):
-    """Headers by their names, however those are written."""
+class _Head(Mapping[str, str]):
+    """Headers by their names, however those are written.  Few of them are ever asked for."""
+
+    def __init__(self, lines: list[bytes]) -> None:
+        self._lines = lines
 
     def __getitem__(self, name: str) -> str:
-        return super().__getitem__(name.lower())
+        wanted, found = name.lower().encode("latin-1"), None
+        for line in self._lines:
+            said, _, value = line.partition(b":")
+            if said.strip().lower() == wanted:
+                found = value
+        if found is None:
+            raise KeyError(name)
+        return found.decode("latin-1").strip()
 
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and super().__contains__(name.lower())
+    def __iter__(self) -> Iterator[str]:
+        return iter({line.partition(b":")[0].strip().lower().decode("latin-1"): None for line in self._lines})
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return super().get(name.lower(), default)
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _headers(lines: list[bytes]) -> Mapping[str, str] | None:
     """Of the last head that came, for others were only on the way to it; None: it is not whole."""
-    found, is_whole = _Head(), False
-    for line in lines:
-        if line.startswith(b"HTTP/"):
-            found, is_whole = _Head(), False
-        elif not line.strip():
-            is_whole = True
-        elif not is_whole:  # What follows the body is no head.
-            name, _, value = line.partition(b":")
-            found[name.decode("latin-1").strip().lower()] = value.decode("latin-1").strip()
-    return found if is_whole else None
+    begins = max((n for n, line in enumerate(lines) if line.startswith(b"HTTP/")), default=0)
+    for n in range(begins, len(lines)):
+        if not lines[n].strip():  # What follows the body is no head.
+            return _Head(lines[begins + 1 : n])
+    return None
 
 
 def _ms(seconds: float) -> int:

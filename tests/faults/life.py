@@ -75,7 +75,6 @@ class Hands:
     """What a worker process does, one message after another."""
 
     def __init__(self) -> None:
-        self.strategies = {messages.TASK: _shown_to_nobody}
         self._channel = app.connection_for_read().default_channel
         this_worker().consumer = self
 
@@ -103,10 +102,6 @@ class Hands:
     def rest(self) -> None:
         """Until no run is under way."""
         assert this_worker().engine.wait(_QUIET_WITHIN_S)
-
-
-def _shown_to_nobody(*_: object) -> None:
-    pass
 
 
 class Life:

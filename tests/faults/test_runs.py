@@ -30,12 +30,12 @@ from tasks.heartbeat import Hold
 from tasks.inference import infer
 from tasks.releases import PatientLeases
 from tasks.servers import DEFAULT, Call, Health, HealthKind
-from tasks.shown import Shown
 from tasks.telling import JobFailed
 from tasks.worker import Worker
 from tests.lua.room import FRAGMENTS
 from tests.lua.stage import LEASE_MS, SECOND, SETTINGS, Stage, client, stage, valkey
 from tests.support.builders import eventually
+from tests.support.shown import Noted
 
 __all__ = ["client", "stage", "valkey"]
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
@@ -111,10 +111,10 @@ def worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) ->
 
 def run(stage: Stage) -> Any:
     """Do what the oldest wake-up asks for; answers what its task ends with: a result or an exception."""
-    worker, shown = stage.worker, Shown()  # type: ignore[attr-defined]
+    worker, shown = stage.worker, Noted()  # type: ignore[attr-defined]
     worker.take_up(stage.told.offers.pop(0), shown)
     assert worker.engine.wait(20)
-    return shown._ended[0]
+    return shown.ends[0]
 
 
 def _away(*_: object, **__: object) -> Any:
@@ -171,7 +171,7 @@ def test_the_slot_of_a_run_whose_server_has_answered_does_not_wait_for_the_recor
     first, second = stage.submit(), stage.submit()
     server.answers, stored = [DONE, DONE], worker._stored
     waits: list[str] = []
-    worker.consumer = SimpleNamespace(strategies={"infer": lambda *_: None})
+    worker.consumer = object()
 
     async def late(write: Any, hold: Hold) -> Any:
         waits.append(hold.held.job_id)

@@ -37,6 +37,7 @@ from tasks.worker import ActiveRun, Worker
 from tests.lua.room import FRAGMENTS
 from tests.lua.stage import LEASE_MS, SECOND, SETTINGS, Stage, client, stage, valkey
 from tests.support.builders import eventually
+from tests.support.shown import Noted
 
 __all__ = ["client", "stage", "valkey"]
 
@@ -338,7 +339,7 @@ def test_an_error_that_nobody_foresaw_costs_neither_the_job_nor_its_place_in_the
     """As when a worker meets tables that a migration is changing."""
     stage.register()
     job_id = stage.submit()
-    (offer,), shown = stage.told.offers, Shown()
+    (offer,), shown = stage.told.offers, Noted()
 
     def broken(*_: object) -> Any:
         raise LookupError("no such table: jobs")
@@ -350,7 +351,7 @@ def test_an_error_that_nobody_foresaw_costs_neither_the_job_nor_its_place_in_the
             changing.setattr(worker._leases, "claiming", broken)
         worker.take_up(offer, shown)
         assert worker.engine.wait(10)
-    assert worker.room == 3 and len(shown._ended) == 1
+    assert worker.room == 3 and len(shown.ends) == 1
     if what == "stored":
         assert stage.room.taken() == {} and stage.room.waiting() == [job_id]
     assert stage.told.offers == [offer]
@@ -362,11 +363,11 @@ def test_a_run_whose_end_fails_as_nobody_foresaw_is_shown_as_ended_and_gives_its
 ) -> None:
     stage.register()
     stage.submit()
-    shown = Shown()
+    shown = Noted()
     monkeypatch.setattr(stage.store, "settling", lambda *_, **__: Write(_raise(LookupError("no such table"))))
     finisher.take_up(stage.told.offers.pop(), shown)
     assert finisher.engine.wait(10)
-    assert len(shown._ended) == 1 and finisher.room == 1 and finisher.heartbeat.holds() == []
+    assert len(shown.ends) == 1 and finisher.room == 1 and finisher.heartbeat.holds() == []
 
 
 @pytest.mark.parametrize("begin", ["start", "go_on_with"])

@@ -1,0 +1,101 @@
+"""What Celery is told of a run that no message brought, and how a result is written for it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery.events import EventDispatcher
+from celery.utils.saferepr import saferepr
+from celery.worker import state, strategy
+from celery.worker.request import Request
+
+from routing.queues import Offer
+from tasks import messages
+from tasks.inference import infer
+from tasks.shown import Reception, Shown, _written
+
+OFFER = Offer("zimg", "job-1", "lease-1", "gpu-slot0", "gpu", "zimg", 7)
+_OF_THE_MOMENT = ("timestamp", "clock", "utcoffset")
+
+
+class Listener(EventDispatcher):
+    """Keeps what it is to send."""
+
+    def __init__(self) -> None:
+        super().__init__(app=infer.app, enabled=False, hostname="worker@host")
+        self.enabled, self.heard = True, []
+
+    def send(self, type: str, **fields: Any) -> None:  # type: ignore[override]
+        self.heard.append({"type": type, **fields})
+
+
+@pytest.fixture
+def consumer() -> Any:
+    state.reset_state()
+    found = SimpleNamespace(
+        app=infer.app,
+        hostname="worker@host",
+        event_dispatcher=Listener(),
+        pool=SimpleNamespace(apply_async=lambda *_, **__: None),
+        connection_errors=(),
+        disable_rate_limits=True,
+        timer=SimpleNamespace(call_at=None),
+        task_buckets={},
+        controller=SimpleNamespace(state=state),
+        taken=[],
+        **dict.fromkeys(("apply_eta_task", "_limit_task", "_limit_post_eta")),
+    )
+    found.on_task_request = found.taken.append
+    yield found
+    state.reset_state()
+
+
+def _by_celerys_strategy(consumer: Any) -> Request:
+    handle = strategy.default(infer, infer.app, consumer)
+    handle(messages.handed_on(OFFER, 2), None, lambda *_: None, lambda *_: None, None)
+    return consumer.taken.pop()
+
+
+def test_a_run_that_no_message_brought_is_told_in_the_words_of_celerys_strategy(consumer: Any) -> None:
+    theirs = _by_celerys_strategy(consumer)
+    told, consumer.event_dispatcher.heard = consumer.event_dispatcher.heard, []
+
+    ours = Reception(consumer).receive(OFFER, 2)
+
+    assert consumer.event_dispatcher.heard == told
+    assert ours.info() == theirs.info() and ours.request_dict == theirs.request_dict
+    assert state.requests == {"job-1": ours} and ours in state.reserved_requests
+
+
+def test_a_run_that_no_message_brought_is_active_until_it_ends(consumer: Any) -> None:
+    shown, events = Shown(), consumer.event_dispatcher
+    shown.introduce(Reception(consumer), OFFER, 0)
+    shown.began()
+    assert [it.id for it in state.active_requests] == ["job-1"] and state.total_count == {"infer": 1}
+    shown.ended({"url": "x"})
+    assert not state.active_requests and not state.requests
+    assert [it["type"] for it in events.heard] == ["task-received", "task-started", "task-succeeded"]
+    assert events.heard[-1]["result"] == "{'url': 'x'}"
+
+
+def test_a_run_that_a_message_brought_is_not_told_twice(consumer: Any) -> None:
+    shown = Shown(_by_celerys_strategy(consumer))
+    shown.introduce(Reception(consumer), OFFER, 0)
+    assert [it["type"] for it in consumer.event_dispatcher.heard] == ["task-received"]
+
+
+def test_a_receiver_of_signals_that_fails_ends_nothing(consumer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Shown()
+    monkeypatch.setattr(consumer.event_dispatcher, "send", lambda *_, **__: 1 / 0)
+    shown.introduce(Reception(consumer), OFFER, 0)
+    shown.began()
+    shown.ended(None)
+
+
+SMALL = [None, True, 7, 0.5, "a", {}, {"url": "http://h/x.png", "seed": 7, "nsfw": False, "cost": None}]
+LARGE = ["x" * 5_000, {"image": "x" * 5_000}, {str(n): n for n in range(500)}, list(range(5_000)), {"a": {"b": [1]}}]
+
+
+@pytest.mark.parametrize("result", [*SMALL, *LARGE], ids=lambda it: str(it)[:20])
+def test_a_result_is_written_as_celery_writes_it(result: Any) -> None:
+    assert _written(result, 1024) == saferepr(result, 1024)

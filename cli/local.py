@@ -61,6 +61,7 @@ def flower() -> None:
     from tasks.celery_app import celery
 
     _close_flower()
+    _lighten_flower()
     celery.conf.include = ["tasks.signals"]  # It shows tasks, and runs none.
     celery.start(["flower"])
 
@@ -72,6 +73,12 @@ def _close_flower() -> None:
 
     for view in (Metrics, Healthcheck):
         view.get = authenticated(view.get)
+
+
+def _lighten_flower() -> None:
+    from cli import flowers_events
+
+    flowers_events.lighten()
 
 
 @click.command()

@@ -23,7 +23,8 @@ class Listener(EventDispatcher):
 
     def __init__(self) -> None:
         super().__init__(app=infer.app, enabled=False, hostname="worker@host")
-        self.enabled, self.heard = True, []
+        self.enabled = True
+        self.heard: list[dict[str, Any]] = []
 
     def send(self, type: str, **fields: Any) -> None:  # type: ignore[override]
         self.heard.append({"type": type, **fields})

@@ -223,6 +223,12 @@ def _plan(version: str) -> Plan:
     return _plans[version]
 
 
+def keeps_results(version: str | None) -> bool:
+    """Whether a server that is spoken to so has a result still after it was read."""
+    plan = _plans.get(version or "")
+    return plan is None or plan.description.keeps_results
+
+
 def server_for(url: str, model: Model, described_by: str | None) -> Server:
     """Speaks to the endpoint `url` as the version `described_by` says, or else by the slot protocol with the
     configuration's own fields.

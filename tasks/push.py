@@ -30,6 +30,8 @@ def read(job: Job, body: bytes) -> Outcome | None:
         server = server_for(url, dispatcher().fleet.model(job.model), job.described_by)
     except Misconfigured:  # The worker that watches the run says so.
         return None
+    if not server.description.keeps_results and server.description.mode != "callback":
+        return None  # The worker that polls is its one reader.
     outcome = server.pushed(_call(job), job.remote_id, body)
     return outcome if outcome.kind in _ENDS else None
 
@@ -65,4 +67,5 @@ def _call(job: Job) -> Call:
         callback_url=callbacks.url(job.id),
         callback_token=callbacks.token(job.id, job.attempt),
         deadline_s=_FETCH_S,
+        model=job.model,
     )

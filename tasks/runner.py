@@ -48,13 +48,16 @@ class Watch:
         self._live = live
         self._note_remote = note_remote
         self._end = time.monotonic() + _seconds_left(task.run, config)
-        self._question = self._new_question()
+        self._question = self._new_question(live)
+        self._resumes = task.run.remote_id is not None
         self._remote_id = task.run.remote_id
+        self._unheard = False  # No answer to the request, and nothing since, has said that the server knows the run.
         self._answered = False
         self._canceling: asyncio.Task[None] | None = None
         self._cancel_until: float | None = None
         self._let_go = False  # The server has said yes to a cancel, and is described as one whose yes frees the slot.
         self._gone_since: float | None = None
+        self._silent_since: float | None = None  # Since when a server that tells the end itself is well and has not.
         self._may_send_again = True  # once, if the server has been there all the time
 
     async def outcome(self) -> Outcome | Left:
@@ -71,7 +74,7 @@ class Watch:
     async def _watch(self, live: Live) -> Outcome | Left:
         found = await self._begin(live)
         while isinstance(found, Outcome) and found.kind in (Kind.PENDING, Kind.UNKNOWN):
-            if not await self._keep_remote_id(found):
+            if not await self._keep(found.remote_id):
                 return Left.LOST
             found = await self._pause(live, found) or await self._ask(live)
         if isinstance(found, Left) or self._is_over(live, found):
@@ -85,14 +88,16 @@ class Watch:
 
     async def _begin(self, live: Live) -> Outcome | Left:
         """Hand the job over; or ask for what an earlier worker began, which may have ended long ago."""
-        if self._remote_id is not None:
-            return await self._poll(live, self._remote_id)
+        if self._resumes:
+            return await self._ask(live)
         if (left := self._left()) is not None:  # Nothing has been sent: who shall not go on has nothing to wait for.
             return left
         if self._hold.cancel:
             return Outcome(Kind.CANCELED, message="Canceled before it was sent.")
+        if live.description.is_found_by_given_id and not await self._keep(live.known_id(self._question)):
+            return Left.LOST
         outcome = await live.submit(self._call)
-        self._answered = True
+        self._answered, self._unheard = True, outcome.kind is Kind.UNKNOWN
         crash_at("run_sent")
         return outcome
 
@@ -101,16 +106,17 @@ class Watch:
         self._may_send_again = False
         return await live.submit(self._call)
 
-    def _new_question(self) -> Call:
+    def _new_question(self, live: Live | None) -> Call:
         """What all questions about the run, and its cancel, are asked with."""
         run = self._run
         return Call(
             job_id=run.job.id,
             attempt=run.attempt,
-            payload=None,
+            payload=exact.loads(run.payload) if live is not None and live.description.asks_by_payload else None,
             callback_url=callbacks.url(run.job.id),
             callback_token=callbacks.token(run.job.id, run.attempt),
             deadline_s=_ASK_S,
+            model=run.job.model,
         )
 
     @property
@@ -119,9 +125,10 @@ class Watch:
         left_s = max(self._end - time.monotonic(), 0.001)
         return replace(self._question, payload=exact.loads(self._run.payload), deadline_s=left_s)
 
-    async def _keep_remote_id(self, outcome: Outcome) -> bool:
-        """The server's id goes into the record before the first poll, so that another worker can resume."""
-        found = outcome.remote_id
+    async def _keep(self, found: str | None) -> bool:
+        """The run's id at the server goes into the record, so that another worker can resume: before the first poll,
+        and where we give it, before the request.  False: this run is over.
+        """
         if found is None or found == self._remote_id:
             return True
         if not await self._note_remote(found):
@@ -181,7 +188,7 @@ class Watch:
         """
         self._cancel_until = time.monotonic() + _CANCEL_PATIENCE_S
         await self._tell_server(live)
-        if self._remote_id is None and not self._answered:
+        if not self._resumes and not self._answered:
             await asyncio.sleep(_CANCEL_PATIENCE_S)
             if not self._answered:
                 live.cut()
@@ -196,10 +203,33 @@ class Watch:
         return Outcome(Kind.RETRY, code="timed_out", message=f"Exceeded max_poll_time.{said}", lingers=not self._let_go)
 
     async def _ask(self, live: Live) -> Outcome:
+        if live.description.mode == "callback":
+            return await self._await_push(live)
         return await (self._find_out(live) if self._remote_id is None else self._poll(live, self._remote_id))
 
     async def _poll(self, live: Live, remote_id: str) -> Outcome:
-        return await live.status(self._question, remote_id)
+        outcome = await live.status(self._question, remote_id)
+        if outcome.kind is Kind.LOST and self._unheard and self._may_send_again:
+            return await self._send_again(live)  # It has never had it.
+        self._unheard = self._unheard and not (outcome.kind is Kind.PENDING and not outcome.code)
+        return outcome
+
+    async def _await_push(self, live: Live) -> Outcome:
+        """The server tells the end itself, to the door.  It is lost if the server has gone, or is well, at nothing that
+        it tells of, and silent for too long.
+        """
+        health = await live.health()
+        if (absent := self._absent(health)) is not None:
+            return absent
+        patience_s, now = live.description.callback.silent_s, time.monotonic()
+        if health.kind not in (HealthKind.UP, HealthKind.UNKNOWN) or _knows(health, self._question):
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = now
+        elif patience_s is not None and now - self._silent_since >= patience_s:
+            said = f"The server is well, and has not told the end for {patience_s:g} s."
+            return Outcome(Kind.LOST, code="server_silent", message=said)
+        return Outcome(Kind.PENDING, remote_id=self._remote_id)
 
     async def _find_out(self, live: Live) -> Outcome:
         """The request was sent and never answered: the server may be running it, so its slot is kept.
@@ -207,18 +237,24 @@ class Watch:
         Only its own word, or its lasting absence, ends that.
         """
         health = await live.health()
-        if health.kind is HealthKind.DOWN:
-            self._may_send_again = False
-            self._gone_since = self._gone_since or time.monotonic()
-            if time.monotonic() - self._gone_since < _DOWN_PATIENCE_S:
-                return Outcome(Kind.UNKNOWN, message=health.message)
-            return Outcome(Kind.LOST, code="server_lost", message="The server went away under the job.", lingers=True)
-        self._gone_since = None
+        if (absent := self._absent(health)) is not None:
+            return absent
         if _knows(health, self._question) is False:
             if self._may_send_again:
                 return await self._send_again(live)
             return Outcome(Kind.LOST, code="server_lost", message="The server does not know the job any more.")
         return Outcome(Kind.UNKNOWN, message=health.message)
+
+    def _absent(self, health: Health) -> Outcome | None:
+        """What it means that nobody answers at the server; None: somebody does."""
+        if health.kind is not HealthKind.DOWN:
+            self._gone_since = None
+            return None
+        self._may_send_again = False
+        self._gone_since = self._gone_since or time.monotonic()
+        if time.monotonic() - self._gone_since < _DOWN_PATIENCE_S:
+            return Outcome(Kind.UNKNOWN, message=health.message)
+        return Outcome(Kind.LOST, code="server_lost", message="The server went away under the job.", lingers=True)
 
 
 def _frees_slot(live: Live) -> str:

@@ -10,6 +10,7 @@ from routing import exact
 from routing.dispatcher import Settled, Task
 from routing.outcome import Kind, Outcome
 from routing.policies.verdict import Verdict, judge
+from tasks.descriptions import keeps_results
 from tasks.wiring import dispatcher
 
 # The server has answered and let go, and the job does not come back: the slot need not wait for the record.
@@ -25,11 +26,12 @@ class End:
     error: Error | None
     wish_s: float | None
     lingers: str
+    is_kept: bool = True  # its server has the result still
 
     @property
     def passes_on(self) -> bool:
         """Whether the slot may be used again before the end is in the record."""
-        return not self.lingers and self.verdict.why in _PASSES_ON
+        return self.is_kept and not self.lingers and self.verdict.why in _PASSES_ON
 
 
 def judged(run: Run, outcome: Outcome, config: ModelConfig, *, canceling: bool) -> End:
@@ -42,6 +44,7 @@ def judged(run: Run, outcome: Outcome, config: ModelConfig, *, canceling: bool) 
         error=_error(outcome, verdict),
         wish_s=outcome.retry_after_s,
         lingers=(outcome.code or outcome.kind.value) if outcome.lingers else "",
+        is_kept=keeps_results(run.described_by),
     )
 
 

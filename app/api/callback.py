@@ -63,5 +63,8 @@ def _pushed_to(job_id: str) -> Job:
 
 
 def _token() -> str:
+    """From a header, or from the address: some servers push to an address and send no header of ours."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else request.headers.get("X-Callback-Token", "")
+    if scheme.lower() == "bearer":
+        return token.strip()
+    return request.headers.get("X-Callback-Token") or request.args.get("token", "")

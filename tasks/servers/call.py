@@ -16,6 +16,7 @@ class Call:
     callback_token: str | None = None  # the secret that such a push must show
     traceparent: str | None = None  # W3C trace context
     deadline_s: float = 600.0  # seconds for one exchange in total, however it trickles
+    model: str = ""
 
     @property
     def attempt_id(self) -> str:

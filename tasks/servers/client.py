@@ -247,13 +247,18 @@ def _job_headers(call: Call) -> dict[str, str]:
     headers = {**_OURS, "X-Job-Id": call.job_id, "X-Attempt": str(call.attempt)}
     if call.traceparent and _TRACEPARENT.fullmatch(call.traceparent):  # it may come from a client
         headers["traceparent"] = call.traceparent
+    if call.model:
+        headers["X-Model"] = call.model
     return headers
 
 
 def _submit_headers(call: Call) -> dict[str, str]:
     # The same key for every attempt: a server that keeps its latest results by key can answer a
     # repeated attempt from there instead of running the job twice.
-    headers = {"Idempotency-Key": call.job_id}
+    headers = {
+        "Idempotency-Key": call.job_id,
+        "X-Deadline-Ms": str(max(int(min(call.deadline_s, _MAX_DEADLINE_S) * 1000), 1)),
+    }
     if call.callback_url:
         headers["X-Callback-Url"] = call.callback_url
     if call.callback_token:

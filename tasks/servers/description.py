@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from tasks.servers.patterns import compile_pattern
 from tasks.servers.pointers import parse, texts_in, write
-from tasks.servers.templates import Body, Path, parse_text, secrets_in, to_json
+from tasks.servers.templates import Body, Path, parse_text, secrets_in, sources_in, to_json
 
 MAX_BODY_BYTES = 64 * 1024  # of a body template
 MAX_RULES = 50  # per step
@@ -39,7 +39,8 @@ HEALTH_SOURCES = frozenset({"secret"})
 RESERVED_HEADERS = frozenset(
     {
         *("x-source", "x-job-id", "x-attempt", "idempotency-key", "traceparent"),
-        *("x-callback-url", "x-callback-token", "host", "content-length", "content-encoding"),
+        *("x-callback-url", "x-callback-token", "x-model", "x-deadline-ms"),
+        *("host", "content-length", "content-encoding"),
         *("transfer-encoding", "connection", "keep-alive", "te", "trailer", "upgrade", "expect"),
         *("proxy-connection", "proxy-authorization", "accept-encoding", "cookie"),
     }
@@ -308,6 +309,21 @@ class Description(_Data):
                 at: list[str | int] = ["status", len(self.status) - 1, "rules", number, "then"]
                 raise _placed(at, "there is no step after the last status step")
         return self
+
+    # False: whoever reads a result destroys it.  It is stored before anything else is done, and read by nobody else.
+    keeps_results: bool = True
+
+    @property
+    def is_found_by_given_id(self) -> bool:
+        """Whether a run can be asked for, or told of, although no answer to its submit ever came."""
+        return self.given_id is not None and self.mode in ("async", "callback")
+
+    @cached_property
+    def asks_by_payload(self) -> bool:
+        """Whether something of the payload is needed to ask for a run, or to cancel it."""
+        asked = (*self.status, self.result, self.cancel)
+        texts = (text for step in asked if step for _, text in texts_in(step.model_dump()))
+        return any(source == "payload" for text in texts for source, _ in sources_in(text))
 
     @cached_property
     def secrets(self) -> frozenset[str]:

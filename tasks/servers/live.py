@@ -25,6 +25,9 @@ class Live:
     def description(self) -> Description:
         return self._server.description
 
+    def known_id(self, call: Call) -> str | None:
+        return self._server.known_id(call)
+
     async def submit(self, call: Call) -> Outcome:
         """As Server.submit; UNKNOWN also if it is cut before the answer is there."""
         talk = self._server.submit_talk(call)

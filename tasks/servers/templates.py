@@ -23,7 +23,7 @@ from tasks.servers.pointers import MISSING, Pointer, parse, resolve
 SecretLookup = Callable[[str], str | None]
 
 _TEMPLATE = re.compile(r"\{\{([^{}]*)\}\}")
-_JOB_FIELDS = {"id": "job_id", "attempt": "attempt", "attempt_id": "attempt_id"}
+_JOB_FIELDS = {"id": "job_id", "attempt": "attempt", "attempt_id": "attempt_id", "model": "model"}
 _SECRET_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _HEADER_VALUE = re.compile(r"[\x21-\x7e]([\x20-\x7e\t]*[\x21-\x7e])?")
 _HARMLESS = re.compile(r"[A-Za-z0-9_-]+")
@@ -119,10 +119,15 @@ def _parse_ref(inside: str, allowed: frozenset[str]) -> Ref:
     return Ref(source, raw=raw)
 
 
-def secrets_in(text: str) -> list[str]:
-    """The names of the secrets that a text puts in, whether or not it may."""
+def sources_in(text: str) -> list[tuple[str, str]]:
+    """What a text puts in, whether or not it may: (source, what of it)."""
     named = (inside.strip().removeprefix("raw:").partition("/") for inside in _TEMPLATE.findall(text))
-    return [name for source, _, name in named if source == "secret"]
+    return [(source, rest) for source, _, rest in named]
+
+
+def secrets_in(text: str) -> list[str]:
+    """The names of the secrets among them."""
+    return [name for source, name in sources_in(text) if source == "secret"]
 
 
 def as_text(value: Any) -> str:

@@ -3,14 +3,16 @@ the record.  What they answer is what the real ones were seen to answer."""
 
 import itertools
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import requests
 
 from tests.e2e.conftest import Api
 from tests.support.stack import Stack, eventually
-from tests.unit.servers.scripted import Act, Scripted, Seen, answer
+from tests.unit.servers.scripted import Act, Scripted, Seen, answer, reset
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -144,6 +146,231 @@ def test_a_server_whose_result_is_fetched_from_elsewhere(api: Api, serve: Serve)
     model, there = serve(bentoml, description=description, poll_interval=0.1)
     job = api.ended(api.submit(model, {}))
     assert (job["status"], job["result"]) == ("completed", {"text": "hello"})
+
+
+COG: dict[str, Any] = {
+    "mode": "callback",
+    "given_id": "{{job/attempt_id}}",
+    "submit": {
+        "method": "PUT",
+        "path": "/predictions/{{job/attempt_id}}",
+        "headers": {"Prefer": "respond-async"},
+        "body": {
+            "input": "{{payload}}",
+            "webhook": "{{callback_url}}?token={{callback_token}}",
+            "webhook_events_filter": ["completed"],
+        },
+        "id": "/id",
+    },
+    "callback": {"rules": [{"if": {"pointer": "/status", "value": "succeeded"}, "then": "done"}], "result": "/output"},
+    "cancel": {"path": "/predictions/{{id}}/cancel", "frees_slot": "immediate"},
+    "health": {
+        "path": "/health-check",
+        "active": None,
+        "job_ids": None,
+        "rules": [{"if": {"pointer": "/status", "value": ["BUSY", "STARTING"]}, "then": "busy"}],
+    },
+}
+
+
+class Cog:
+    """Takes predictions, and pushes when the test says so."""
+
+    def __init__(self) -> None:
+        self.takes: list[dict[str, Any]] = []
+        self.health = "BUSY"
+        self.canceled: list[str] = []
+
+    def __call__(self, seen: Seen) -> Act:
+        if seen.path == "/health-check":
+            return answer({"status": self.health})
+        if seen.path.endswith("/cancel"):
+            self.canceled.append(seen.path)
+            return answer({})
+        self.takes.append({"id": seen.path.rpartition("/")[2], **seen.json, "headers": seen.headers})
+        return answer({"id": self.takes[-1]["id"], "status": "starting"}, 202)
+
+    def push(self, output: Any) -> requests.Response:
+        took = self.takes[-1]
+        body = {"id": took["id"], "status": "succeeded", "output": output}
+        return requests.post(took["webhook"], json=body, timeout=10)
+
+
+def test_a_server_that_cannot_be_asked_pushes_its_result(api: Api, serve: Serve) -> None:
+    cog = Cog()
+    model, there = serve(cog, description=COG, poll_interval=0.1)
+    job_id = api.submit(model, {"prompt": "a cat"})
+    eventually(lambda: cog.takes and len(there.seen) > 5, "it has it, and its health is asked")
+    assert api.job(job_id)["status"] == "running"
+
+    assert cog.push(["cat.png"]).status_code == 200
+    job = api.ended(job_id)
+    assert (job["status"], job["result"], job["attempts"]) == ("completed", ["cat.png"], 1)
+    assert {seen.method for seen in there.seen if "prediction" in seen.path} == {"PUT"}, "it was never polled"
+    assert cog.takes[0]["headers"]["x-model"] == model
+    assert 0 < int(cog.takes[0]["headers"]["x-deadline-ms"]) <= 600_000
+
+
+def test_a_push_that_never_comes_is_given_up_once_the_server_is_well_and_silent(api: Api, serve: Serve) -> None:
+    cog = Cog()
+    description = {**COG, "callback": {**COG["callback"], "silent_s": 0.5}}
+    model, there = serve(cog, description=description, poll_interval=0.1)
+    job_id = api.submit(model)
+    eventually(lambda: len(there.seen) > 10, "its health is asked")
+    assert api.job(job_id)["attempts"] == 1, "it is busy, so it is at it"
+
+    cog.health = "READY"
+    eventually(lambda: len(cog.takes) == 2, "it is lost, and run again")
+    cog.health = "BUSY"
+    assert cog.takes[0]["id"] != cog.takes[1]["id"]
+    assert cog.push("second").status_code == 200
+    job = api.ended(job_id)
+    assert (job["result"], job["crashes"]) == ("second", 1)
+
+
+def test_a_canceled_run_of_a_server_whose_yes_counts_frees_its_slot_at_once(api: Api, serve: Serve) -> None:
+    cog = Cog()
+    model, _ = serve(cog, description=COG, poll_interval=0.1)
+    first = api.submit(model)
+    eventually(lambda: cog.takes, "it has it")
+    assert api.call("POST", f"/queue/jobs/{first}/cancel").ok
+    assert api.ended(first)["status"] == "canceled"
+    assert cog.canceled == [f"/predictions/{cog.takes[0]['id']}/cancel"]
+    second = api.submit(model)
+    eventually(lambda: len(cog.takes) == 2, "the slot is not withheld", 5)
+    cog.push("x")
+    assert api.ended(second)["status"] == "completed"
+
+
+def test_a_worker_that_dies_while_it_hands_over_leaves_an_id_by_which_the_next_waits(
+    stack: Stack, api: Api, serve: Serve
+) -> None:
+    """Another request would run the work twice."""
+    asked: list[str] = []
+    dead = threading.Event()
+
+    def says(seen: Seen) -> Act:
+        if seen.method == "POST":
+            return lambda _: dead.wait(60) and None
+        asked.append(seen.path)
+        name = seen.path.rpartition("/")[2]
+        return answer({"job_id": name, "status": "done", "result": name})
+
+    description = {"mode": "async", "given_id": "{{job/attempt_id}}", "health": None}
+    model, there = serve(says, description=description, poll_interval=0.1)
+    job_id = api.submit(model)
+    eventually(lambda: _posts(there, "/run"), "it has it")
+    stack.processes["worker"].stop(signal.SIGKILL)
+    stack.worker()
+    job = api.ended(job_id)
+    dead.set()
+    assert (job["result"], job["attempts"], asked) == (f"{job_id}-1", 2, [f"/status/{job_id}-1"])
+    assert len(_posts(there, "/run")) == 1
+
+
+def test_a_run_of_which_nothing_was_heard_is_found_by_the_id_that_we_gave(api: Api, serve: Serve) -> None:
+    def says(seen: Seen) -> Act:
+        if seen.method == "POST":
+            return reset
+        return answer({"job_id": seen.path.rpartition("/")[2], "status": "done", "result": "found"})
+
+    description = {"mode": "async", "given_id": "{{job/attempt_id}}", "health": None}
+    model, there = serve(says, description=description, poll_interval=0.1)
+    job_id = api.submit(model)
+    job = api.ended(job_id)
+    assert (job["status"], job["result"], job["attempts"]) == ("completed", "found", 1)
+    assert [(seen.method, seen.path) for seen in there.seen] == [("POST", "/run"), ("GET", f"/status/{job_id}-1")]
+
+
+def test_a_run_that_never_came_there_is_sent_once_more(api: Api, serve: Serve) -> None:
+    def says(seen: Seen) -> Act:
+        posts = _posts(there, "/run")
+        if seen.method == "POST":
+            return reset if len(posts) == 1 else answer({"job_id": "mine", "status": "running"})
+        if seen.path == "/status/mine":
+            return answer({"job_id": "mine", "status": "done", "result": len(posts)})
+        return answer({"status": "unknown"}, 404)
+
+    description = {"mode": "async", "given_id": "{{job/attempt_id}}", "health": None}
+    model, there = serve(says, description=description, poll_interval=0.1)
+    job = api.ended(api.submit(model))
+    assert (job["result"], job["attempts"], job["crashes"]) == (2, 1, 0)
+
+
+def test_a_question_may_be_asked_with_the_payload(api: Api, serve: Serve) -> None:
+    def says(seen: Seen) -> Act:
+        if seen.method == "POST":
+            return answer({"job_id": "r1"})
+        return answer({"status": "done", "result": seen.path}) if seen.path == "/of/anna/r1" else answer(b"", 400)
+
+    description = {"mode": "async", "status": {"path": "/of/{{payload/user}}/{{id}}"}, "health": None}
+    model, _ = serve(says, description=description, poll_interval=0.1)
+    assert api.ended(api.submit(model, {"user": "anna"}))["result"] == "/of/anna/r1"
+
+
+def test_a_result_that_is_read_once_is_stored_before_the_next_job_has_the_slot(api: Api, serve: Serve) -> None:
+    """A worker that died in between would have destroyed it."""
+    stored: list[str] = []
+
+    def says(seen: Seen) -> Act:
+        if seen.method == "POST":
+            if len(_posts(there, "/run")) == 2:
+                stored.append(api.job(first)["status"])
+            return answer({"job_id": f"r{len(_posts(there, '/run'))}"})
+        return answer({"status": "done", "result": seen.path})
+
+    description = {"mode": "async", "keeps_results": False, "health": None}
+    model, there = serve(says, description=description, poll_interval=0.1)
+    first = api.submit(model)
+    second = api.submit(model)
+    assert api.ended(second)["result"] == "/status/r2"
+    assert stored == ["completed"]
+    assert [seen.path for seen in there.seen].count("/status/r1") == 1
+
+
+SECRET = {"submit": {"headers": {"Authorization": "Bearer {{secret/E2E_KEY}}"}}, "health": None}
+
+
+def test_a_secret_is_sent_and_rotated_and_never_repeated(stack: Stack, api: Api, serve: Serve) -> None:
+    keys: list[str] = []
+
+    def says(seen: Seen) -> Act:
+        keys.append(seen.headers["authorization"])
+        if seen.json.get("fail"):
+            return answer({"error": f"who is {keys[-1]}?", "retryable": False}, 400)
+        return answer({"status": "done", "result": "ok"})
+
+    def put(value: str) -> None:
+        body = {"value": value, "models": ["secretive"]}
+        assert api.call("PUT", "/admin/secrets/E2E_KEY", json=body).ok
+
+    put("first-s3cret")
+    model, _ = serve(says, model="secretive", description=SECRET, max_retries=0)
+    assert api.ended(api.submit(model))["status"] == "completed"
+    put("second-s3cret")
+
+    def asked_with_the_second() -> bool:
+        api.ended(api.submit(model))
+        return keys[-1] == "Bearer second-s3cret"
+
+    eventually(asked_with_the_second, "workers use the new one", 10)
+    failed = api.ended(api.submit(model, {"fail": True}))
+    assert failed["error"]["message"] == "the server answered 400: who is Bearer ***?"
+    told = [
+        api.call("GET", path).text for path in ("/admin/secrets", "/admin/model-configs/secretive", "/admin/servers")
+    ]
+    told += [process.log for process in stack.processes.values()]
+    kept = b"".join(path.read_bytes() for path in stack.home.glob("record.db*"))
+    assert not any("s3cret" in text for text in told) and b"s3cret" not in kept
+
+
+def test_a_description_that_names_anothers_secret_is_refused(api: Api, serve: Serve) -> None:
+    assert api.call("PUT", "/admin/secrets/OTHERS", json={"value": "a-long-value", "models": ["others"]}).ok
+    body = {"description": {"submit": {"body": {"key": "{{secret/OTHERS}}"}}}}
+    refused = api.call("PUT", "/admin/model-configs/not-others", json=body)
+    assert refused.status_code == 422
+    assert refused.json()["errors"][0]["pointer"] == "/description/submit/body/key"
+    assert api.call("PUT", "/admin/model-configs/others", json=body).ok
 
 
 def test_a_run_goes_on_by_the_description_it_began_with_also_in_another_worker(

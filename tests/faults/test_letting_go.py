@@ -6,7 +6,6 @@ The server is a real one, over HTTP, that goes on with a run whatever it is told
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,8 @@ from routing.policies.identity import YOUNG_MS
 from tasks import maintenance, runner, settlement
 from tasks.descriptions import server_for
 from tasks.heartbeat import Hold
-from tasks.servers import Live, Wires
+from tasks.servers import Description, Live, Wires
+from tasks.servers.description import Cancel
 from tests.lua.stage import Stage, client, stage, valkey
 from tests.support.fake_fleet import FakeRun, FakeServer, Hang, _status_body
 from tests.support.stack import eventually
@@ -200,7 +200,7 @@ class Polite:
     """Says yes to a cancel, and then what `goes_on` has it say of the run."""
 
     def __init__(self, frees_slot: str | None, goes_on: bool) -> None:
-        self.description = SimpleNamespace(cancel=frees_slot and SimpleNamespace(frees_slot=frees_slot))
+        self.description = Description(cancel=Cancel(frees_slot=frees_slot) if frees_slot else None)
         self._goes_on, self.told = goes_on, False
 
     async def submit(self, _: object) -> Outcome:

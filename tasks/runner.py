@@ -211,7 +211,10 @@ class Watch:
         outcome = await live.status(self._question, remote_id)
         if outcome.kind is Kind.LOST and self._unheard and self._may_send_again:
             return await self._send_again(live)  # It has never had it.
-        self._unheard = self._unheard and not (outcome.kind is Kind.PENDING and not outcome.code)
+        if outcome.kind is Kind.PENDING and outcome.code:  # It cannot be asked: it may be down, and by this very job.
+            self._may_send_again = False
+        elif outcome.kind is Kind.PENDING:
+            self._unheard = False
         return outcome
 
     async def _await_push(self, live: Live) -> Outcome:

@@ -255,10 +255,8 @@ def _job_headers(call: Call) -> dict[str, str]:
 def _submit_headers(call: Call) -> dict[str, str]:
     # The same key for every attempt: a server that keeps its latest results by key can answer a
     # repeated attempt from there instead of running the job twice.
-    headers = {
-        "Idempotency-Key": call.job_id,
-        "X-Deadline-Ms": str(max(int(min(call.deadline_s, _MAX_DEADLINE_S) * 1000), 1)),
-    }
+    left_ms = max(int(min(call.deadline_s, _MAX_DEADLINE_S) * 1000), 1)
+    headers = {"Idempotency-Key": call.job_id, "X-Deadline-Ms": str(left_ms)}
     if call.callback_url:
         headers["X-Callback-Url"] = call.callback_url
     if call.callback_token:

@@ -12,7 +12,7 @@ from jobs.record import now_ms
 from jobs.states import Why
 from routing.outcome import Kind
 from tasks import descriptions as plans
-from tasks import maintenance
+from tasks import maintenance, push
 from tasks.descriptions import Misconfigured, Unfit, merged, server_for, whole
 from tasks.servers import Call, Description, presets
 from tasks.wiring import catalog, database
@@ -257,6 +257,16 @@ def test_a_run_that_is_resumed_goes_on_by_its_own_version_and_a_new_one_begins_b
     assert (anew.remote_id, anew.described_by) == (None, second)
 
 
+def test_a_run_that_was_never_sent_begins_by_the_new_description(api):
+    first = _version(api, mode="async")
+    api.register("zimg", "gpu0")
+    task = api.started()
+    assert task.run.described_by == first
+    api.dispatcher.hand_back(task)
+    again = api.dispatcher.store.start(task.run.job.id, "gpu0", "gpu0-slot0", "l w", now_ms(), 0, "another")
+    assert (again.remote_id, again.described_by) == (None, "another")
+
+
 def test_a_version_that_nothing_names_is_removed_after_a_while(api):
     old = _version(api, mode="async")
     new = _version(api, mode="callback")
@@ -355,6 +365,15 @@ def test_what_was_stored_speaks_as_it_was_checked(api):
         outcome = server_for(there.url, model, model.described_by).submit(Call("j", 1, {"n": 1}, deadline_s=5))
         assert (there.seen[0].path, there.seen[0].json) == ("/v2/run", {"input": {"n": 1}})
     assert (outcome.kind, outcome.result) == (Kind.DONE, 7)
+
+
+@pytest.mark.parametrize("keeps, read", [(True, Kind.DONE), (False, None)])
+def test_a_push_about_a_result_that_is_read_once_is_left_to_the_worker(api, keeps, read):
+    _version(api, mode="async", keeps_results=keeps)
+    api.register("zimg", "gpu0")
+    task = api.started()
+    outcome = push.read(api.job(task.run.job.id), b'{"status": "done", "result": 1}')
+    assert (outcome and outcome.kind) == read
 
 
 def test_every_preset_can_be_given(api):

@@ -45,6 +45,7 @@ from tests.faults.mutants_room import ROOM
 from tests.faults.mutants_run import RUN
 from tests.faults.mutants_secrets import SECRETS
 from tests.faults.mutants_servers import REFERENCE_SERVER
+from tests.faults.mutants_spoken import SPOKEN
 from tests.faults.mutants_upkeep import UPKEEP
 from tests.house.tree import PACKAGES
 
@@ -61,6 +62,7 @@ MUTANTS = [
     *DOOR,
     *DESCRIPTIONS,
     *REFERENCE_SERVER,
+    *SPOKEN,
     *RUN,
     *CELERY,
     *UPKEEP,

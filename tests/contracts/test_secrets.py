@@ -1,0 +1,177 @@
+"""Secrets that descriptions of servers name: set by name for certain models, sealed in the record, shown to nobody."""
+
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from jobs.models import secrets as table
+from routing.outcome import Kind
+from tasks import descriptions, keyring, vault
+from tasks.descriptions import server_for
+from tasks.servers import Call
+from tasks.wiring import database
+from tests.support.api import Api
+from tests.unit.servers.scripted import Scripted, answer
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+VALUE = 'the "very" \\secret/ ✓'
+NAMES_IT = {"description": {"submit": {"body": {"in": "{{payload}}", "key": "{{secret/KEY}}"}}}}
+
+
+def _set(api: Api, name: str = "KEY", value: str = VALUE, models: Any = ("zimg",)) -> Any:
+    body = {"value": value, "models": models if models is None else list(models)}
+    return api.client.put(f"/admin/secrets/{name}", json=body)
+
+
+def _configure(api: Api, model: str = "zimg", **changed: Any) -> Any:
+    return api.client.put(f"/admin/model-configs/{model}", json=NAMES_IT | changed)
+
+
+def _opened(model: str = "zimg", name: str = "KEY") -> str | None:
+    from tasks.wiring import dispatcher
+
+    dispatcher().fleet.refresh()
+    return vault.value_for(model, name)
+
+
+def test_who_sets_a_secret_and_who_lists_them_is_not_shown_its_value(api):
+    created, changed, listed = _set(api), _set(api), api.client.get("/admin/secrets")
+    assert (created.status_code, changed.status_code) == (201, 200)
+    for shown in (created.json, *listed.json["secrets"]):
+        assert shown.keys() == {"secret", "models", "set_by", "set_at"}
+        assert (shown["secret"], shown["models"]) == ("KEY", ["zimg"])
+    assert listed.headers["Cache-Control"] == "no-store"
+
+
+def test_the_record_holds_no_secret_in_the_open(api):
+    _set(api)
+    with database().read() as connection:
+        (row,) = connection.execute(select(table)).all()
+    assert VALUE not in str(row) and len(row.sealed) > len(VALUE)
+    assert _opened() == VALUE
+
+
+def test_two_seals_of_one_secret_differ():
+    assert vault.seal("KEY", VALUE) != vault.seal("KEY", VALUE)
+
+
+def test_one_secret_cannot_be_put_in_anothers_place():
+    sealed = vault.seal("KEY", VALUE)
+    assert (vault.opened("KEY", sealed), vault.opened("OTHER", sealed)) == (VALUE, None)
+
+
+def test_a_secret_of_the_former_installation_secret_is_opened_while_that_is_told(monkeypatch):
+    now, before = b"n" * 32, b"b" * 32
+    monkeypatch.setattr(keyring, "installation_secrets", lambda: (before,))
+    sealed = vault.seal("KEY", VALUE)
+    vault.opened.cache_clear()
+    monkeypatch.setattr(keyring, "installation_secrets", lambda: (now, before))
+    assert vault.opened("KEY", sealed) == VALUE
+    vault.opened.cache_clear()
+    monkeypatch.setattr(keyring, "installation_secrets", lambda: (now,))
+    assert vault.opened("KEY", sealed) is None
+    vault.opened.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "name, body, field",
+    [
+        ("KEY", {"value": "short", "models": None}, "value"),
+        ("KEY", {"value": "x" * 5000, "models": None}, "value"),
+        ("KEY", {"value": "two\nlines of it", "models": None}, "value"),
+        ("KEY", {"value": "a-long-value"}, "models"),
+        ("KEY", {"value": "a-long-value", "models": []}, "models"),
+        ("KEY", {"value": "a-long-value", "models": ["no model!"]}, "model"),
+        ("KEY", {"value": 12345678, "models": None}, "value"),
+        ("1KEY", {"value": "a-long-value", "models": None}, "name"),
+        ("K-EY", {"value": "a-long-value", "models": None}, "name"),
+        ("K" * 65, {"value": "a-long-value", "models": None}, "name"),
+    ],
+)
+def test_what_cannot_be_a_secret_is_refused_and_not_repeated(api, name, body, field):
+    refused = api.client.put(f"/admin/secrets/{name}", json=body)
+    assert refused.status_code == 422 and refused.json["field"].startswith(field)
+    assert str(body["value"]) not in refused.text
+    assert api.client.get("/admin/secrets").json["secrets"] == []
+
+
+def test_only_the_models_that_a_secret_is_for_may_name_it(api):
+    _set(api, models=["zimg"])
+    assert _configure(api).status_code == 200
+    refused = _configure(api, "flux")
+    assert (refused.status_code, refused.json["errors"][0]["pointer"]) == (422, "/description/submit/body/key")
+    assert (_opened("zimg"), _opened("flux")) == (VALUE, None)
+    _set(api, models=None)
+    assert _configure(api, "flux").status_code == 200 and _opened("flux") == VALUE
+
+
+def test_a_secret_that_is_named_stays(api):
+    _set(api)
+    _configure(api)
+    removed, narrowed = api.client.delete("/admin/secrets/KEY"), _set(api, models=["flux"])
+    assert (removed.status_code, narrowed.status_code) == (409, 409)
+    assert removed.json["models"] == narrowed.json["models"] == ["zimg"]
+    assert _set(api, models=["flux", "zimg"]).status_code == 200
+    api.client.delete("/admin/model-configs/zimg")
+    assert api.client.delete("/admin/secrets/KEY").status_code == 204
+    assert api.client.delete("/admin/secrets/KEY").status_code == 404
+
+
+def test_a_secret_that_a_registration_names_stays_too(api):
+    _set(api)
+    body = {"model": "zimg", "server": "gpu1", "endpoint": "http://127.0.0.1:9/x", "slots": 1}
+    assert api.client.post("/admin/register", json=body | NAMES_IT).status_code == 201
+    assert api.client.delete("/admin/secrets/KEY").status_code == 409
+
+
+def test_a_preset_may_name_a_secret(api, monkeypatch):
+    monkeypatch.setattr(descriptions.presets, "get", lambda _: NAMES_IT["description"])
+    refused = api.client.put("/admin/model-configs/zimg", json={"preset": "any"})
+    assert (refused.status_code, refused.json["errors"][0]["pointer"]) == (422, "/preset")
+
+
+def test_a_changed_secret_is_sent_without_a_new_start(api):
+    _set(api, value="first-value")
+    _configure(api)
+    model = api.dispatcher.fleet.refresh().models["zimg"]
+    with Scripted(lambda _: answer({"status": "done"})) as there:
+        server = server_for(there.url, model, model.described_by)
+        server.submit(Call("j", 1, {}, deadline_s=5))
+        _set(api, value="second-value")
+        api.dispatcher.fleet.refresh()
+        server.submit(Call("j", 1, {}, deadline_s=5))
+    assert [seen.json["key"] for seen in there.seen] == ["first-value", "second-value"]
+
+
+def test_a_secret_that_is_away_costs_a_retry_and_is_named(api):
+    _set(api, models=None)
+    _configure(api)
+    model = api.dispatcher.fleet.refresh().models["zimg"]
+    server = server_for("http://127.0.0.1:9/", model, model.described_by)
+    with database().engine.begin() as connection:
+        connection.execute(table.delete())
+    api.dispatcher.fleet._snapshot = None
+    outcome = server.submit(Call("j", 1, {}, deadline_s=5))
+    assert (outcome.kind, outcome.code) == (Kind.RETRY, "misconfigured") and "secret/KEY" in outcome.message
+
+
+@pytest.mark.parametrize("error", [VALUE, {"deep": [VALUE]}, f"{VALUE} and {VALUE}"])
+def test_what_a_server_repeats_of_a_secret_is_told_to_nobody(api, error):
+    _set(api)
+    _configure(api)
+    model = api.dispatcher.fleet.refresh().models["zimg"]
+    with Scripted(lambda _: answer({"error": error}, 500)) as there:
+        message = server_for(there.url, model, model.described_by).submit(Call("j", 1, {}, deadline_s=5)).message
+    assert "***" in message and "very" not in message
+
+
+def test_a_poll_that_repeats_what_the_submit_sent_tells_it_to_nobody(api):
+    _set(api)
+    _configure(api)
+    model = api.dispatcher.fleet.refresh().models["zimg"]
+    said = {"status": "failed", "error": f"bad key {VALUE}"}
+    with Scripted(lambda _: answer(said)) as there:
+        message = server_for(there.url, model, model.described_by).status(Call("j", 1, None, deadline_s=5), "r").message
+    assert message.endswith("bad key ***")

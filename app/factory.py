@@ -5,8 +5,8 @@ from importlib.metadata import PackageNotFoundError, version
 from flask import Flask
 from flask_openapi import APIBlueprint
 
-from app import auth, context, errors, metrics, openapi, schemas
-from app.api import callback, dlq, docs, health, jobs, ledger, models, queue, secrets, servers, tenants
+from app import auth, context, errors, kinds, metrics, openapi, schemas
+from app.api import callback, dlq, docs, health, jobs, ledger, models, presets, queue, secrets, servers, tenants
 from app.config import AppSettings
 from app.context import Context
 from app.patience import Patience
@@ -19,6 +19,7 @@ _APIS: tuple[APIBlueprint, ...] = (
     jobs.api,
     callback.api,
     servers.api,
+    presets.api,
     models.api,
     tenants.api,
     secrets.api,
@@ -50,6 +51,7 @@ def create_app(settings: AppSettings | None = None) -> Flask:
         schemas.BatchItem,
         schemas.RegisterBody,
         schemas.StateBody,
+        kinds.ProbeBody,
         schemas.SecretBody,
         schemas.ListQuery,
         schemas.WaitQuery,

@@ -49,7 +49,7 @@ _OUTLOOK: Any = Field(
 _POSITION: Any = Field(description="1: next.  null: it does not wait in line, or that is not known now.")
 _NOTICE: Any = Field(description="What keeps it from starting for now, such as constraints that no known server meets.")
 _REASON: Any = Field(None, max_length=500, description="Why; shown wherever the state is.", examples=["new driver"])
-_MODEL: Any = {"pattern": f"^{MODEL}$"}
+MODEL_NAME: Any = {"pattern": f"^{MODEL}$"}
 _VALUE: Any = {"pattern": f"^{VALUE}$"}
 _CURSOR: Any = {"pattern": f"^{CURSOR}$"}
 _Object = Annotated[Any, WithJsonSchema({"type": "object"})]
@@ -134,7 +134,7 @@ def _with_few_unknown(given: Any, known: Collection[str]) -> Any:
 class SubmitBody(Asked):
     """A job."""
 
-    model: str = Field(max_length=128, examples=["zimg"], json_schema_extra=_MODEL)
+    model: str = Field(max_length=128, examples=["zimg"], json_schema_extra=MODEL_NAME)
     payload: _Object = Field(description="What the inference server gets, as it is.", examples=[{"prompt": "a sunset"}])
     callback_url: str | None = Field(None, description="Where the end of the job is told, by a signed POST.")
     priority: _Priority = Field(None, description="1 (most urgent) to 9; true is 1; 5 if not given.")
@@ -298,7 +298,7 @@ class WaitQuery(Model):
 
 class ListQuery(Model):
     status: State | None = None
-    model: str | None = Field(None, json_schema_extra=_MODEL)
+    model: str | None = Field(None, json_schema_extra=MODEL_NAME)
     limit: int = Field(50, ge=1, le=200)
     cursor: str | None = Field(
         None, max_length=20, description="next_cursor of the page before.", json_schema_extra=_CURSOR
@@ -306,7 +306,7 @@ class ListQuery(Model):
 
 
 class DlqQuery(Model):
-    model: str | None = Field(None, json_schema_extra=_MODEL)
+    model: str | None = Field(None, json_schema_extra=MODEL_NAME)
     limit: int = Field(50, ge=1, le=200)
     cursor: str | None = Field(None, max_length=20, json_schema_extra=_CURSOR)
 
@@ -317,8 +317,8 @@ class DlqQuery(Model):
 class RegisterBody(Asked):
     """A server that serves a model."""
 
-    model: str = Field(max_length=128, examples=["zimg"], json_schema_extra=_MODEL)
-    server: str = Field(max_length=128, examples=["zimg-api4"], json_schema_extra=_MODEL)
+    model: str = Field(max_length=128, examples=["zimg"], json_schema_extra=MODEL_NAME)
+    server: str = Field(max_length=128, examples=["zimg-api4"], json_schema_extra=MODEL_NAME)
     endpoint: str = Field(max_length=2048, examples=["http://10.0.0.4:9001/generate"])
     slots: int = Field(ge=1, le=1024, description="Jobs that the server runs at once, of all its models together.")
     attributes: _Attributes | None = Field(
@@ -439,11 +439,11 @@ class ServerList(Model):
 
 
 class ServerPath(Model):
-    server: str = Field(json_schema_extra=_MODEL)
+    server: str = Field(json_schema_extra=MODEL_NAME)
 
 
 class ModelPath(Model):
-    model: str = Field(json_schema_extra=_MODEL)
+    model: str = Field(json_schema_extra=MODEL_NAME)
 
 
 class ModelView(StateView):

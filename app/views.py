@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from insight.explain import Explanation
+from insight.explain import Blocker, Explanation
 from insight.interval import Estimate
 from insight.load import Load
 from insight.places import Place
@@ -26,6 +26,7 @@ from routing.policies.placement import show_needs
 from routing.queues import Depths
 from routing.slots import ServerStanding
 from tasks.descriptions import effective
+from tasks.servers import Health, HealthKind
 
 # How clients of S1 know the two ways to be dead; the last attempt's own code stands beside it.
 _DEAD_CODES = {Why.RETRIES_EXHAUSTED: "max_retries_exceeded", Why.CRASHES_EXHAUSTED: "max_crashes_exceeded"}
@@ -124,6 +125,35 @@ def explanation(it: Job, found: Explanation) -> dict[str, Any]:
         "servers": {name: hindrance or None for name, hindrance in found.servers.items()},
         **start(found.estimate),
     }
+
+
+def server_check(it: Server, reasons: Sequence[Blocker], health: Health | None) -> dict[str, Any]:
+    """ServerCheck."""
+    found = [
+        {"code": one.code, "sentence": one.sentence, "subject": one.subject, "until": time(one.until_ms or None)}
+        for one in reasons
+    ]
+    if health is not None and health.kind in _AILING:
+        ailing = {"code": f"health_{health.kind}", "sentence": _AILING[health.kind], "subject": it.name, "until": None}
+        found.insert(0, ailing)
+    sentence = (
+        "Nothing keeps it from jobs." if not found else f"{it.name}: " + "; ".join(str(r["sentence"]) for r in found)
+    )
+    return {"server": it.name, "sentence": sentence, "reasons": found, "health": health and health_report(health)}
+
+
+_AILING = {
+    HealthKind.BUSY: "its health check says that it is busy, or still loading; jobs are offered all the same",
+    HealthKind.DOWN: "nobody answers its health check",
+    HealthKind.FOREIGN: "what answers there does not know the path of its health check: wrong address, or wrong preset",
+    HealthKind.GARBAGE: "its health check is answered with something else than its description expects",
+}
+
+
+def health_report(it: Health) -> dict[str, Any]:
+    """HealthReport."""
+    ids = None if it.job_ids is None else sorted(it.job_ids)
+    return {"kind": it.kind.value, "active_jobs": it.active_jobs, "job_ids": ids, "message": it.message}
 
 
 def error(it: Job) -> dict[str, Any] | None:

@@ -138,10 +138,10 @@ def _general(job: Job, facts: WaitFacts, catalog: Snapshot) -> list[Blocker]:
         )
     elif facts.obstacle:
         found.append(
-            Blocker("tenant_paused", _stopped("tenant", job.tenant, catalog.tenants.get(job.tenant)), job.tenant)
+            Blocker("tenant_paused", stopped("tenant", job.tenant, catalog.tenants.get(job.tenant)), job.tenant)
         )
     if facts.state in STOPPED:
-        found.append(Blocker("model_paused", _stopped("model", job.model, catalog.models.get(job.model)), job.model))
+        found.append(Blocker("model_paused", stopped("model", job.model, catalog.models.get(job.model)), job.model))
     if facts.breaker == "open":
         sentence = f"runs of model {job.model!r} failed one after another, so it rests"
         found.append(Blocker("model_breaker_open", sentence, job.model, facts.open_until_ms))
@@ -150,7 +150,8 @@ def _general(job: Job, facts: WaitFacts, catalog: Snapshot) -> list[Blocker]:
     return found
 
 
-def _stopped(kind: str, name: str, it: Any) -> str:
+def stopped(kind: str, name: str, it: Any) -> str:
+    """That a server, model or tenant does not take part, as a sentence: how, by whom and why."""
     if it is None:
         return f"{kind} {name!r} is paused"
     by = f" by {it.changed_by}" if it.changed_by else ""
@@ -164,7 +165,7 @@ def _hindrance(job: Job, server: str, standing: ServerStanding | None, catalog: 
     if unmet := placement.unmet(job.needs, it, job.model):
         return f"does not meet {', '.join(unmet)}"
     if it.state != "online":
-        return _stopped("server", server, it).split(" is ", 1)[1]
+        return stopped("server", server, it).split(" is ", 1)[1]
     if standing is None:
         return "not known to the waiting room yet"
     if standing.breaker in ("open", "probing"):
@@ -190,7 +191,7 @@ def _placement(
     if not eligible:
         return [Blocker("constraints_unmet", placement.unmatched(job.model, job.needs), job.model)]
     others = [name for name in sorted(eligible) if hindrances[name] != "busy"]
-    found = [_server_blocker(name, hindrances[name], standings.get(name)) for name in others]
+    found = [of_server(name, hindrances[name], standings.get(name)) for name in others]
     taken = sum(standings[name].taken for name in eligible.difference(others))
     return [_busy(taken, facts.ahead), *found] if taken else found
 
@@ -210,7 +211,8 @@ def _withheld(job: Job, servers: Iterable[str], slots: Mapping[str, Sequence[Wit
     ]
 
 
-def _server_blocker(name: str, hindrance: str, standing: ServerStanding | None) -> Blocker:
+def of_server(name: str, hindrance: str, standing: ServerStanding | None) -> Blocker:
+    """What keeps a server from taking jobs; `hindrance` in the words of Explanation.servers."""
     if hindrance == "breaker open" and standing is not None:
         sentence = f"server {name!r} {_FAILED.get(standing.open_why, 'failed run after run')} and rests"
         return Blocker("server_breaker_open", sentence, name, standing.open_until_ms)

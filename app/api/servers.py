@@ -1,22 +1,21 @@
 """Inference servers: registering, pausing, removing.  Takes effect everywhere within two seconds."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from ipaddress import ip_address
 from typing import Any
-from urllib.parse import urlsplit
 
 from redis.exceptions import RedisError
 
 from app import views
+from app.addresses import check_endpoint
 from app.admin import admin_blueprint, bring_to_redis, close_breaker, depths_of, standings_of
 from app.auth import tenant
-from app.config import is_loopback
-from app.context import context, dispatcher
+from app.context import dispatcher
 from app.describing import described as described_by
+from app.kinds import ServerCheck
 from app.openapi import described, problems
 from app.schemas import ListedServer, RegisterBody, ServerList, ServerPath, ServerView, StateBody
-from jobs.errors import InvalidJob, NotFound
+from insight.idle import why_idle
+from jobs.errors import NotFound
 from jobs.record import Server, now_ms
 from jobs.states import Standing
 from jobs.withheld import Withheld
@@ -24,12 +23,11 @@ from routing import draining
 from routing.policies.placement import read_attributes, read_of_model
 from routing.slots import ServerStanding
 from routing.submission import check_model_name
-from tasks.servers.client import split_endpoint
-from tasks.wiring import catalog
+from tasks.descriptions import Misconfigured, server_for
+from tasks.servers import Health
+from tasks.wiring import catalog, workers
 
 api = admin_blueprint("servers", "Servers", "/admin")
-
-_ENDPOINT = "endpoint must be a full URL with a host, such as http://gpu1:9001/generate"
 
 
 @api.post(
@@ -48,7 +46,7 @@ def register_server(body: RegisterBody) -> tuple[dict[str, Any], int]:
     """
     check_model_name(body.model)
     check_model_name(body.server, "server")
-    _check_endpoint(body.endpoint)
+    check_endpoint(body.endpoint)
     attributes = None if body.attributes is None else read_attributes(body.attributes)
     of_model = read_of_model(model_version=body.model_version, runtime=body.runtime)
     known = dispatcher().fleet.refresh().servers.get(body.server)
@@ -114,6 +112,26 @@ def reset_server(path: ServerPath) -> dict[str, Any]:
     return _listed(known, standings_of([known.fleet]), draining.by_server(dispatcher()))
 
 
+@api.get("/servers/<path:server>/check", responses={200: ServerCheck, **problems(404)})
+def check_server(path: ServerPath) -> dict[str, Any]:
+    """Say why a server gets no jobs: what the record and the waiting room know, and what it says of itself just now."""
+    known = _known(path.server)
+    reasons = why_idle(dispatcher(), workers(), known)
+    return views.server_check(known, reasons, _health(known))
+
+
+def _health(server: Server) -> Health | None:
+    """Asked by the description of its first model; None: there is none by which it could be."""
+    if not server.endpoints:
+        return None
+    model, url = min(server.endpoints.items())
+    found = dispatcher().fleet.snapshot()
+    try:
+        return server_for(url, found.models[model], found.described_by(server.name, model)).health()
+    except Misconfigured:
+        return None
+
+
 @api.delete("/servers/<path:server>", responses={204: None, **problems(404, 415)})
 def remove_server(path: ServerPath) -> tuple[str, int]:
     """Forget a server.  Its models stay, and their jobs wait for another; drain it first to let runs end."""
@@ -141,29 +159,3 @@ def _known(name: str) -> Server:
     if found is None:
         raise NotFound("There is no such server; GET /admin/servers lists them.", server=name)
     return found
-
-
-def _check_host(host: str, port: int) -> None:
-    """Raises InvalidJob for addresses at which no inference server can stand."""
-    with suppress(ValueError):
-        address = ip_address(host)
-        address = getattr(address, "ipv4_mapped", None) or address
-        if address.is_link_local or address.is_multicast or address.is_unspecified:
-            raise InvalidJob("endpoint", f"endpoint must not lead to {host}: it is no address of an inference server")
-    settings = context().settings
-    if port == settings.port and (is_loopback(host) or host in settings.own_names):
-        raise InvalidJob("endpoint", "endpoint must not lead to this API itself")
-
-
-def _check_endpoint(endpoint: str) -> None:
-    """Raises InvalidJob unless a request can be sent there.  Credentials belong in no URL: it is shown and logged."""
-    try:
-        split_endpoint(endpoint)
-    except ValueError:
-        raise InvalidJob("endpoint", _ENDPOINT) from None
-    parts = urlsplit(endpoint)
-    if parts.username is not None or parts.password is not None:
-        raise InvalidJob("endpoint", "endpoint must hold no user or password")
-    _check_host(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
-    if parts.port == 0 or any(ord(sign) <= 32 or ord(sign) > 126 or sign == "\\" for sign in endpoint):
-        raise InvalidJob("endpoint", _ENDPOINT)

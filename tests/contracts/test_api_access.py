@@ -26,6 +26,9 @@ OF_TENANTS = [
 ]
 OF_ADMINS = [
     ("post", "/admin/register"),
+    ("post", "/admin/servers/probe"),
+    ("get", "/admin/servers/gpu1/check"),
+    ("get", "/admin/presets"),
     ("get", "/admin/servers"),
     ("patch", "/admin/servers/x"),
     ("delete", "/admin/servers/x"),

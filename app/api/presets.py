@@ -1,0 +1,80 @@
+"""Kinds of inference servers that are known by name, and what answers at an address."""
+
+from contextlib import closing
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from app import views
+from app.addresses import check_endpoint
+from app.admin import admin_blueprint
+from app.kinds import PresetDetail, PresetList, PresetPath, ProbeBody, ProbeView
+from app.openapi import problems
+from jobs.errors import InvalidJob, NotFound
+from routing.submission import check_model_name
+from tasks import vault
+from tasks.servers import Description, presets
+from tasks.servers.probe import Recognized, Trial, endpoint_for, recognize
+
+api = admin_blueprint("presets", "Kinds of servers", "/admin")
+
+
+@api.get("/presets", responses={200: PresetList})
+def list_presets() -> dict[str, Any]:
+    """List the kinds of inference servers that come with Slotkeeper: each is a `preset` of a model's configuration."""
+    return {"presets": [_shown(name) for name in presets.names()]}
+
+
+@api.get("/presets/<preset>", responses={200: PresetDetail, **problems(404)})
+def get_preset(path: PresetPath) -> dict[str, Any]:
+    """Show a kind of server, with its whole description."""
+    if path.preset not in presets.names():
+        raise NotFound("There is no such preset; GET /admin/presets lists them.", preset=path.preset)
+    return _shown(path.preset) | {"description": presets.get(path.preset)}
+
+
+@api.post("/servers/probe", responses={200: ProbeView, **problems(400, 413, 415, 422)})
+def probe_server(body: ProbeBody) -> dict[str, Any]:
+    """Ask an address what kind of server answers there, and run a job on it if one is given.  Nothing is registered.
+
+    The job is real: it uses the server as any other does, beside the dispatcher's own jobs.  What the paths of all
+    presets answer is looked at; each exchange is told, and which rule judged it.
+    """
+    check_endpoint(body.url, "url")
+    if body.model is not None:
+        check_model_name(body.model)
+    if body.preset is not None and body.preset not in presets.names():
+        raise InvalidJob("preset", f"there is no such preset; there is: {', '.join(presets.names())}")
+    found = recognize(body.url)
+    preset = body.preset or found.preset
+    if preset is None or not found.is_there:
+        return _told(found, preset, None)
+    endpoint = endpoint_for(body.url, preset, found.model)
+    secret = partial(vault.value_for, body.model) if body.model is not None else None
+    with closing(Trial(endpoint, Description.model_validate(presets.get(preset)), secret)) as trial:
+        health = trial.health()
+        outcome = None if body.payload is None else trial.run(body.payload, body.patience)
+        told = None
+        if outcome is not None:
+            result = None if outcome.result is None else trial.shown(outcome.result)
+            told = {"kind": outcome.kind, "code": outcome.code, "message": outcome.message, "result": result}
+        more = {"health": views.health_report(health), "outcome": told}
+        return _told(found, preset, endpoint, trial) | more
+
+
+def _told(found: Recognized, preset: str | None, endpoint: str | None, trial: Trial | None = None) -> dict[str, Any]:
+    heard = (*found.heard, *(trial.heard if trial is not None else ()))
+    return {
+        "reachable": found.is_there,
+        "candidates": [asdict(one) for one in found.candidates],
+        "preset": preset,
+        "endpoint": endpoint,
+        "model": found.model,
+        "health": None,
+        "outcome": None,
+        "exchanges": [asdict(one) for one in heard],
+    }
+
+
+def _shown(name: str) -> dict[str, Any]:
+    return {"name": name, **presets.about(name).model_dump(exclude={"signs", "model"})}

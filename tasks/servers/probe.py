@@ -1,0 +1,253 @@
+"""What kind of server answers at an address, and how a description gets on with it, exchange by exchange.
+
+`recognize` asks for the answers by which presets' servers can be known; `Trial` runs one job, as a worker would, and
+says of each answer which rule judged it.  Headers are never told, and secrets that stand in a text are masked.
+"""
+
+import time
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, TypeVar
+
+import requests
+
+from routing.outcome import Kind, Outcome
+from tasks.servers import presets
+from tasks.servers.answers import NOT_JSON, Answer, Broken, clean
+from tasks.servers.call import Call, Health
+from tasks.servers.client import Ask, Server, Talk, split_endpoint
+from tasks.servers.defaults import cancel_rules, health_rules, poll_rules, result_rules, submit_rules
+from tasks.servers.description import Description, HealthRule, Rule
+from tasks.servers.pointers import MISSING, parse, resolve
+from tasks.servers.rules import CompiledRule, compile_rule
+from tasks.servers.templates import SecretLookup, to_json
+from tasks.servers.wire import Limits, exchange, new_session
+
+T = TypeVar("T")
+
+GENERIC = "generic-sync"
+_SURE = 3  # the weight of signs from which on a preset is proposed
+_CONNECT_S, _READ_S = 2.0, 4.0  # of a look at one path
+_MOST_BYTES = 1024 * 1024  # of an answer that is looked at
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """One exchange.  `status` None: it broke off.  `rule`: what judged the answer; `means`: to what."""
+
+    step: str
+    request: str
+    status: int | None
+    answer: str
+    took_ms: int
+    sent: str | None = None
+    rule: str | None = None
+    means: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A preset that a server's answers speak for; the heavier, the surer."""
+
+    preset: str
+    weight: int
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recognized:
+    """What a look at a server's known paths brought.  `candidates`: the surest first."""
+
+    is_there: bool
+    candidates: tuple[Candidate, ...]
+    heard: tuple[Heard, ...]
+    model: str | None = None  # a name that the server serves, if it tells
+
+    @property
+    def preset(self) -> str | None:
+        """The one to try; None: nobody answers there."""
+        if not self.is_there:
+            return None
+        return self.candidates[0].preset if self.candidates and self.candidates[0].weight >= _SURE else GENERIC
+
+
+def recognize(url: str, deadline_s: float = 20.0) -> Recognized:
+    """Look at the paths by which presets' servers can be known.  Raises ValueError for what is no http(s) URL."""
+    _, base = split_endpoint(url)
+    end = time.monotonic() + deadline_s
+    heard, candidates, is_there = [], dict[str, Candidate](), False
+    with new_session(1) as session:
+        for path, signs in groupby(_signs(), key=lambda one: one[1].path):
+            reply, told = _look(session, base, path, end)
+            heard.append(told)
+            if isinstance(reply, Broken):
+                if not is_there and told.status is None and reply.how == "connect":
+                    break  # Nobody listens: every other path would say the same.
+                continue
+            is_there = True
+            for preset, sign in signs:
+                if compile_rule(_as_rule(sign)).holds_for(reply, None):
+                    known = candidates.get(preset)
+                    weight = sign.weight + (known.weight if known else 0)
+                    candidates[preset] = Candidate(preset, weight, f"GET {path} answered as its servers do")
+        found = tuple(sorted(candidates.values(), key=lambda one: (-one.weight, one.preset)))
+        model = _model(session, base, found[0].preset, end) if found else None
+    return Recognized(is_there, found, tuple(heard), model)
+
+
+def endpoint_for(url: str, preset: str, model: str | None) -> str:
+    """The endpoint to register: `url` itself if it has a path, else with the preset's."""
+    whole, base = split_endpoint(url)
+    if whole.removeprefix(base).rstrip("/"):
+        return whole
+    _, example = split_endpoint(presets.about(preset).endpoint)
+    return base + presets.about(preset).endpoint.removeprefix(example).replace("MODEL", model or "MODEL")
+
+
+def _signs() -> list[tuple[str, presets.Sign]]:
+    every = [(name, sign) for name in presets.names() for sign in presets.about(name).signs]
+    return sorted(every, key=lambda one: one[1].path)
+
+
+def _as_rule(sign: presets.Sign) -> HealthRule:
+    return HealthRule(when=sign.when, then="up")
+
+
+def _look(session: requests.Session, base: str, path: str, end: float) -> tuple[Answer | Broken, Heard]:
+    limits = Limits(_CONNECT_S, _READ_S, min(end, time.monotonic() + _CONNECT_S + _READ_S), _MOST_BYTES)
+    started = time.monotonic()
+    reply = exchange(session, "GET", base + path, {"X-Source": "dispatcher"}, None, limits)
+    return reply, _heard("look", f"GET {path}", reply, started)
+
+
+def _model(session: requests.Session, base: str, preset: str, end: float) -> str | None:
+    place = presets.about(preset).model
+    if place is None:
+        return None
+    reply, _ = _look(session, base, place.path, end)
+    if isinstance(reply, Broken) or reply.json is NOT_JSON:
+        return None
+    found = resolve(reply.json, parse(place.pointer))
+    return found if isinstance(found, str) and found is not MISSING else None
+
+
+@dataclass
+class Trial:
+    """One server, spoken to by a description, with each exchange kept."""
+
+    endpoint: str
+    description: Description
+    secret: SecretLookup | None = None
+    heard: list[Heard] = field(default_factory=list)
+    _secrets: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._session = new_session(1)
+        self._server = Server(self.endpoint, self.description, session=self._session, secret=self._remembered)
+
+    def health(self) -> Health:
+        """Ask how the server is."""
+        return self._follow(self._server.health_talk(), _Steps(self.description, "health"), None)
+
+    def run(self, payload: Any, patience_s: float) -> Outcome:
+        """Run one job as a worker would, for `patience_s` at most; then ask the server to give it up."""
+        call = Call(f"probe-{time.time_ns():x}", 1, payload, deadline_s=patience_s)
+        end = time.monotonic() + patience_s
+        outcome = self._follow(self._server.submit_talk(call), _Steps(self.description, "submit"), None)
+        remote_id = outcome.remote_id
+        while outcome.kind is Kind.PENDING and remote_id and time.monotonic() < end:
+            time.sleep(min(_POLL_S, max(end - time.monotonic(), 0)))
+            talk = self._server.status_talk(call, remote_id)
+            outcome = self._follow(talk, _Steps(self.description, "status"), remote_id)
+        if outcome.kind in (Kind.PENDING, Kind.UNKNOWN) and self.description.cancel is not None:
+            self._follow(self._server.cancel_talk(call, remote_id), _Steps(self.description, "cancel"), remote_id)
+        return outcome
+
+    def shown(self, value: Any) -> str:
+        """A value for people: short, and without secrets."""
+        return clean(value if isinstance(value, str) else to_json(value).decode(), self._secrets)
+
+    def close(self) -> None:
+        self._session.close()
+
+    def _remembered(self, name: str) -> str | None:
+        found = self.secret(name) if self.secret else None
+        if found:
+            self._secrets.add(found)
+        return found
+
+    def _follow(self, talk: Talk[T], steps: "_Steps", asked: str | None) -> T:
+        """Carry a talk out, and keep what is said."""
+        try:
+            ask = next(talk)
+            while True:
+                started = time.monotonic()
+                reply = exchange(self._session, *ask)
+                self.heard.append(self._told(ask, reply, started, steps, asked))
+                ask = talk.send(reply)
+        except StopIteration as ended:
+            return ended.value
+
+    def _told(self, ask: Ask, reply: Answer | Broken, started: float, steps: "_Steps", asked: str | None) -> Heard:
+        path = ask.url.partition("//")[2].partition("/")[2]
+        step, rule, means = steps.judge(reply, asked)
+        sent = None if ask.body is None else self.shown(ask.body.decode("utf-8", "replace"))
+        request = self.shown(f"{ask.method} /{path}")
+        return _heard(step, request, reply, started, sent=sent, rule=rule, means=means, secrets=self._secrets)
+
+
+class _Steps:
+    """Which step of a description the next answer is to, and which of its rules judges it."""
+
+    def __init__(self, description: Description, first: str) -> None:
+        self._description, self._name, self._number = description, first, 0
+
+    def judge(self, reply: Answer | Broken, asked: str | None) -> tuple[str, str | None, str | None]:
+        """The step's name, the rule in words, and what it makes of the answer."""
+        place, own, more = self._rules()
+        step = self._name
+        rules = [*own, *more]
+        number = next((i for i, one in enumerate(rules) if _holds(one, reply, asked)), None)
+        if number is None:
+            return step, None, None
+        rule = rules[number]
+        where = f"{place}.rules[{number}]" if number < len(own) else "default"
+        self._go_on(rule.then)
+        return step, f"{where}: {_in_words(rule)}", rule.then
+
+    def _rules(self) -> tuple[str, tuple[Any, ...], tuple[Any, ...]]:
+        it = self._description
+        if self._name == "submit":
+            return "submit", it.submit.rules, submit_rules(it.submit.id, it.mode == "async")
+        if self._name == "status":
+            return f"status[{self._number}]", it.status[self._number].rules, poll_rules()
+        if self._name == "result" and it.result is not None:
+            return "result", it.result.rules, result_rules()
+        if self._name == "cancel" and it.cancel is not None:
+            return "cancel", it.cancel.rules, cancel_rules()
+        return "health", it.health.rules if it.health else (), health_rules()
+
+    def _go_on(self, then: str) -> None:
+        if self._name == "status" and then == "next":
+            self._number += 1
+        elif self._name == "status" and then == "done" and self._description.result is not None:
+            self._name = "result"
+
+
+def _holds(rule: Rule | HealthRule, reply: Answer | Broken, asked: str | None) -> bool:
+    compiled: CompiledRule = compile_rule(rule)
+    return compiled.holds_for(reply, asked)
+
+
+def _in_words(rule: Rule | HealthRule) -> str:
+    return to_json(rule.model_dump(mode="json", exclude_defaults=True)).decode()
+
+
+def _heard(
+    step: str, request: str, reply: Answer | Broken, started: float, *, secrets: set[str] | None = None, **more: Any
+) -> Heard:
+    took_ms = round((time.monotonic() - started) * 1000)
+    if isinstance(reply, Broken):
+        return Heard(step, request, None, reply.message, took_ms, **more)
+    return Heard(step, request, reply.status, clean(reply.head, secrets or ()), took_ms, **more)

@@ -1,0 +1,135 @@
+"""A server that nobody knows: which preset its answers speak for, and what is told of a job that is tried on it."""
+
+import pytest
+
+from routing.outcome import Kind
+from tasks.servers import Description, HealthKind, presets
+from tasks.servers.probe import GENERIC, Trial, endpoint_for, recognize
+from tests.unit.servers.scripted import Seen, always, answer, refused_url
+
+ENDPOINTS = [
+    ("cog", "/health-check", {"status": "READY", "setup": {}}),
+    ("slot-protocol", "/health", {"status": "ok", "active_jobs": 0}),
+    ("litserve", "/info", {"model": None, "server": {"devices": ["cpu"], "workers_per_device": 1}}),
+    ("bentoml", "/schema.json", {"name": "Cat", "type": "service", "routes": [{"name": "generate", "is_task": False}]}),
+    (
+        "bentoml-task",
+        "/schema.json",
+        {"name": "Cat", "type": "service", "routes": [{"name": "paint", "is_task": True}]},
+    ),
+    ("open-inference-v2", "/v2", {"name": "mlserver", "version": "1.7.1", "extensions": []}),
+    ("kserve-v1", "/v1/models", {"models": ["cat"]}),
+    ("openai-chat", "/v1/models", {"object": "list", "data": [{"id": "cat", "owned_by": "vllm"}]}),
+    ("torchserve", "/ping", {"status": "Healthy"}),
+    ("comfyui", "/queue", {"queue_running": [], "queue_pending": []}),
+    ("runpod-worker", "/openapi.json", {"info": {"title": "Runpod | Development Worker API"}}),
+]
+
+
+def only(path: str, body: object):
+    return lambda seen: answer(body) if seen.path == path else answer({"detail": "Not Found"}, 404)
+
+
+@pytest.mark.parametrize(("preset", "path", "body"), ENDPOINTS, ids=[name for name, *_ in ENDPOINTS])
+def test_a_server_is_recognized_by_what_it_answers(preset, path, body, scripted):
+    found = recognize(scripted(only(path, body)).url)
+    assert (found.is_there, found.preset) == (True, preset)
+    assert found.candidates[0].because == f"GET {path} answered as its servers do"
+
+
+def test_every_preset_but_two_can_be_recognized():
+    """A plain server has no signs, and RunPod's cloud answers nobody without a key."""
+    known = {name for name in presets.names() if presets.about(name).signs}
+    assert set(presets.names()) - known == {GENERIC, "runpod-endpoint"}
+
+
+def test_a_server_that_shows_no_sign_may_be_a_plain_one(scripted):
+    found = recognize(scripted(always(answer(b"hello"))).url)
+    assert (found.is_there, found.preset) == (True, GENERIC)
+
+
+def test_nobody_is_asked_twice_where_nobody_listens():
+    found = recognize(refused_url())
+    assert (found.is_there, found.preset, len(found.heard)) == (False, None, 1)
+
+
+def test_each_path_is_asked_once(scripted):
+    there = scripted(always(answer({}, 404)))
+    recognize(there.url)
+    paths = [seen.path for seen in there.seen]
+    assert len(paths) == len(set(paths))
+    assert {seen.method for seen in there.seen} == {"GET"}
+
+
+@pytest.mark.parametrize(
+    ("url", "preset", "model", "endpoint"),
+    [
+        ("http://gpu1:8000", "openai-chat", "cat", "http://gpu1:8000/v1/chat/completions"),
+        ("http://gpu1:8000/", "open-inference-v2", None, "http://gpu1:8000/v2/models/MODEL"),
+        ("http://gpu1:5000", "cog", None, "http://gpu1:5000"),
+        ("http://gpu1:8000/my/path", "openai-chat", "cat", "http://gpu1:8000/my/path"),
+    ],
+)
+def test_an_address_without_a_path_gets_that_of_its_kind(url, preset, model, endpoint):
+    assert endpoint_for(url, preset, model) == endpoint
+
+
+def _bento(seen: Seen) -> bytes:
+    if seen.path.endswith("/submit"):
+        return answer({"task_id": "t1", "status": "in_progress"})
+    if "/status" in seen.path:
+        return answer({"task_id": "t1", "status": "completed"})
+    return answer({"image": "x"}) if "/get" in seen.path else answer(b"")
+
+
+def tried(there, preset, **more):
+    return Trial(there.url + "/generate", Description.model_validate(presets.get(preset)), **more)
+
+
+def test_a_job_is_tried_as_a_worker_would_and_each_answer_names_its_rule(scripted):
+    trial = tried(scripted(_bento), "bentoml-task")
+    assert trial.health().kind is HealthKind.UP
+    outcome = trial.run({"prompt": "a cat"}, 10)
+    assert (outcome.kind, outcome.result) == (Kind.DONE, {"image": "x"})
+    told = [(one.step, one.request.split("?")[0], one.means, one.rule.split(":")[0]) for one in trial.heard]
+    assert told == [
+        ("health", "GET /readyz", "up", "default"),
+        ("submit", "POST /generate/submit", "pending", "submit.rules[0]"),
+        ("status", "GET /generate/status", "done", "default"),
+        ("result", "GET /generate/get", "done", "default"),
+    ]
+
+
+def test_of_a_list_of_status_steps_each_is_told_by_its_own_rules(scripted):
+    def act(seen: Seen) -> bytes:
+        if seen.method == "POST":
+            return answer({"prompt_id": seen.json["prompt_id"]})
+        return answer({}) if "history" in seen.path else answer({"queue_running": [], "queue_pending": []})
+
+    trial = tried(scripted(act), "comfyui")
+    assert trial.run({"3": {}}, 10).kind is Kind.LOST
+    assert [one.rule.split(":")[0] for one in trial.heard] == ["default", "status[0].rules[2]", "status[1].rules[1]"]
+
+
+def test_a_job_that_takes_too_long_is_given_up_and_the_server_is_told(scripted):
+    def act(seen: Seen) -> bytes:
+        return answer({"status": "processing", "job_id": "j1"})
+
+    there = scripted(act)
+    assert tried(there, "slot-protocol").run({}, 0.3).kind is Kind.PENDING
+    assert there.seen[-1].path == "/cancel/j1"
+
+
+def test_a_secret_is_sent_and_never_told(scripted):
+    there = scripted(lambda seen: answer({"error": f"no such key: {seen.headers['authorization']}"}, 401))
+    trial = tried(there, "runpod-endpoint", secret={"RUNPOD_API_KEY": "rpa_not_a_key"}.get)
+    outcome = trial.run({"prompt": "a cat"}, 5)
+    assert there.seen[0].headers["authorization"] == "Bearer rpa_not_a_key"
+    assert "rpa_not_a_key" not in repr(trial.heard) + repr(outcome)
+    assert "***" in trial.heard[0].answer
+
+
+def test_an_exchange_that_breaks_off_is_told_too():
+    trial = Trial(refused_url() + "/generate", Description())
+    assert trial.run({}, 1).kind is Kind.UNREACHABLE
+    assert (trial.heard[0].status, trial.heard[0].means) == (None, "unreachable")

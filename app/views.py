@@ -28,7 +28,7 @@ from routing.slots import ServerStanding
 from tasks.descriptions import effective
 from tasks.servers import Health, HealthKind
 
-# How clients of S1 know the two ways to be dead; the last attempt's own code stands beside it.
+# The two ways to be dead, as clients know them from elsewhere; the last attempt's own code stands beside it.
 _DEAD_CODES = {Why.RETRIES_EXHAUSTED: "max_retries_exceeded", Why.CRASHES_EXHAUSTED: "max_crashes_exceeded"}
 
 

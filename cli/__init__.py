@@ -1,4 +1,5 @@
 """cli: the command line.
 
-`local`, `simulate` and `drill` work on this machine; `jobs`, `admin` and `webhooks` ask the API.
+`local`, `simulate`, `drill` and `conform` work on this machine; `jobs`, `admin`, `webhooks` and `secrets` ask the API.
+They share `common`; `standing` pauses and resumes, `conditions` reads NAME=VALUE.
 """

@@ -47,7 +47,7 @@ class RecordSettings(BaseSettings):
     database_url: str = ""
     """An SQLAlchemy URL; empty: SQLite in `home`."""
     idempotency_window_s: int = Field(86_400, gt=0)
-    """How long an Idempotency-Key names the same job (R22)."""
+    """How long an Idempotency-Key names the same job."""
     retention_s: int = Field(30 * 86_400, gt=0)
     """How long an ended job, dead ones included, stays in the record."""
 
@@ -69,7 +69,7 @@ _MOST_TENANTS = 10_000
 
 
 class ModelConfig(BaseModel):
-    """How jobs of one model are treated.  Defaults are those of system S1 (R84) where it had them.
+    """How jobs of one model are treated.
 
     An override of any field is stored in the record and takes effect everywhere within two seconds.
     """
@@ -85,7 +85,7 @@ class ModelConfig(BaseModel):
     preset: Annotated[str, Field(max_length=100)] | None = None
     """The kind of inference server, by name; null: one that speaks the slot protocol."""
     description: dict[str, Any] | None = None
-    """How its servers are spoken to, as docs/servers.md says; with `preset`: what differs from that."""
+    """How its servers are spoken to, as tasks/servers/description.py says; with `preset`: what differs from that."""
     poll_interval: float = Field(2.0, gt=0, le=3600)
     """Seconds between two polls."""
     max_poll_time: float = Field(600.0, gt=0, le=7 * 86_400)
@@ -104,7 +104,7 @@ class ModelConfig(BaseModel):
     """Queued jobs beyond which a submit is answered 429; null: no bound."""
     capacity: int | None = Field(None, strict=True, ge=0, le=_MOST_WAITING)
     """Waiting jobs allowed for each slot.  The bound is the larger set one of `capacity` and `capacity_per_slot`,
-    times the model's slots, and never above `max_waiting` (R51); under `fair` it holds for each tenant (R52)."""
+    times the model's slots, and never above `max_waiting`; under `fair` it holds for each tenant."""
     capacity_per_slot: int | None = Field(None, strict=True, ge=0, le=_MOST_WAITING)
     """Waiting jobs allowed for each slot; see `capacity`."""
     default_ttl: float | None = Field(None, gt=0, le=366 * 86_400)

@@ -1,4 +1,4 @@
-"""Which job a tenant's Idempotency-Key names, within a window (R21, R22), and what was asked for under an id."""
+"""Which job a tenant's Idempotency-Key names, within a window, and what was asked for under an id."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias

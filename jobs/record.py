@@ -138,7 +138,7 @@ class Job:
 
     @property
     def attempts(self) -> int:
-        """Runs that a server really took up; starts that met a busy or absent server do not count (R101)."""
+        """Runs that a server really took up; starts that met a busy or absent server do not count."""
         return self.attempt - self.waits
 
 

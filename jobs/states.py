@@ -71,7 +71,7 @@ class Why(StrEnum):
 
 
 class Budget(StrEnum):
-    """What a transition costs the job: the name of the counter that it raises (DESIGN, separate budgets)."""
+    """What a transition costs the job: the name of the counter that it raises."""
 
     NOTHING = "nothing"
     WAITS = "waits"  # a start that came to nothing: no attempt of the job's own
@@ -81,23 +81,22 @@ class Budget(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One allowed transition: where it leads, what it costs, which function performs it."""
+    """One allowed transition: where it leads, what it costs, which function of the record performs it."""
 
     to: State
     by: str
     costs: Budget = Budget.NOTHING
 
 
-_SETTLE = "routing.dispatcher.settle"
-_REAP = "routing.reconcile.reap"
-_DEADLINES = "routing.reconcile.expire_overdue"
-_CANCEL = "routing.dispatcher.cancel"
+_SETTLE = "jobs.store.settle"
+_DEADLINES = "jobs.store.expire_overdue"
+_CANCEL = "jobs.store.end_waiting"
 
 TRANSITIONS: dict[tuple[State | None, Why], Edge] = {
-    (None, Why.SUBMITTED): Edge(State.QUEUED, "routing.dispatcher.submit"),
-    (None, Why.SCHEDULED): Edge(State.DELAYED, "routing.dispatcher.submit"),
-    (State.DELAYED, Why.DUE): Edge(State.QUEUED, "routing.reconcile.promote_due"),
-    (State.QUEUED, Why.STARTED): Edge(State.RUNNING, "routing.dispatcher.start"),
+    (None, Why.SUBMITTED): Edge(State.QUEUED, "jobs.store.submit"),
+    (None, Why.SCHEDULED): Edge(State.DELAYED, "jobs.store.submit"),
+    (State.DELAYED, Why.DUE): Edge(State.QUEUED, "jobs.store.promote_due"),
+    (State.QUEUED, Why.STARTED): Edge(State.RUNNING, "jobs.store.start"),
     (State.RUNNING, Why.FINISHED): Edge(State.COMPLETED, _SETTLE),
     (State.RUNNING, Why.INVALID_REQUEST): Edge(State.FAILED, _SETTLE),
     (State.RUNNING, Why.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.WAITS),
@@ -106,15 +105,15 @@ TRANSITIONS: dict[tuple[State | None, Why], Edge] = {
     (State.RUNNING, Why.SERVER_ERROR): Edge(State.DELAYED, _SETTLE, Budget.FAILURES),
     (State.RUNNING, Why.RETRIES_EXHAUSTED): Edge(State.DEAD, _SETTLE, Budget.FAILURES),
     (State.RUNNING, Why.SERVER_LOST): Edge(State.QUEUED, _SETTLE, Budget.CRASHES),
-    (State.RUNNING, Why.LEASE_EXPIRED): Edge(State.QUEUED, _REAP, Budget.CRASHES),
-    (State.RUNNING, Why.CRASHES_EXHAUSTED): Edge(State.DEAD, _REAP, Budget.CRASHES),
+    (State.RUNNING, Why.LEASE_EXPIRED): Edge(State.QUEUED, _SETTLE, Budget.CRASHES),
+    (State.RUNNING, Why.CRASHES_EXHAUSTED): Edge(State.DEAD, _SETTLE, Budget.CRASHES),
     (State.RUNNING, Why.DEADLINE_PASSED): Edge(State.EXPIRED, _SETTLE),
     (State.RUNNING, Why.CANCEL_REQUESTED): Edge(State.CANCELED, _SETTLE),
     (State.QUEUED, Why.DEADLINE_PASSED): Edge(State.EXPIRED, _DEADLINES),
     (State.DELAYED, Why.DEADLINE_PASSED): Edge(State.EXPIRED, _DEADLINES),
     (State.QUEUED, Why.CANCEL_REQUESTED): Edge(State.CANCELED, _CANCEL),
     (State.DELAYED, Why.CANCEL_REQUESTED): Edge(State.CANCELED, _CANCEL),
-    (State.DEAD, Why.REVIVED): Edge(State.QUEUED, "routing.dispatcher.revive"),
+    (State.DEAD, Why.REVIVED): Edge(State.QUEUED, "jobs.store.revive"),
 }
 
 

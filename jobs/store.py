@@ -186,7 +186,7 @@ class Store:
         return Accepted(job.id, seq, to)
 
     def _claim_key(self, tx: Transaction, job: NewJob, now: int) -> Accepted | None:
-        """Bind the key to this job, or find the job that it is bound to (R21: in one transaction)."""
+        """Bind the key to this job in its transaction, or find the job that it is bound to."""
         known = idempotency.job_of(tx.connection, job, now)
         row = _BRIEF.first(tx.connection, {"p_id": known}) if known is not None else None
         if row is not None:

@@ -20,7 +20,7 @@ def refused(status: int, error: str) -> Response:
 
 
 def not_now(status: str, error: str, health: Health) -> Response:
-    """503: nothing has failed, the call belongs elsewhere or later (R64, R65, R67)."""
+    """503: nothing has failed, the call belongs elsewhere or later."""
     body = {"status": status, "error": error, "active_jobs": health.active, "slots": health.slots}
     body["direct_queue"] = health.direct_queue
     return answer(503, body, ("Retry-After", str(RETRY_AFTER_S)))

@@ -3,8 +3,8 @@
 Every decision is one step under one lock, so these hold at every moment:
 
 SLOT-1   the runs that are processing never exceed the slots, and no two of them have the same slot number
-DIRECT-1 dispatcher traffic gets a slot only when no direct call waits (R43, R64)
-DIRECT-2 the direct queue never exceeds its bound (R65)
+DIRECT-1 dispatcher traffic gets a slot only when no direct call waits
+DIRECT-2 the direct queue never exceeds its bound
 IDEM-1   of two calls with one Idempotency-Key at most one runs, and a completed one is not run again
 """
 
@@ -102,7 +102,7 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """No slot for dispatcher traffic now: route it elsewhere, nothing has failed (R67)."""
+    """No slot for dispatcher traffic now: route it elsewhere, nothing has failed."""
 
 
 @dataclass(frozen=True, slots=True)

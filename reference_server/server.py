@@ -46,7 +46,7 @@ class ServeConfig:
     model: str | None = None
     """Name shown in /health; None: the function's own."""
     max_direct_queue: int = 10
-    """Direct calls that may wait (R65: MAX_DIRECT_QUEUE)."""
+    """Direct calls that may wait in the direct queue."""
     memory: Memory = field(default_factory=Memory)
     """What is kept of runs that have ended."""
     max_body_bytes: int = 16 << 20

@@ -148,7 +148,7 @@ class Dispatcher:
         return [self._receipt(*parts, now) for parts in zip(new, accepted, notices, strict=True)]
 
     def _admit(self, new: Sequence[NewJob], tenant: Tenant | None, now: int) -> list[str | None]:
-        """What the client of each job should know.  Raises as `submit`, unless all were accepted before (R21)."""
+        """What the client of each job should know.  Raises as `submit`, unless all were accepted before."""
         try:
             self.admission.check(new, tenant, now)
         except (Conflict, InvalidJob, TooMany):
@@ -292,7 +292,7 @@ class Dispatcher:
         else:
             following = self.free(task.held, verdict, back=moved.to is State.QUEUED, taker=taker)
         crash_at("settle_released")
-        if moved is not None:  # after the slot is free (R132)
+        if moved is not None:  # after the slot is free: a webhook may take its time
             self.announce_end(moved, by_worker=True)
         crash_at("settle_announced")
         return Settled(moved, following)

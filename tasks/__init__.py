@@ -3,7 +3,31 @@
     from tasks import infer
     infer.delay("zimg", {"prompt": "a sunset"}).get(timeout=60)
 
-May import routing and jobs; never app or flask (setup.cfg, importlinter).
+A worker
+    worker       the lives of its runs                      engine       the event loop that they live in
+    runner       one run: called, polled, held              servers      how inference servers are spoken to
+    descriptions which description a server has             vault        secrets that descriptions name
+    poller       work that no message told of               heartbeat    keeps leases alive
+    settlement   a run's end, judged and settled            releases     slots that could not be freed, freed later
+    inquiry      what the record says of runs               aside        work that keeps nobody waiting
+    push, callbacks  ends that servers tell themselves
+
+Celery
+    celery_app   the application                            inference    the task `infer`
+    asking       what a call of it asks for                 telling      how its callers hear of an end
+    shown        a run as a task                            pool         jobs to the loop, the rest to threads
+    messages     the wake-up                                publisher    sends it, in a thread of its own
+    announce     offers and ends, told                      revoking     a revoke is a cancel
+    broker, consumer, packed, queues  messages that are none, or too much
+
+Beside the work
+    maintenance  what beat, or embedded_beat, runs          rounds       servers asked for their health
+    webhooks     a process of its own                       lines, berths  whose turn it is, and how many at once
+    outbound     one message to a stranger's URL            keyring      keys, each for one purpose
+    wiring       everything put together                    startup, signals  what each process does first
+    config       settings
+
+May import insight, routing and jobs; never app or flask (setup.cfg, importlinter).
 """
 
 from typing import TYPE_CHECKING, Any

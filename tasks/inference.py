@@ -56,7 +56,7 @@ class InferTask(CeleryTask):
     """`apply_async` submits; the rest is Celery's."""
 
     Request = "tasks.inference:InferRequest"
-    # What a model's configuration says where it was not changed (R95, R96); jobs wait in the record, by the policy.
+    # What a model's configuration says where it was not changed; jobs wait in the record, by the policy.
     autoretry_for = (ServerFault,)
     retry_backoff = ModelConfig().retry_backoff
     retry_backoff_max = ModelConfig().retry_backoff_max

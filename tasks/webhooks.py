@@ -175,7 +175,7 @@ class Deliveries:
 
 
 def body(webhook: Webhook, job: Job) -> dict[str, Any]:
-    """What the client is told (R131): how the job ended, at the time when the message was owed."""
+    """What the client is told: how the job ended, at the time when the message was owed."""
     told: dict[str, Any] = {"job_id": job.id, "model": job.model, "status": webhook.status}
     if job.state is webhook.status:
         told["attempts"] = job.attempts

@@ -1,4 +1,4 @@
-"""The dead letter queue: where automation stops and a person decides (R104)."""
+"""The dead letter queue: where automation stops and a person decides."""
 
 from typing import Any
 

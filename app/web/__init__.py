@@ -4,11 +4,12 @@ Nothing that a client does, or leaves undone, holds a thread: a request reaches 
 long each step may take, how much may be held, and who gives way when there is no room, is for this package to say;
 what a request means is for `app.api`.
 
+door.py        what all connections share
 connection.py  one connection: heads, bodies, answers, and how long each may take
 crowd.py       all connections, and the bytes that are held for each client; who gives way
 owners.py      whose request it is, before it is read
 hall.py        the threads, and the order in which clients get them
-gateway.py     a request as WSGI has it, and the answer
+request.py     a request as it arrives          gateway.py  the same as WSGI has it, and the answer
 """
 
 import jobs.light  # noqa: F401  First of all.

@@ -1,4 +1,4 @@
-"""How many jobs may wait, and when to come again (R51, R52)."""
+"""How many jobs may wait, and when to come again."""
 
 import math
 
@@ -12,7 +12,7 @@ def bound(config: ModelConfig, slots: int) -> int | None:
     """Jobs that may wait: of each tenant where the policy is by tenant, of the whole model otherwise; None: any number.
 
     `slots`: of servers that are online.  With none left the bound stays that of one slot: what waits is parked, and
-    an outage does not turn clients away at once (R61).
+    an outage does not turn clients away at once.
     """
     per_slot = max((it for it in (config.capacity, config.capacity_per_slot) if it is not None), default=None)
     if per_slot is None:

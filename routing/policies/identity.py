@@ -10,7 +10,7 @@ unknown   the server did not say: nothing is freed
 from collections.abc import Collection
 from dataclasses import dataclass
 
-# A lease younger than this may precede the server's own count of the job (R115).
+# A lease younger than this may precede the server's own count of the job.
 YOUNG_MS = 5_000
 
 
@@ -75,6 +75,6 @@ def _by_ids(leases: Collection[LeaseView], running: frozenset[str]) -> Compariso
 
 
 def _by_count(leases: Collection[LeaseView], active: int) -> Comparison:
-    """A count tells who runs only when it is zero (R114)."""
+    """A count tells who runs only when it is zero."""
     ghosts = tuple(lease.job_id for lease in leases if active == 0 and lease.age_ms >= YOUNG_MS)
     return Comparison(ghosts, (), max(0, active - len(leases)))

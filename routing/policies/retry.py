@@ -1,4 +1,4 @@
-"""When to try again after a wrong answer (R95): 1, 2, 4 … 30 s, ±10 %."""
+"""When to try again after a wrong answer: 1, 2, 4 … 30 s, ±10 %."""
 
 from jobs.config import ModelConfig
 
@@ -8,7 +8,7 @@ _JITTER = 0.1
 def delay_ms(failures: int, config: ModelConfig, chance: float, wish_s: float | None = None) -> int:
     """Milliseconds to wait after the failure number `failures` (0: the first).
 
-    `chance` in [0, 1) spreads the waits by ±10 %, lest all failed jobs come back at once (R109).
+    `chance` in [0, 1) spreads the waits by ±10 %, lest all failed jobs come back at once.
     `wish_s`: the server's own Retry-After; honoured where it is longer, up to the model's longest wait.
     """
     doubled = config.retry_backoff * 2.0 ** min(failures, 60)

@@ -269,7 +269,7 @@ def _having_queued(dispatcher: Dispatcher, fleets: Sequence[str]) -> list[str]:
 
 
 def _fill(dispatcher: Dispatcher, fleet: str) -> int:
-    """Enqueue all of a fleet's queued jobs; those that are there already stay as they are (R30).
+    """Enqueue all of a fleet's queued jobs; those that are there already stay as they are.
 
     Answers how many there are.
     """

@@ -70,7 +70,7 @@ def heed_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport], *,
                     dispatcher.slots.occupy(fleet, server.name, strange, OCCUPIED_MS)
                 elif report.tells_what_runs and server.name in trouble.resting:
                     idle.append(server)
-    _wake(dispatcher, idle)  # Nobody else uses these: slots that rest because they were busy can be tried (R64).
+    _wake(dispatcher, idle)  # Nobody else uses these: slots that rest because they were busy can be tried.
     return freed
 
 
@@ -95,7 +95,7 @@ def suspects(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> lis
 
 
 def free_ghosts(dispatcher: Dispatcher, before: Sequence[Job], reports: Mapping[str, ServerReport]) -> int:
-    """Free the leases of runs that were suspects `before` and still are; answers how many (R114)."""
+    """Free the leases of runs that were suspects `before` and still are; answers how many."""
     known = {_run(job) for job in before}
     return sum(free_ghost(dispatcher, job) for job in suspects(dispatcher, reports) if _run(job) in known)
 

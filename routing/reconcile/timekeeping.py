@@ -29,7 +29,7 @@ def promote_due(dispatcher: Dispatcher, within_s: float = float("inf")) -> int:
 def expire_overdue(dispatcher: Dispatcher, within_s: float = float("inf")) -> int:
     """End the jobs whose deadline has passed, whatever they are doing; answers how many.
 
-    The deadlines stand in the record, so however long nobody looked, none is missed (R122).  `within_s`: as above.
+    The deadlines stand in the record, so however long nobody looked, none is missed.  `within_s`: as above.
     """
 
     def act(ended: Sequence[Moved]) -> None:

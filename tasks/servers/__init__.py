@@ -9,6 +9,8 @@ routing.outcome; never jobs, Redis, Celery, Flask or SQL (setup.cfg, importlinte
   plan         a description compiled                     health     an answer -> a Health
   wire         one bounded HTTP exchange, in a thread     client     Server
   curl         the same, in an event loop                 live       Server, spoken to from there
+  call         what goes into an exchange                 answers    what came back
+  pointers, patterns, paths  safe ways to read and to ask
   presets      descriptions that come with Slotkeeper, by name
 """
 

@@ -340,7 +340,7 @@ def for_model(
     poll_endpoint_template: str | None = None,
     id_field: str | None = None,
 ) -> Description:
-    """The slot protocol with a model's own fields (R84).
+    """The slot protocol with a model's own fields.
 
     poll_endpoint_template: a path with {id}, None for '/status/{id}'.  id_field: the field of the
     submit's answer that holds the id, or a JSON pointer to it; None for 'job_id'.

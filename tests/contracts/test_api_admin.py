@@ -31,7 +31,7 @@ def test_registering_again_changes_it(api: Api) -> None:
     assert api.client.get("/admin/servers").json["fleets"][0]["free"] == 3
 
 
-def test_r112_names_may_hold_slashes_dots_and_hyphens(api: Api) -> None:
+def test_names_may_hold_slashes_dots_and_hyphens(api: Api) -> None:
     for number, model in enumerate(ODD_NAMES):
         server = f"rack/{number}.gpu-1"
         assert api.register(model=model, server=server).status_code == 201

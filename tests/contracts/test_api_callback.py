@@ -1,4 +1,4 @@
-"""POST /tasks/callback/{id}: a server's own word ends a run, and nobody else's does (R18)."""
+"""POST /tasks/callback/{id}: a server's own word ends a run, and nobody else's does."""
 
 from collections.abc import Callable
 from typing import Any

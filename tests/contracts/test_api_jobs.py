@@ -70,7 +70,7 @@ def _dead(api: Api, why: Why) -> Job:
     "why, code",
     [(Why.RETRIES_EXHAUSTED, "max_retries_exceeded"), (Why.CRASHES_EXHAUSTED, "max_crashes_exceeded")],
 )
-def test_r157_a_dead_job_says_why_in_the_words_of_s1(api: Api, why: Why, code: str) -> None:
+def test_a_dead_job_says_why_in_words_that_clients_know(api: Api, why: Why, code: str) -> None:
     shown = _get(api, _dead(api, why).id).json
     assert shown["status"] == "dead"
     assert shown["error"] == {"code": code, "message": "out of memory", "last_code": "server_error"}

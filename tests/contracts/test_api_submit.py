@@ -175,7 +175,7 @@ def test_a_full_queue_says_when_to_come_back(api: Api) -> None:
 
 
 @pytest.mark.parametrize("closed", [{"max_waiting": 0}, {"state": "draining"}], ids=str)
-def test_r21_a_request_that_was_accepted_is_answered_again_when_nothing_new_is_accepted_any_more(
+def test_a_request_that_was_accepted_is_answered_again_when_nothing_new_is_accepted_any_more(
     api: Api, closed: dict[str, Any]
 ) -> None:
     api.model()

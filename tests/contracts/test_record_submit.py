@@ -1,4 +1,4 @@
-"""What the record promises about accepting a job: all or none, once for each id and once for each key (R21, R22)."""
+"""What the record promises about accepting a job: all or none, once for each id and once for each key."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ def test_a_batch_is_accepted_as_a_whole_or_not_at_all(database, store):
 
 @pytest.mark.parametrize("statement", ["INSERT INTO jobs", "INSERT INTO events", "INSERT INTO idempotency_keys"])
 def test_a_submit_that_fails_half_way_leaves_nothing(database, store, faults, statement):
-    """R21: a crash between key and job leaves neither, so that the client's second try is fresh work."""
+    """A crash between key and job leaves neither, so that the client's second try is fresh work."""
     job = a_job(**KEYED)
     with faults(statement), pytest.raises(ZeroDivisionError):
         store.submit([a_job(), job], T0)
@@ -145,14 +145,14 @@ def test_an_id_that_comes_from_many_sides_at_once_is_one_job(database, store):
 # -- Idempotency-Key -------------------------------------------------------------------------------------------
 
 
-def test_r21_the_same_key_again_names_the_job_of_the_first_time(database, store):
+def test_the_same_key_again_names_the_job_of_the_first_time(database, store):
     (first,) = store.submit([a_job(**KEYED)], T0)
     (second,) = store.submit([a_job(**KEYED)], T0 + SECOND)
     assert (second.id, second.seq, second.deduplicated) == (first.id, first.seq, True)
     assert _stored(database) == (1, 1, 1)
 
 
-def test_r21_the_same_key_with_another_request_is_a_conflict_that_names_the_job(database, store):
+def test_the_same_key_with_another_request_is_a_conflict_that_names_the_job(database, store):
     (first,) = store.submit([a_job(**KEYED)], T0)
     with pytest.raises(IdempotencyConflict) as refused:
         store.submit([a_job(idempotency_key="k1", fingerprint="another request")], T0)
@@ -160,7 +160,7 @@ def test_r21_the_same_key_with_another_request_is_a_conflict_that_names_the_job(
     assert _stored(database) == (1, 1, 1)
 
 
-def test_r21_a_key_belongs_to_its_tenant(database, store):
+def test_a_key_belongs_to_its_tenant(database, store):
     tenants = ("default", "acme", "other")
     first = [store.submit([a_job(tenant=tenant, **KEYED)], T0)[0] for tenant in tenants]
     again = [store.submit([a_job(tenant=tenant, **KEYED)], T0)[0] for tenant in tenants]
@@ -169,13 +169,13 @@ def test_r21_a_key_belongs_to_its_tenant(database, store):
     assert _stored(database) == (3, 3, 3)
 
 
-def test_r21_a_key_that_comes_twice_in_one_batch_is_one_job(database, store):
+def test_a_key_that_comes_twice_in_one_batch_is_one_job(database, store):
     first, second = store.submit([a_job(**KEYED), a_job(**KEYED)], T0)
     assert (second.id, second.deduplicated) == (first.id, True)
     assert _stored(database) == (1, 1, 1)
 
 
-def test_r21_a_key_that_comes_from_many_sides_at_once_is_one_job(database, store):
+def test_a_key_that_comes_from_many_sides_at_once_is_one_job(database, store):
     other = Store(Database(database.url))
     for n in range(5):
         keyed = KEYED | {"idempotency_key": f"k{n}"}
@@ -187,7 +187,7 @@ def test_r21_a_key_that_comes_from_many_sides_at_once_is_one_job(database, store
 
 
 @pytest.mark.postgres
-def test_r21_a_key_that_another_process_is_just_storing_is_waited_for(postgres_url):
+def test_a_key_that_another_process_is_just_storing_is_waited_for(postgres_url):
     """Between our look and our insert, another process stores the key and commits."""
     database = Database(postgres_url)
     store = Store(database)
@@ -211,7 +211,7 @@ def test_r21_a_key_that_another_process_is_just_storing_is_waited_for(postgres_u
     database.close()
 
 
-def test_r22_within_the_window_the_key_names_the_job_and_after_it_is_fresh_work(database, store):
+def test_within_the_window_the_key_names_the_job_and_after_it_is_fresh_work(database, store):
     (first,) = store.submit([a_job(**KEYED)], T0)
     end = T0 + WINDOW_S * SECOND
     assert store.submit([a_job(**KEYED)], end - 1)[0].id == first.id
@@ -220,13 +220,13 @@ def test_r22_within_the_window_the_key_names_the_job_and_after_it_is_fresh_work(
     assert store.submit([a_job(**KEYED)], end + 1)[0].id == fresh.id  # a window of its own
 
 
-def test_r22_after_the_window_the_key_may_come_with_another_request(store):
+def test_after_the_window_the_key_may_come_with_another_request(store):
     store.submit([a_job(**KEYED)], T0)
     other = a_job(idempotency_key="k1", fingerprint="another request")
     assert not store.submit([other], T0 + WINDOW_S * SECOND)[0].deduplicated
 
 
-def test_r22_keys_are_forgotten_when_their_window_is_over_and_not_before(database, store):
+def test_keys_are_forgotten_when_their_window_is_over_and_not_before(database, store):
     store.submit([a_job(**KEYED)], T0)
     store.submit([a_job(idempotency_key="k2")], T0 + SECOND)
     assert store.forget_keys(T0 + WINDOW_S * SECOND - 1) == 0

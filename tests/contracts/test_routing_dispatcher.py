@@ -188,7 +188,7 @@ def test_the_worker_that_settles_goes_on_with_the_next_job_without_the_broker(st
     assert stage.state(first) is State.COMPLETED and stage.state(second) is State.RUNNING
 
 
-def test_r132_the_end_is_told_after_the_slot_is_free(stage):
+def test_the_end_is_told_after_the_slot_is_free(stage):
     stage.register()
     stage.submit()
     stage.settle(stage.start())
@@ -321,7 +321,7 @@ def test_a_job_that_met_a_busy_server_keeps_its_place(stage):
     assert stage.run_all() == ids
 
 
-def test_r96_a_day_without_its_server_costs_a_job_nothing(stage):
+def test_a_day_without_its_server_costs_a_job_nothing(stage):
     stage.register(1, max_retries=0, max_crashes=1)
     job_id, starts, end = stage.submit(), 0, stage.now + 86_400_000
     while stage.now < end:
@@ -363,7 +363,7 @@ def test_a_wrong_answer_costs_one_retry_and_the_job_waits_outside_the_room(stage
     assert stage.offered() == [following] and stage.room.waiting() == []
 
 
-def test_r98_a_job_that_waited_for_its_retry_returns_to_its_own_place(stage):
+def test_a_job_that_waited_for_its_retry_returns_to_its_own_place(stage):
     stage.register()
     ids = [stage.submit(priority=2), stage.submit(priority=2), stage.submit(priority=3)]
     stage.settle(stage.start(), Kind.RETRY)
@@ -544,7 +544,7 @@ def test_with_redis_down_a_cancel_counts_all_the_same(stage):
 
 @pytest.mark.parametrize("server", ["zimg-api4", "a-slot3", "a-slot3-slot0", "rack.2/gpu:0"])
 @pytest.mark.parametrize("model", ["stable-diffusion", "org/model.v2"])
-def test_r112_a_name_may_hold_what_separates_other_names(stage, server, model):
+def test_a_name_may_hold_what_separates_other_names(stage, server, model):
     stage.redis.set(f"clock:{{{model}}}", stage.now)
     stage.register(1, server=server, model=model)
     first, second = stage.submit(model), stage.submit(model)

@@ -353,7 +353,7 @@ def test_a_running_job_whose_lease_is_lost_gets_it_back(stage, fleets_job):
 # -- reconcile, sweep ------------------------------------------------------------------------------------------
 
 
-def test_r30_reconcile_leaves_waiting_jobs_where_they_are(stage):
+def test_reconcile_leaves_waiting_jobs_where_they_are(stage):
     stage.register(2)
     for tier in (5, 1, 9, 5, 1, 5, 5):
         stage.submit(priority=tier)
@@ -466,7 +466,7 @@ def _waiting(job: Job) -> Waiting:
     return job.waiting
 
 
-# -- deadlines (R122) ------------------------------------------------------------------------------------------
+# -- deadlines -------------------------------------------------------------------------------------------------
 
 
 def _in_state(stage: Stage, state: State, **changes: Any) -> tuple[str, Task | None]:
@@ -479,7 +479,7 @@ def _in_state(stage: Stage, state: State, **changes: Any) -> tuple[str, Task | N
 
 @pytest.mark.parametrize("state", [State.QUEUED, State.DELAYED, State.RUNNING])
 @pytest.mark.parametrize("late_ms", [0, YEAR])
-def test_r122_a_deadline_ends_a_job_in_every_state_however_late_somebody_looks(stage, state, late_ms):
+def test_a_deadline_ends_a_job_in_every_state_however_late_somebody_looks(stage, state, late_ms):
     stage.register()
     job_id, task = _in_state(stage, state, ttl_s=10, callback_url=CALLBACK)
     stage.later(9_999)

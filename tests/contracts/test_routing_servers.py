@@ -48,7 +48,7 @@ def _ghosts(stage: Stage, report: ServerReport | None, second: ServerReport | No
     return reconcile.free_ghosts(stage.dispatcher, reconcile.suspects(stage.dispatcher, first), again)
 
 
-def test_r114_a_run_that_its_server_does_not_know_is_ended_and_its_slot_freed(stage):
+def test_a_run_that_its_server_does_not_know_is_ended_and_its_slot_freed(stage):
     stage.register()
     job_id, following = stage.submit(), stage.submit()
     task = stage.start()
@@ -61,7 +61,7 @@ def test_r114_a_run_that_its_server_does_not_know_is_ended_and_its_slot_freed(st
     assert stage.run_all() == [job_id, following]
 
 
-def test_r115_a_run_younger_than_five_seconds_is_never_suspected(stage):
+def test_a_run_younger_than_five_seconds_is_never_suspected(stage):
     stage.register()
     stage.submit()
     stage.start()
@@ -87,7 +87,7 @@ def test_r115_a_run_younger_than_five_seconds_is_never_suspected(stage):
         pytest.param(None, [], id="no report"),
     ],
 )
-def test_r114_only_a_report_that_says_so_makes_a_suspect(stage, report, suspected):
+def test_only_a_report_that_says_so_makes_a_suspect(stage, report, suspected):
     stage.register(2)
     stage.submit(id="one")
     stage.submit(id="two")
@@ -225,7 +225,7 @@ def test_a_job_that_has_only_just_ended_is_no_stranger(stage):
     assert stage.free() == 1, "two seconds later it is"
 
 
-def test_r116_a_run_that_was_given_up_here_and_goes_on_there_keeps_its_slot_taken(stage):
+def test_a_run_that_was_given_up_here_and_goes_on_there_keeps_its_slot_taken(stage):
     stage.register()
     stage.submit(id="one", ttl_s=1)
     task = stage.start()
@@ -238,10 +238,10 @@ def test_r116_a_run_that_was_given_up_here_and_goes_on_there_keeps_its_slot_take
     assert stage.offered() == []
 
 
-# -- direct traffic (R64, R67) ---------------------------------------------------------------------------------
+# -- direct traffic --------------------------------------------------------------------------------------------
 
 
-def test_r67_a_server_that_was_busy_is_asked_soon_and_used_as_soon_as_it_has_room(stage):
+def test_a_server_that_was_busy_is_asked_soon_and_used_as_soon_as_it_has_room(stage):
     stage.register(2)
     job_id = stage.submit()
     for _ in range(2):  # the other slot is tried at once

@@ -30,7 +30,7 @@ PLACES = "tests/lua/test_policies.py::"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One guard taken out.  `breaks`: the invariant, or the row, that then no longer holds."""
+    """One guard taken out.  `breaks`: the invariant that then no longer holds, or what its rule is about."""
 
     name: str
     breaks: str

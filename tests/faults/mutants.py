@@ -129,35 +129,35 @@ MUTANTS = [
     ),
     Mutant(
         "a key names any tenant's job",
-        "R21",
+        "idempotency",
         "jobs/idempotency.py",
         '(idempotency_keys.c.tenant == bindparam("p_tenant")) & ',
         "",
-        (f"{SUBMIT}test_r21_a_key_belongs_to_its_tenant",),
+        (f"{SUBMIT}test_a_key_belongs_to_its_tenant",),
     ),
     Mutant(
         "a key stands for any request",
-        "R21",
+        "idempotency",
         "jobs/idempotency.py",
         "if known.fingerprint != job.fingerprint:",
         "if known.fingerprint is None:",
-        (f"{SUBMIT}test_r21_the_same_key_with_another_request_is_a_conflict_that_names_the_job",),
+        (f"{SUBMIT}test_the_same_key_with_another_request_is_a_conflict_that_names_the_job",),
     ),
     Mutant(
         "a key is kept for ever",
-        "R22",
+        "idempotency",
         "jobs/idempotency.py",
         "if known is None or known.expires_ms <= now:",
         "if known is None:",
-        (f"{SUBMIT}test_r22_within_the_window_the_key_names_the_job_and_after_it_is_fresh_work",),
+        (f"{SUBMIT}test_within_the_window_the_key_names_the_job_and_after_it_is_fresh_work",),
     ),
     Mutant(
         "what waits for long is removed",
-        "R125",
+        "no silent drops",
         "jobs/removal.py",
         "old = (jobs.c.finished_ms < ended_before_ms) & ~_OWES",
         "old = (jobs.c.created_ms < ended_before_ms) & ~_OWES",
-        (f"{GUARDS}test_r125_a_job_that_waits_for_a_year_is_not_removed",),
+        (f"{GUARDS}test_a_job_that_waits_for_a_year_is_not_removed",),
     ),
     Mutant(
         "a job is removed whose message is owed",
@@ -169,11 +169,11 @@ MUTANTS = [
     ),
     Mutant(
         "only recent deadlines are looked for",
-        "R122",
+        "time",
         "jobs/store.py",
         '_PASSED = "deadline_ms <= :p_now"',
         '_PASSED = "deadline_ms <= :p_now AND deadline_ms > :p_now - 10000"',
-        (f"{MAINTENANCE}test_r122_a_deadline_ends_a_job_in_every_state_however_late_somebody_looks",),
+        (f"{MAINTENANCE}test_a_deadline_ends_a_job_in_every_state_however_late_somebody_looks",),
     ),
     Mutant(
         "a message is tried before its time",
@@ -222,7 +222,7 @@ MUTANTS = [
         "routing/lua/lib/lease.lua",
         "held and held.lease == lease and held.owner == owner",
         "held and held.owner == owner",
-        (f"{LEASES}test_r74_nobody_else_renews", f"{LEASES}test_r75_nobody_else_releases"),
+        (f"{LEASES}test_nobody_else_renews", f"{LEASES}test_nobody_else_releases"),
     ),
     Mutant(
         "a lease is known by its name alone",
@@ -230,8 +230,8 @@ MUTANTS = [
         "routing/lua/lib/lease.lua",
         "held and held.lease == lease and held.owner == owner",
         "held and held.lease == lease",
-        (f"{LEASES}test_another_worker_cannot_claim_what_is_claimed", f"{LEASES}test_r75_nobody_else_releases"),
-        still=f"{LEASES}test_r72_a_slot_without_a_job_stays_free",
+        (f"{LEASES}test_another_worker_cannot_claim_what_is_claimed", f"{LEASES}test_nobody_else_releases"),
+        still=f"{LEASES}test_a_slot_without_a_job_stays_free",
     ),
     Mutant(
         "a claim does not ask whether the offer is open",
@@ -243,11 +243,11 @@ MUTANTS = [
     ),
     Mutant(
         "anybody renews",
-        "R74",
+        "LEASE-4",
         "routing/lua/renew.lua",
         "if is_held(job, lease, owner) then",
         'if redis.call("EXISTS", lease_key(job)) == 1 then',
-        (f"{LEASES}test_r74_nobody_else_renews",),
+        (f"{LEASES}test_nobody_else_renews",),
     ),
     Mutant(
         "a lost lease is made anew by its renewal",
@@ -255,16 +255,16 @@ MUTANTS = [
         "routing/lua/renew.lua",
         'answer = is_complete and "lost" or "unknown"',
         'redis.call("ZADD", LEASES, expires, job)\n    answer = is_complete and "lost" or "unknown"',
-        (f"{LEASES}test_r74_nobody_else_renews",),
+        (f"{LEASES}test_nobody_else_renews",),
     ),
     Mutant(
         "anybody releases",
-        "R75",
+        "LEASE-4",
         "routing/lua/release.lua",
         "if holds(was, ARGV[2], ARGV[3]) then",
         "if was then",
         (
-            f"{LEASES}test_r75_nobody_else_releases",
+            f"{LEASES}test_nobody_else_releases",
             f"{MAINTENANCE}test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle",
         ),
     ),
@@ -330,50 +330,50 @@ MUTANTS = [
     # -- what servers report ---------------------------------------------------------------------------------
     Mutant(
         "a young lease is held against the server's ids",
-        "R115",
+        "identity",
         "routing/policies/identity.py",
         "if not lease.names & running and lease.age_ms >= YOUNG_MS",
         "if not lease.names & running",
         (
-            f"{IDENTITY}test_r115_a_lease_younger_than_five_seconds_is_no_ghost",
-            f"{SERVERS}test_r115_a_run_younger_than_five_seconds_is_never_suspected",
+            f"{IDENTITY}test_a_lease_younger_than_five_seconds_is_no_ghost",
+            f"{SERVERS}test_a_run_younger_than_five_seconds_is_never_suspected",
         ),
     ),
     Mutant(
         "a young lease is held against the server's count",
-        "R115",
+        "identity",
         "routing/policies/identity.py",
         "if active == 0 and lease.age_ms >= YOUNG_MS",
         "if active == 0",
-        (f"{IDENTITY}test_r115_a_lease_younger_than_five_seconds_is_no_ghost",),
+        (f"{IDENTITY}test_a_lease_younger_than_five_seconds_is_no_ghost",),
     ),
     Mutant(
         "a count above zero makes ghosts",
-        "R114",
+        "identity",
         "routing/policies/identity.py",
         "if active == 0 and lease.age_ms",
         "if active < len(leases) and lease.age_ms",
-        (f"{SERVERS}test_r114_only_a_report_that_says_so_makes_a_suspect",),
+        (f"{SERVERS}test_only_a_report_that_says_so_makes_a_suspect",),
     ),
     Mutant(
         "the count beats the ids",
-        "R114",
+        "identity",
         "routing/policies/identity.py",
         "if report.job_ids is not None:",
         "if report.job_ids is not None and report.active_jobs is None:",
-        (f"{SERVERS}test_r114_only_a_report_that_says_so_makes_a_suspect",),
+        (f"{SERVERS}test_only_a_report_that_says_so_makes_a_suspect",),
     ),
     Mutant(
         "a server that is down is taken at its word",
-        "R114",
+        "identity",
         "routing/policies/identity.py",
         "if not report.up:",
         "if report.up is None:",
-        (f"{SERVERS}test_r114_only_a_report_that_says_so_makes_a_suspect",),
+        (f"{SERVERS}test_only_a_report_that_says_so_makes_a_suspect",),
     ),
     Mutant(
         "ghosts are freed at the first look",
-        "R114",
+        "identity",
         "routing/reconcile/servers.py",
         "for job in suspects(dispatcher, reports) if _run(job) in known)",
         "for job in suspects(dispatcher, reports))",
@@ -381,7 +381,7 @@ MUTANTS = [
     ),
     Mutant(
         "the second look is not asked",
-        "R114",
+        "identity",
         "routing/reconcile/servers.py",
         "for job in suspects(dispatcher, reports) if _run(job) in known)",
         "for job in before)",
@@ -389,7 +389,7 @@ MUTANTS = [
     ),
     Mutant(
         "a living worker's run is freed at once",
-        "R114",
+        "identity",
         "routing/reconcile/servers.py",
         "for job in ghosts if (server.name, job.id) in silent)",
         "for job in ghosts)",
@@ -397,7 +397,7 @@ MUTANTS = [
     ),
     Mutant(
         "a run that its server may just have ended is given up",
-        "R114",
+        "identity",
         "routing/reconcile/servers.py",
         "    if job.remote_id is None:\n",
         "    if job.remote_id is not True:\n",
@@ -409,7 +409,7 @@ MUTANTS = [
     # -- budgets ---------------------------------------------------------------------------------------------
     Mutant(
         "a poison job never ends",
-        "R75",
+        "budgets",
         "routing/policies/verdict.py",
         "return Why.CRASHES_EXHAUSTED if crashes + 1 >= config.max_crashes else lost",
         "return lost",
@@ -420,33 +420,33 @@ MUTANTS = [
     ),
     Mutant(
         "a job is retried for ever",
-        "R96",
+        "budgets",
         "routing/policies/verdict.py",
         "Why.RETRIES_EXHAUSTED if failures >= config.max_retries else Why.SERVER_ERROR",
         "Why.SERVER_ERROR",
         (
-            f"{POLICIES}test_r96_a_job_is_run_once_and_then_retried_as_often_as_allowed",
+            f"{POLICIES}test_a_job_is_run_once_and_then_retried_as_often_as_allowed",
             f"{USES}test_after_max_retries_a_job_is_dead_and_revived_it_has_all_of_them_again",
         ),
     ),
     Mutant(
         "a busy server costs the job a retry",
-        "R71",
+        "budgets",
         "jobs/states.py",
         "(State.RUNNING, Why.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.WAITS)",
         "(State.RUNNING, Why.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.FAILURES)",
         (
-            f"{POLICIES}test_r67_r101_waiting_for_capacity_never_spends_an_attempt",
+            f"{POLICIES}test_waiting_for_capacity_never_spends_an_attempt",
             f"{USES}test_a_busy_server_costs_nothing_the_slot_rests_and_another_is_tried_at_once",
         ),
     ),
     Mutant(
         "a server that cannot be reached costs the job a crash",
-        "R96",
+        "budgets",
         "jobs/states.py",
         "(State.RUNNING, Why.SERVER_UNREACHABLE): Edge(State.QUEUED, _SETTLE, Budget.WAITS)",
         "(State.RUNNING, Why.SERVER_UNREACHABLE): Edge(State.QUEUED, _SETTLE, Budget.CRASHES)",
-        (f"{USES}test_r96_a_day_without_its_server_costs_a_job_nothing",),
+        (f"{USES}test_a_day_without_its_server_costs_a_job_nothing",),
     ),
     # -- the outside -----------------------------------------------------------------------------------------
     Mutant(
@@ -475,11 +475,11 @@ MUTANTS = [
     ),
     Mutant(
         "a run may take ten minutes whatever its model allows",
-        "R113",
+        "runs",
         "tasks/runner.py",
         "ends = began + config.max_poll_time * 1000",
         "ends = began + 600 * 1000",
-        (f"{GUARDS}test_r113_a_run_may_take_as_long_as_its_own_model_allows",),
+        (f"{GUARDS}test_a_run_may_take_as_long_as_its_own_model_allows",),
     ),
 ]
 
@@ -575,7 +575,7 @@ def main(words: Sequence[str]) -> int:
     for mutant in chosen:
         verdict = try_out(mutant)
         killed += verdict.killed
-        sys.stdout.write(f"{mutant.breaks:8} {mutant.name:58} {verdict.words}\n")
+        sys.stdout.write(f"{mutant.breaks:16} {mutant.name:58} {verdict.words}\n")
         sys.stdout.flush()
     sys.stdout.write(f"{killed} of {len(chosen)} mutants are killed\n")
     return 0 if killed == len(chosen) else 1

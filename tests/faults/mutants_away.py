@@ -65,7 +65,7 @@ AWAY = [
     ),
     Mutant(
         "a run is tried again after its deadline",
-        "R122",
+        "time",
         "routing/policies/verdict.py",
         "case _ if overdue:",
         "case _ if overdue is None:",

@@ -88,7 +88,7 @@ CELERY = [
     ),
     Mutant(
         "an id names whatever comes under it",
-        "R21",
+        "idempotency",
         "jobs/idempotency.py",
         "if getattr(row, name) != getattr(job, name):",
         "if name is None:",

@@ -105,7 +105,7 @@ KEPT = [
     ),
     Mutant(
         "what somebody is changing is waited for",
-        "R122",
+        "time",
         "jobs/store.py",
         "with_for_update(skip_locked=True)",
         "with_for_update()",

@@ -69,7 +69,7 @@ RUN = [
     ),
     Mutant(
         "a resumed run is given up unasked",
-        "R113",
+        "runs",
         "tasks/runner.py",
         "            return await self._ask(live)\n        if",
         "            return Outcome(Kind.PENDING, remote_id=self._remote_id)\n        if",
@@ -77,7 +77,7 @@ RUN = [
     ),
     Mutant(
         "a question about a run has no time when the run has none left",
-        "R113",
+        "runs",
         "tasks/runner.py",
         "deadline_s=_ASK_S",
         "deadline_s=max(self._end - time.monotonic(), 0.001)",
@@ -85,7 +85,7 @@ RUN = [
     ),
     Mutant(
         "a question about a run may take as long as the run",
-        "R113",
+        "runs",
         "tasks/runner.py",
         "deadline_s=_ASK_S",
         "deadline_s=max(self._end - time.monotonic(), _ASK_S)",
@@ -93,7 +93,7 @@ RUN = [
     ),
     Mutant(
         "a cancel that is heard while the server is asked waits for the whole interval",
-        "R113",
+        "runs",
         "tasks/runner.py",
         "        if self._hold.cancel:  # It may",
         "        if self._hold.cancel is None:  # It may",
@@ -259,7 +259,7 @@ RUN = [
     ),
     Mutant(
         "a call that lost its connection is a crash at once",
-        "R113",
+        "runs",
         "tasks/runner.py",
         "            if self._may_send_again:\n                return await self._send_again(live)\n",
         "",
@@ -267,7 +267,7 @@ RUN = [
     ),
     Mutant(
         "a job that may have brought its server down is sent to it again",
-        "R113",
+        "runs",
         "tasks/runner.py",
         "            return None\n        self._may_send_again = False\n",
         "            return None\n",
@@ -284,7 +284,7 @@ RUN = [
     ),
     Mutant(
         "an answer is broken off by what was seen of a connection that was closed",
-        "R113",
+        "runs",
         "tasks/servers/curl.py",
         "        self._stop_looking()\n        self._handle, self._moved = handle, -1\n",
         "        self._handle = handle\n",
@@ -306,7 +306,7 @@ RUN = [
     ),
     Mutant(
         "a request leaves by a connection that was closed",
-        "R113",
+        "runs",
         "tasks/servers/curl.py",
         "        if self._sent or self._is_stale:\n",
         "        if self._sent:\n",

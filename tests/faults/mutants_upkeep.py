@@ -109,7 +109,7 @@ UPKEEP = [
     ),
     Mutant(
         "deadlines have all the time they want",
-        "R122",
+        "time",
         "routing/reconcile/timekeeping.py",
         """        done += len(batch)
         if time.monotonic() >= until:""",
@@ -119,7 +119,7 @@ UPKEEP = [
     ),
     Mutant(
         "due jobs wait until all deadlines are dealt with",
-        "R122",
+        "time",
         "tasks/maintenance.py",
         "    while reconcile.promote_due(dispatcher(), 0) + reconcile.expire_overdue(dispatcher(), 0):",
         "    while reconcile.promote_due(dispatcher()) + reconcile.expire_overdue(dispatcher()):",
@@ -178,7 +178,7 @@ UPKEEP = [
     ),
     Mutant(
         "Celery's times go by the host's clock",
-        "R122",
+        "time",
         "tasks/asking.py",
         "when.timestamp() - now_ms() / 1000",
         "when.timestamp() - __import__('time').time()",
@@ -302,7 +302,7 @@ UPKEEP = [
     ),
     Mutant(
         "a step of the time of day is followed at once",
-        "R122",
+        "time",
         "jobs/steady_time.py",
         "elif steady_s - self._apart_since >= _FOLLOWED_AFTER_S:",
         "elif True:",
@@ -311,7 +311,7 @@ UPKEEP = [
     ),
     Mutant(
         "the steady clock of another run of the machine is believed",
-        "R122",
+        "time",
         "jobs/steady_time.py",
         'self.name = f"{_PREFIX}{boot()}"',
         'self.name = f"{_PREFIX}x"',
@@ -328,7 +328,7 @@ UPKEEP = [
     ),
     Mutant(
         "each host goes by its own clock",
-        "R122",
+        "time",
         "jobs/clock.py",
         "        return round(time.monotonic() * 1000 + self._ahead_ms)",
         "        return time.time_ns() // 1_000_000",
@@ -337,7 +337,7 @@ UPKEEP = [
     ),
     Mutant(
         "a common clock that was set is followed late",
-        "R122",
+        "time",
         "jobs/clock.py",
         "            self._measured.clear()",
         "            pass",

@@ -109,7 +109,7 @@ def test_a_cancel_ends_a_job_once_whatever_it_is_doing(stage: Stage, begun: Begu
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-def test_r122_after_a_long_pause_of_beat_no_deadline_is_missed(stage: Stage) -> None:
+def test_after_a_long_pause_of_beat_no_deadline_is_missed(stage: Stage) -> None:
     stage.register()
     asked = [stage.a(id=f"many{n}", ttl_s=1 + n % 50) for n in range(1_100)]
     stage.submit_all(asked)

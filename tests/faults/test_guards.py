@@ -26,7 +26,7 @@ __all__ = ["client", "room", "stage", "valkey"]
 MINUTE = 60 * SECOND
 
 
-def test_r113_a_healthy_run_of_twenty_minutes_is_left_alone_by_all_maintenance(stage):
+def test_a_healthy_run_of_twenty_minutes_is_left_alone_by_all_maintenance(stage):
     stage.register(max_poll_time=1200)
     job_id = stage.submit()
     task = stage.start()
@@ -44,7 +44,7 @@ async def _not_noted(_: str) -> bool:
 
 
 @pytest.mark.parametrize(("max_poll_time", "left_s"), [(1200, 540), (660, 0), (60, 0), (7200, 6540)])
-def test_r113_a_run_may_take_as_long_as_its_own_model_allows(stage, monkeypatch, max_poll_time, left_s):
+def test_a_run_may_take_as_long_as_its_own_model_allows(stage, monkeypatch, max_poll_time, left_s):
     stage.register(max_poll_time=max_poll_time)
     stage.submit()
     task = stage.start()
@@ -54,7 +54,7 @@ def test_r113_a_run_may_take_as_long_as_its_own_model_allows(stage, monkeypatch,
     assert watch._call.deadline_s == pytest.approx(left_s, abs=1)
 
 
-def test_r125_a_job_that_waits_for_a_year_is_not_removed(stage):
+def test_a_job_that_waits_for_a_year_is_not_removed(stage):
     stage.register()
     running, queued, delayed = stage.submit(), stage.submit(), stage.submit(delay_s=360 * 86_400)
     stage.start()
@@ -106,7 +106,7 @@ def test_a_job_that_waits_again_is_given_no_lease_by_a_late_restore(room):
 
 
 @pytest.mark.parametrize("kind", ["waits", "is leased"])
-def test_r30_a_job_that_the_room_knows_is_not_added_however_often_it_is_brought(room, kind):
+def test_a_job_that_the_room_knows_is_not_added_however_often_it_is_brought(room, kind):
     if kind == "is leased":
         room.with_slots(1)
     job = a("j", 1)

@@ -1,6 +1,6 @@
 """The five cases between our leases and a server's own report, over a real record and a real Valkey.
 
-match · ghost · orphan · foreign · unknown; and servers that only count (R114, R115).
+match · ghost · orphan · foreign · unknown; and servers that only count.
 """
 
 import pytest
@@ -104,7 +104,7 @@ def test_a_run_that_its_server_does_not_list_for_longer_than_a_poll_takes_is_a_g
     assert look_on(UP_AND_IDLE, 10_000) == 1 and stage.renewal(task) is Renewal.LOST
 
 
-def test_r115_a_young_lease_may_be_ahead_of_its_servers_count(stage):
+def test_a_young_lease_may_be_ahead_of_its_servers_count(stage):
     stage.register()
     job_id = stage.submit()
     stage.start()
@@ -215,7 +215,7 @@ def test_unknown_a_server_that_does_not_say_frees_nothing_however_old_the_lease(
 # -- servers that only count -----------------------------------------------------------------------------------
 
 
-def test_r114_a_count_frees_only_when_it_is_zero_and_only_leases_old_enough(stage):
+def test_a_count_frees_only_when_it_is_zero_and_only_leases_old_enough(stage):
     stage.register(3)
     old = stage.submit()
     stage.start()

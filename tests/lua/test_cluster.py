@@ -1,4 +1,4 @@
-"""Every script works on a Redis Cluster: all keys of a fleet lie in one hash slot (R37)."""
+"""Every script works on a Redis Cluster: all keys of a fleet lie in one hash slot."""
 
 import threading
 from collections.abc import Iterator

@@ -32,10 +32,10 @@ def unchanged(room: Room, act, answer) -> None:
         room.later(1)
 
 
-# -- offers: job and slot together, or neither (R71, R72) ------------------------------------------------------
+# -- offers: job and slot together, or neither -----------------------------------------------------------------
 
 
-def test_r71_an_offer_takes_the_job_and_the_slot_together(room, offer):
+def test_an_offer_takes_the_job_and_the_slot_together(room, offer):
     assert room.waiting() == [] and room.members("free") == []
     assert room.taken() == {"gpu-slot0": "j"}
     assert room.expiry_of("j") == START_MS + OFFER_MS
@@ -53,20 +53,20 @@ def test_r71_an_offer_takes_the_job_and_the_slot_together(room, offer):
     }
 
 
-def test_r71_a_job_without_a_slot_stays_where_it_is(room):
+def test_a_job_without_a_slot_stays_where_it_is(room):
     room.with_servers(Server("other", 2, models=("flux",)))
     room.enqueue(a("j", 1))
     unchanged(room, room.offer, [])
     assert room.waiting() == ["j"] and len(room.members("free")) == 2
 
 
-def test_r72_a_slot_without_a_job_stays_free(room):
+def test_a_slot_without_a_job_stays_free(room):
     room.with_slots(2)
     unchanged(room, room.offer, [])
     assert len(room.members("free")) == 2
 
 
-def test_r72_a_job_is_never_offered_twice(room):
+def test_a_job_is_never_offered_twice(room):
     room.with_slots(3)
     offers = room.enqueue(*[a(f"j{n}", n) for n in range(1, 4)]) + room.offer() + room.offer()
     assert sorted(it.job for it in offers) == ["j1", "j2", "j3"]
@@ -217,14 +217,14 @@ def test_who_has_the_room_refreshed_by_somebody_else_never_waits_for_it(room, sa
 # -- renew -----------------------------------------------------------------------------------------------------
 
 
-def test_r74_a_renewal_by_the_holder_gives_the_full_time_again(room, held):
+def test_a_renewal_by_the_holder_gives_the_full_time_again(room, held):
     room.later(LEASE_MS - 1)
     assert room.renew("w1", held) == ["renewed"]
     assert room.expiry_of("j") == room.now + LEASE_MS
 
 
 @pytest.mark.parametrize(("owner", "wrong"), [("w2", {}), ("", {}), ("w1", {"lease": "p0-9"}), ("w1", {"job": "x"})])
-def test_r74_nobody_else_renews(room, held, owner, wrong):
+def test_nobody_else_renews(room, held, owner, wrong):
     unchanged(room, lambda: room.renew(owner, held._replace(**wrong)), ["lost"])
 
 
@@ -260,11 +260,11 @@ def test_a_release_frees_the_slot_and_forgets_the_job(room, held):
 
 @pytest.mark.parametrize(("owner", "wrong"), [("w2", {}), ("", {}), ("w1", {"lease": "p0-9"}), ("w1", {"job": "x"})])
 @pytest.mark.parametrize("back", [True, False])
-def test_r75_nobody_else_releases(room, held, owner, wrong, back):
+def test_nobody_else_releases(room, held, owner, wrong, back):
     unchanged(room, lambda: room.release(held._replace(**wrong), owner, back=back, rest_ms=9), ("lost", []))
 
 
-def test_r75_a_late_release_does_not_free_the_next_holders_slot(room, held):
+def test_a_late_release_does_not_free_the_next_holders_slot(room, held):
     room.enqueue(a("next", 2))
     room.later(LEASE_MS)
     assert room.seize(held, "w1", only_expired=True) == "seized"

@@ -36,7 +36,7 @@ def test_the_policy_decides_whether_the_tier_or_the_acceptance_counts(room, poli
     assert room.drain() == ids(jobs if policy == "fifo" else by_tier)
 
 
-def test_r39_three_priority_jobs_accepted_30_microseconds_apart_stay_in_order(room):
+def test_three_priority_jobs_accepted_30_microseconds_apart_stay_in_order(room):
     jobs = [a(name, LARGEST_SEQ - 2 + n, tier=1) for n, name in enumerate("zyx")]
     room.enqueue(*reversed(jobs))
     room.with_slots(1)
@@ -45,7 +45,7 @@ def test_r39_three_priority_jobs_accepted_30_microseconds_apart_stay_in_order(ro
 
 @pytest.mark.parametrize("policy", ["fifo", "priority"])
 @pytest.mark.parametrize("tier", [1, 5, 9])
-def test_r39_acceptance_numbers_are_exact_up_to_two_to_the_49_in_every_tier(room, tier, policy):
+def test_acceptance_numbers_are_exact_up_to_two_to_the_49_in_every_tier(room, tier, policy):
     numbers = [1, 2, (1 << 48) + 1, LARGEST_SEQ - 1, LARGEST_SEQ]
     jobs = [a(f"j{n}", n, tier) for n in numbers]
     room.configure(policy=policy)
@@ -90,7 +90,7 @@ def test_a_job_that_comes_back_into_an_empty_lane_makes_the_lane_again(room):
     assert room.key_of("3||default|zimg") == 3 * TIER_STEP + 7
 
 
-def test_r98_a_delayed_job_returns_with_its_priority_and_its_number(room):
+def test_a_delayed_job_returns_with_its_priority_and_its_number(room):
     room.enqueue(a("late", 9, tier=5), a("less urgent", 1, tier=6))
     room.enqueue(a("retried", 4, tier=5))  # its time has come
     room.with_slots(1)
@@ -113,7 +113,7 @@ def test_enqueue_says_how_many_were_new_and_offers_what_fits_at_once(room):
     assert len({it.lease for it in offers}) == 2
 
 
-def test_r30_a_job_that_waits_or_is_offered_is_left_as_it_is(room):
+def test_a_job_that_waits_or_is_offered_is_left_as_it_is(room):
     room.with_slots(1)
     jobs = [a("offered", 1), a("waits", 2), a("waits too", 3)]
     room.enqueue(*jobs)

@@ -212,7 +212,7 @@ def test_a_first_job_is_offered_whatever_the_policy_of_a_model_that_shares_its_s
 @pytest.mark.parametrize(
     ("policy", "seed"), [("aging", seed) for seed in range(25)] + [("doubling", seed) for seed in range(5)]
 )
-def test_r40_r41_under_aging_nobody_is_overtaken_by_what_came_later_than_the_printed_bound(room, policy, seed):
+def test_under_aging_nobody_is_overtaken_by_what_came_later_than_the_printed_bound(room, policy, seed):
     draw = random.Random(seed)
     config = a_config(policy, tier_head_start=draw.choice([0.5, 3, 20]))
     room.configure(policy=policy, tier_head_start=config.tier_head_start).with_slots(1)

@@ -107,11 +107,11 @@ def test_a_removed_server_keeps_only_its_leases(room):
     assert room.taken() == {} and room.members("free") == []
 
 
-# -- names (R112) ----------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_r112_a_servers_name_may_look_like_anything(room, name):
+def test_a_servers_name_may_look_like_anything(room, name):
     room.with_servers(Server(name, 2), Server(name + "0", 1))
     one, two, three = room.enqueue(a("j1", 1), a("j2", 2), a("j3", 3))
     assert {one.server, two.server, three.server} == {name, name + "0"}
@@ -124,7 +124,7 @@ def test_r112_a_servers_name_may_look_like_anything(room, name):
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_r112_a_models_name_may_look_like_anything(room, name):
+def test_a_models_name_may_look_like_anything(room, name):
     room.with_servers(Server("gpu", 1, models=(name,)))
     room.enqueue(a("foreign", 1, model=name + "x"), a("foreign too", 2, model="x" + name))
     (offer,) = room.enqueue(a("j", 3, model=name))
@@ -133,7 +133,7 @@ def test_r112_a_models_name_may_look_like_anything(room, name):
 
 
 @pytest.mark.parametrize("served", [("zimg-large",), ("my-zimg", "zimg2"), ("xonline", "x5")])
-def test_r112_a_server_does_not_serve_a_model_whose_name_is_part_of_another(room, served):
+def test_a_server_does_not_serve_a_model_whose_name_is_part_of_another(room, served):
     room.with_servers(Server("gpu", 3, models=served))
     for n, model in enumerate(("zim", "img", "large", "online", "5", "3", "online 3", "gpu"), 1):
         assert room.enqueue(a(f"j{n}", n, model=model)) == []
@@ -315,7 +315,7 @@ def test_an_offer_is_open_for_the_time_it_was_given(room):
 # -- busy servers ------------------------------------------------------------------------------------------------
 
 
-def test_r64_a_slot_whose_server_is_busy_is_tried_less_and_less_often(room):
+def test_a_slot_whose_server_is_busy_is_tried_less_and_less_often(room):
     room.with_slots(2)
     room.enqueue(a("j1", 1), limit=1)
     (held,) = room.run("held")[1]

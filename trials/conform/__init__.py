@@ -2,4 +2,5 @@
 
 gate     where runs of the server wait until a check lets them go     checks   one function for each clause
 stage    one server, one gate, and what can be done with both         run      carried out, told clause by clause
+reference  the reference server as a process, which can be killed and started again
 """

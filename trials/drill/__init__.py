@@ -6,5 +6,6 @@ were promised with what servers and receivers saw.
     pure       schedule (which faults come when), jobs, checker and accounts (what must not be), limits, recovery
     what runs  setting, stack, postgres, clocks, work, receivers
     faults     acts (what each does), faults (each at its time), proxy and wire (what a network does)
-    the rest   clients submit, journals reads, launcher is the order of it all, card says what came of it
+    the rest   clients submit, journals reads, truth compares leases with servers, launcher is the order of it all,
+               card says what came of it
 """

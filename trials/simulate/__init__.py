@@ -2,6 +2,12 @@
 
 outcome = run(Scenario(arrivals, catalog, begin_ms, end_ms))
 figures(outcome).waits.p99
+
+    plan         what is asked for, in few words            scenario     what is simulated, and what came of it
+    load         arrivals by a seed                         recorded     or as they were, by history
+    fleet        models and servers, and what if they changed
+    engine       plays, in a room, on a Valkey (valkey) of its own
+    figures      what it comes to                           show, plots  for people
 """
 
 from trials.simulate.engine import run

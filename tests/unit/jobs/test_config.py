@@ -10,13 +10,13 @@ from jobs.config import ModelConfig, RecordSettings, understood
 NAN, INFINITE = float("nan"), float("inf")
 
 
-def test_r84_the_defaults_are_those_of_s1():
+def test_the_defaults_are_those_of_s1():
     config = ModelConfig()
     assert (config.model_type, config.poll_endpoint_template, config.id_field) == ("sync", None, None)
     assert (config.poll_interval, config.max_poll_time, config.max_retries) == (2.0, 600.0, 50)
 
 
-def test_r84_flux_is_polled_every_three_seconds_for_twenty_minutes():
+def test_flux_is_polled_every_three_seconds_for_twenty_minutes():
     config = ModelConfig(
         model_type="async", poll_endpoint_template="/status/{id}", poll_interval=3.0, max_poll_time=1200
     )

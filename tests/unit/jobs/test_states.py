@@ -62,7 +62,7 @@ def test_only_a_run_costs_anything():
         (Why.DEADLINE_PASSED, Budget.NOTHING),
     ],
 )
-def test_r101_what_happened_is_paid_from_its_own_budget(why, costs):
+def test_what_happened_is_paid_from_its_own_budget(why, costs):
     assert edge(State.RUNNING, why).costs is costs
 
 
@@ -84,10 +84,6 @@ def test_sources_are_the_states_that_a_reason_leads_out_of():
 
 def test_the_drawing_names_every_state():
     assert all(state.value in states.__doc__ for state in State)
-
-
-def test_every_edge_names_the_function_that_performs_it():
-    assert all(found.by.startswith("routing.") for found in TRANSITIONS.values())
 
 
 def test_every_state_has_an_event_of_its_own():

@@ -36,7 +36,7 @@ def test_ghost_a_lease_whose_job_the_server_does_not_know_is_named():
 
 @pytest.mark.parametrize("report", [ids(), count(0)])
 @pytest.mark.parametrize(("age_ms", "ghosts"), [(0, ()), (YOUNG_MS - 1, ()), (YOUNG_MS, ("a",)), (10**9, ("a",))])
-def test_r115_a_lease_younger_than_five_seconds_is_no_ghost(age_ms, ghosts, report):
+def test_a_lease_younger_than_five_seconds_is_no_ghost(age_ms, ghosts, report):
     assert compare([a_lease("a", age_ms)], report).ghosts == ghosts
 
 
@@ -60,11 +60,11 @@ def test_unknown_a_server_that_does_not_say_frees_nothing_and_withholds_nothing(
 
 
 @pytest.mark.parametrize("active", [1, 2])
-def test_r114_a_count_that_is_not_zero_frees_nobody(active):
+def test_a_count_that_is_not_zero_frees_nobody(active):
     assert compare([a_lease("a"), a_lease("b")], count(active)) == NOTHING
 
 
-def test_r114_a_count_of_zero_frees_all_that_are_old_enough():
+def test_a_count_of_zero_frees_all_that_are_old_enough():
     assert compare([a_lease("a"), a_lease("b", 0)], count(0)).ghosts == ("a",)
 
 

@@ -34,24 +34,24 @@ def test_a_lane_has_four_parts_whatever_its_tenant_is_called(tenant, model):
     assert "\n" not in lane and (name == tenant) is (tenant in ("acme", "two words", ""))
 
 
-# -- retry (R95) -----------------------------------------------------------------------------------------------
+# -- retry -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("failures", "seconds"), [(0, 1), (1, 2), (2, 4), (3, 8), (4, 16), (5, 30), (6, 30), (49, 30), (5000, 30)]
 )
-def test_r95_waits_are_1_2_4_8_16_30_seconds_within_ten_per_cent(failures, seconds):
+def test_waits_are_1_2_4_8_16_30_seconds_within_ten_per_cent(failures, seconds):
     assert retry.delay_ms(failures, CONFIG, 0.5) == seconds * 1000
     assert retry.delay_ms(failures, CONFIG, 0.0) == round(seconds * 900)
     assert seconds * 1000 < retry.delay_ms(failures, CONFIG, 0.999999) <= round(seconds * 1100)
 
 
-def test_r109_chance_spreads_the_waits_evenly():
+def test_chance_spreads_the_waits_evenly():
     waits = [retry.delay_ms(0, CONFIG, n / 100) for n in range(100)]
     assert len(set(waits)) == 100 and waits == sorted(waits)
 
 
-def test_r96_all_retries_together_take_as_long_as_they_did_in_s1():
+def test_all_retries_together_take_as_long_as_they_did_in_s1():
     assert sum(retry.delay_ms(n, CONFIG, 0.5) for n in range(50)) == 1_381_000
 
 
@@ -91,7 +91,7 @@ def test_each_outcome_costs_one_budget(kind, why, budget):
 
 @pytest.mark.parametrize("kind", [Kind.BUSY, Kind.UNREACHABLE])
 @pytest.mark.parametrize(("failures", "crashes"), [(0, 0), (50, 3), (10**6, 10**6)])
-def test_r67_r101_waiting_for_capacity_never_spends_an_attempt(kind, failures, crashes):
+def test_waiting_for_capacity_never_spends_an_attempt(kind, failures, crashes):
     config = ModelConfig(max_retries=0, max_crashes=1)
     verdict = judge(Outcome(kind), failures, crashes, canceling=False, config=config)
     assert costs(verdict) is Budget.WAITS
@@ -109,7 +109,7 @@ def test_a_busy_servers_wish_is_the_rest_of_its_slot():
 
 
 @pytest.mark.parametrize(("max_retries", "runs"), [(50, 51), (1, 2), (0, 1)])
-def test_r96_a_job_is_run_once_and_then_retried_as_often_as_allowed(max_retries, runs):
+def test_a_job_is_run_once_and_then_retried_as_often_as_allowed(max_retries, runs):
     config = ModelConfig(max_retries=max_retries)
     whys = [judge(Outcome(Kind.RETRY), failures, 0, False, config).why for failures in range(runs)]
     assert whys == [Why.SERVER_ERROR] * (runs - 1) + [Why.RETRIES_EXHAUSTED]
@@ -172,11 +172,11 @@ _ENDS = set(Kind) - {Kind.PENDING, Kind.UNKNOWN}
         ({"capacity": 3}, 0, 3),
     ],
 )
-def test_r51_capacity_is_the_larger_of_both_for_each_slot_and_clamped(config, slots, bound):
+def test_capacity_is_the_larger_of_both_for_each_slot_and_clamped(config, slots, bound):
     assert admission.bound(ModelConfig(**config), slots) == bound
 
 
-def test_r52_a_refusal_says_whose_jobs_wait_and_what_can_be_done():
+def test_a_refusal_says_whose_jobs_wait_and_what_can_be_done():
     assert "7 jobs of tenant 'acme' wait" in admission.refusal("zimg", 7, 5, "acme")
     for text in ("7 jobs wait", "'zimg'", "hold 5", "later", "/admin/model-configs"):
         assert text in admission.refusal("zimg", 7, 5)

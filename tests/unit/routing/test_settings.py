@@ -75,7 +75,7 @@ def test_a_leases_tag_names_lease_and_owner_so_that_it_can_be_read_back():
 
 
 @pytest.mark.parametrize("server", ["gpu", "a-slot3", "org/gpu.1-slot0"])
-def test_r112_a_slots_server_is_what_stands_before_its_number(server):
+def test_a_slots_server_is_what_stands_before_its_number(server):
     assert Held("f", "j", "l", "o", f"{server}-slot12").server == server
 
 

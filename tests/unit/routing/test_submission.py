@@ -187,7 +187,7 @@ def test_no_delay_is_no_not_before_time():
 
 
 @pytest.mark.parametrize("name", ["a", "zimg", "stable-diffusion-xl", "org/model.v2:latest", "x@y+z_1", "9", "a" * 128])
-def test_r112_names_of_models_may_hold_hyphens_dots_slashes(name):
+def test_names_of_models_may_hold_hyphens_dots_slashes(name):
     assert check_model_name(name) == name
 
 
@@ -198,7 +198,7 @@ def test_a_name_that_could_be_mistaken_for_something_else_is_refused(name):
     assert refused.value.field == "server"
 
 
-# -- the fingerprint (R21) -------------------------------------------------------------------------------------
+# -- the fingerprint -------------------------------------------------------------------------------------------
 
 
 def fingerprint(**asked: Any) -> str:

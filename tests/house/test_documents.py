@@ -1,0 +1,129 @@
+"""What documents, docstrings and comments say of files and headers is so, and nothing is cited that is not here."""
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tasks.servers import Call, Server
+from tests.house.tree import PACKAGES, REPO, name_of, python_files
+
+# Rows, sections and findings of papers that a reader of this repository does not have.
+_CITATION = re.compile(r"\bR\d{1,3}\b|\btest_r\d+_|\bS[1-9]\b|\b[Ff]indings? [A-Z]?\d|\bDESIGN\b|\bREQUIREMENTS\b")
+_FILE = re.compile(r"(?<![\w/.<*-])((?:[\w.-]+/)*[\w-]+\.(?:py|lua|md|cfg|toml|mako|html|js|css))\b(?!\()")
+# Named as what somebody else has, or might have.
+_ELSEWHERE = {"load.toml", "tasks.py", "Node.js", "NAME.toml"}
+
+
+@cache
+def tracked() -> tuple[str, ...]:
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=REPO, capture_output=True, text=True)
+    found = [name for name in listed.stdout.splitlines() if (REPO / name).is_file()]
+    return tuple(found) or tuple(name_of(path) for path in REPO.rglob("*") if path.is_file())
+
+
+def told(name: str) -> str:
+    """What a file says to its reader: a document whole, of code its comments and docstrings."""
+    text = (REPO / name).read_text("utf-8")
+    match Path(name).suffix:
+        case ".py":
+            return "\n".join([*_docstrings(text), *_comments(text)])
+        case ".lua":
+            return "\n".join(re.findall(r"--\[\[.*?\]\]|--[^\n]*", text, re.DOTALL))
+        case _:
+            return text
+
+
+def _docstrings(text: str) -> list[str]:
+    """Also those of attributes: any string that stands alone."""
+    nodes = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def _comments(text: str) -> list[str]:
+    return [it.string for it in tokenize.generate_tokens(io.StringIO(text).readline) if it.type == tokenize.COMMENT]
+
+
+def _telling() -> list[str]:
+    return [name for name in tracked() if name.endswith((".py", ".lua", ".md")) or name in ("Makefile", "Procfile")]
+
+
+def test_nothing_is_cited_that_is_not_in_this_repository() -> None:
+    here = name_of(Path(__file__))
+    found = [
+        f"{name}:{number} {line.strip()}"
+        for name in _telling()
+        if name != here
+        for number, line in enumerate((REPO / name).read_text("utf-8").splitlines(), 1)
+        if _CITATION.search(line)
+    ]
+    assert found == [], "say the rule in plain words instead"
+
+
+def test_every_file_that_is_named_exists() -> None:
+    """By its path, or by the end of it: `lua/offer.lua`."""
+    ends = {"/".join(parts[n:]) for name in tracked() for parts in [name.split("/")] for n in range(len(parts))}
+    found = {
+        f"{name}: {file}"
+        for name in _telling()
+        if name != "CHANGELOG.md"
+        for file in _FILE.findall(told(name))
+        if file.removeprefix("../") not in ends | _ELSEWHERE
+    }
+    assert sorted(found) == []
+
+
+# -- the slot protocol's headers -----------------------------------------------------------------------------------
+
+_PROTOCOL = REPO / "docs/slot-protocol.md"
+_TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
+_CALL = Call("job-1", 1, {}, callback_url="http://here/", callback_token="t", traceparent=_TRACE, model="zimg")
+_SERVER = Server("http://127.0.0.1:9/generate")
+_TALKS = {
+    "submit": _SERVER.submit_talk(_CALL),
+    "status": _SERVER.status_talk(_CALL, "r"),
+    "cancel": _SERVER.cancel_talk(_CALL, "r"),
+    "health": _SERVER.health_talk(),
+}
+
+
+@pytest.mark.parametrize("call", list(_TALKS))
+def test_the_protocols_headers_are_those_that_are_sent(call: str) -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", _PROTOCOL.read_text("utf-8"), re.MULTILINE)
+    said = {header for header, calls in rows if calls == "every call" or call in calls.split(", ")}
+    sent = next(_TALKS[call]).headers  # type: ignore[call-overload]
+    assert said == set(sent) - {"Content-Type", "Accept"}
+
+
+def test_the_protocols_push_shows_its_token_where_it_is_looked_for() -> None:
+    push = _PROTOCOL.read_text("utf-8").split("\n## Push\n", 1)[1].split("\n## ", 1)[0]
+    read = set(re.findall(r'headers\.get\("([\w-]+)"', (REPO / "app/api/callback.py").read_text("utf-8")))
+    assert read == {"Authorization", "X-Callback-Token"}
+    assert all(re.search(rf"\b{name}\b", push) for name in read)
+
+
+# -- the rooms -----------------------------------------------------------------------------------------------------
+
+
+def _folders() -> list[Path]:
+    inits = [path for path in python_files() if path.name == "__init__.py" and path.parent.name != "versions"]
+    return [path.parent for path in inits]
+
+
+@pytest.mark.parametrize("folder", _folders(), ids=name_of)
+def test_a_folder_names_what_is_in_it(folder: Path) -> None:
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text("utf-8"))) or ""
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+    folders = {path.parent.name for path in folder.glob("*/__init__.py")} - {"versions"}
+    missing = sorted(name for name in files | folders if not re.search(rf"\b{name}\b", text))
+    assert missing == [], f"{name_of(folder)}/__init__.py does not say what these are for"
+
+
+def test_architecture_names_every_room() -> None:
+    page = (REPO / "ARCHITECTURE.md").read_text("utf-8")
+    assert [room for room in PACKAGES if not re.search(rf"^{room}/ ", page, re.MULTILINE)] == []

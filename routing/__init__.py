@@ -2,8 +2,9 @@
 
     dispatcher   the use cases: submit, start, settle, cancel, revive
     submission   what a client asked for, checked           admission    what must hold before it is written down
-    queues       the waiting room                           leases       the right to use a slot
-    slots        which can be offered                       workers      who lives, and has room
+    gates        the bounds of admission, one file each     queues       the waiting room
+    leases       the right to use a slot                    slots        which can be offered
+    workers      who lives, and has room
     fleet        the registry as processes use it           registry     the same, brought to Redis
     runs         leases written again from the record       draining     slots that a server has not let go of
     scripts      lua/, called by name                       keys         the names of all keys in Redis

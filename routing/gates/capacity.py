@@ -1,4 +1,4 @@
-"""Only so many jobs wait: of a model, or of each of its tenants where its policy keeps those apart (R51, R52)."""
+"""Only so many jobs wait: of a model, or of each of its tenants where its policy keeps those apart."""
 
 from collections.abc import Iterable
 

@@ -82,7 +82,7 @@ def _refused(act: Callable[[], Any]) -> bool:
 
 
 @pytest.mark.parametrize(("state", "why"), EDGES)
-def test_every_edge_of_the_table_is_made_by_whom_it_names_leads_where_it_says_and_costs_what_it_says(database, store, state, why):
+def test_every_edge_of_the_table_is_made_by_whom_it_names_and_leads_and_costs_as_it_says(database, store, state, why):
     job = a_job_in(store, state, deadline_ms=LATER if why is Why.DEADLINE_PASSED else None)
     before = row_of(database, job.id)
     assert _acts(store, why, job.id, job.attempt)[_performer(state, why)]()

@@ -8,7 +8,7 @@ STILL = f"{PASSED}test_gates_that_need_to_know_nothing_ask_nothing"
 GATES = [
     Mutant(
         "a submit that is refused costs a turn of the rate",
-        "R52",
+        "limits",
         "routing/gates/rate.py",
         "Asks.COUNTS",
         "Asks.LOOKS",
@@ -17,7 +17,7 @@ GATES = [
     ),
     Mutant(
         "a gate that needs no answer is heard before those that it stands behind",
-        "R52",
+        "limits",
         "routing/admission.py",
         "        except (Conflict, InvalidJob, TooMany) as refusal:\n            return questions, refusal\n",
         "        except (Conflict, InvalidJob, TooMany):\n            raise\n",
@@ -26,7 +26,7 @@ GATES = [
     ),
     Mutant(
         "each gate asks Redis by itself",
-        "R52",
+        "limits",
         "routing/admission.py",
         "self._queues.ask([question.command for question in questions])",
         "[self._queues.ask([question.command])[0] for question in questions]",

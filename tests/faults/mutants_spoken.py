@@ -110,7 +110,7 @@ SPOKEN = [
     ),
     _mutant(
         "an id that we give is noted after the request",
-        "R113",
+        "runs",
         "tasks/runner.py",
         "if live.description.is_found_by_given_id and not",
         "if False and not",
@@ -120,7 +120,7 @@ SPOKEN = [
     ),
     _mutant(
         "a run that its server knew is sent to it again",
-        "R113",
+        "runs",
         "tasks/runner.py",
         "            self._unheard = False\n",
         "            pass\n",
@@ -129,7 +129,7 @@ SPOKEN = [
     ),
     _mutant(
         "a run is sent again to a server that it may have brought down",
-        "R113",
+        "runs",
         "tasks/runner.py",
         "            self._may_send_again = False\n        elif",
         "            pass\n        elif",
@@ -138,7 +138,7 @@ SPOKEN = [
     ),
     _mutant(
         "a server that pushes is polled",
-        "R113",
+        "runs",
         "tasks/runner.py",
         'if live.description.mode == "callback":',
         "if False:",
@@ -148,7 +148,7 @@ SPOKEN = [
     ),
     _mutant(
         "a busy server is taken for a silent one",
-        "R113",
+        "runs",
         "tasks/runner.py",
         "if health.kind not in (HealthKind.UP, HealthKind.UNKNOWN) or _knows(health, self._question):",
         "if _knows(health, self._question):",

@@ -24,7 +24,7 @@ from jobs.errors import Conflict, NotFound, RecordUnavailable
 from jobs.models import counters, endpoints, jobs, models, servers, tenant_states
 from jobs.record import Server, TenantState, storable
 from jobs.removal import count
-from jobs.secrets import Secret
+from jobs.secrets import Secret, replace_seal
 from jobs.secrets import all_of as secrets_of
 from jobs.secrets import put as put_secret
 from jobs.secrets import remove as remove_secret
@@ -293,6 +293,15 @@ class Catalog:
             put_secret(tx, secret)
 
         self.database.write(unit)
+
+    def replace_seal(self, secret: Secret, sealed: str) -> bool:
+        """Keep the same secret under another seal.  False: it has been set or removed meanwhile."""
+
+        def unit(tx: Transaction) -> bool:
+            count(tx, _VERSION)
+            return replace_seal(tx, secret, sealed)
+
+        return self.database.write(unit)
 
     def remove_secret(self, name: str) -> None:
         """Raises NotFound."""

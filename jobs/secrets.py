@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import orjson
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, delete, insert, select, update
 
 from jobs.db import Transaction
 from jobs.models import secrets
@@ -40,6 +40,12 @@ def put(tx: Transaction, it: Secret) -> None:
     models = None if it.models is None else orjson.dumps(sorted(it.models)).decode()
     values = {"name": it.name, "models": models, "sealed": it.sealed, "set_by": it.set_by, "set_ms": it.set_ms}
     tx.connection.execute(insert(secrets), values)
+
+
+def replace_seal(tx: Transaction, it: Secret, sealed: str) -> bool:
+    """False: the secret does not stand as `it` says any more."""
+    same = (secrets.c.name == it.name) & (secrets.c.sealed == it.sealed)
+    return tx.connection.execute(update(secrets).where(same).values(sealed=sealed)).rowcount == 1
 
 
 def remove(tx: Transaction, name: str) -> bool:

@@ -22,7 +22,7 @@ from jobs.record import now_ms
 from jobs.states import State
 from routing import draining, pulse, reconcile, runs
 from routing.policies.identity import ServerReport
-from tasks import telling
+from tasks import telling, vault
 from tasks.celery_app import celery
 from tasks.descriptions import Misconfigured, server_for
 from tasks.rounds import Asked, Rounds
@@ -148,6 +148,7 @@ def scan_dlq() -> None:
     dead = dispatcher().store.count(State.DEAD)
     removed = reconcile.purge(dispatcher(), RecordSettings().retention_s, _PURGE_S)
     descriptions.purge(database(), now_ms())
+    vault.seal_anew()
     log.info("dlq_scanned", dead=dead, purged=removed)
 
 

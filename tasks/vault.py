@@ -9,13 +9,16 @@ import re
 import secrets
 from functools import lru_cache
 
+import structlog
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from jobs.errors import InvalidJob
 from jobs.secrets import Secret
 from tasks.keyring import sealing_keys
-from tasks.wiring import dispatcher
+from tasks.wiring import catalog, dispatcher
+
+log = structlog.get_logger(__name__)
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
 SHORTEST, LONGEST = 8, 4096  # characters; a shorter one would be taken for itself wherever a text repeats its letters
@@ -36,13 +39,27 @@ def seal(name: str, value: str) -> str:
 @lru_cache(maxsize=1024)
 def opened(name: str, sealed: str) -> str | None:
     """The secret; None: it was sealed under another installation's secret."""
+    return next((value for key in sealing_keys() if (value := _opened_by(key, name, sealed)) is not None), None)
+
+
+def _opened_by(key: bytes, name: str, sealed: str) -> str | None:
     box = base64.b64decode(sealed)
-    for key in sealing_keys():
-        try:
-            return AESGCM(key).decrypt(box[:_NONCE], box[_NONCE:], name.encode()).decode()
-        except InvalidTag:
-            continue
-    return None
+    try:
+        return AESGCM(key).decrypt(box[:_NONCE], box[_NONCE:], name.encode()).decode()
+    except InvalidTag:
+        return None
+
+
+def seal_anew() -> int:
+    """Bring secrets that a former installation's secret has sealed under the present one; answers how many."""
+    changed = 0
+    for it in dispatcher().fleet.snapshot().secrets.values():
+        value = opened(it.name, it.sealed)
+        if value is not None and _opened_by(next(sealing_keys()), it.name, it.sealed) is None:
+            changed += catalog().replace_seal(it, seal(it.name, value))
+    if changed:
+        log.info("secrets_sealed_anew", secrets=changed)
+    return changed
 
 
 def value_for(model: str, name: str) -> str | None:

@@ -20,6 +20,7 @@ MAX_ID = 256  # characters
 _DEEPEST_WRITTEN = 254  # levels, by orjson, which reads 1024
 MAX_DEPTH = 200
 """Levels of lists and objects in what is kept of an answer: what is written of it later stands deeper still."""
+_SHORTEST_HALF = 4  # characters of a secret
 _SEEN_OF_A_TEXT = 64 * 1024  # characters of an error text that are looked at, at most
 
 
@@ -121,11 +122,20 @@ def _seconds_until(http_date: str, now_s: float) -> float | None:
 
 def clean(text: str, secrets: Iterable[str] = ()) -> str:
     """A message for people: one line, no control characters, no secrets, at most 500 characters."""
+    is_cut = len(text) >= TEXT_LIMIT  # here, or where it was read
     text = "".join(_visible(ch) for ch in text[:_SEEN_OF_A_TEXT])
     for secret in sorted(_written(secrets), key=len, reverse=True):
         text = text.replace(secret, "***")  # before cutting, or half a secret could stay
+        if is_cut:
+            text = _without_half(text, secret)
     text = " ".join(text.split())
     return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 1] + "…"
+
+
+def _without_half(text: str, secret: str) -> str:
+    """A text that was cut, without the beginning of a secret at its end."""
+    half = next((n for n in range(len(secret) - 1, _SHORTEST_HALF - 1, -1) if text.endswith(secret[:n])), 0)
+    return f"{text[:-half]}***" if half else text
 
 
 def _written(secrets: Iterable[str]) -> set[str]:

@@ -1,5 +1,7 @@
 """Secrets that descriptions of servers name: set by name for certain models, sealed in the record, shown to nobody."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ from routing.outcome import Kind
 from tasks import descriptions, keyring, vault
 from tasks.descriptions import server_for
 from tasks.servers import Call
-from tasks.wiring import database
+from tasks.servers.answers import clean
+from tasks.wiring import catalog, database
 from tests.support.api import Api
 from tests.unit.servers.scripted import Scripted, answer
 
@@ -107,6 +110,34 @@ def test_only_the_models_that_a_secret_is_for_may_name_it(api):
     assert _configure(api, "flux").status_code == 200 and _opened("flux") == VALUE
 
 
+def test_a_secret_is_sealed_anew_when_the_installations_secret_has_changed(api, monkeypatch):
+    now, before = b"n" * 32, b"b" * 32
+
+    @contextmanager
+    def installed(*keys: bytes) -> Iterator[None]:
+        vault.opened.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(keyring, "installation_secrets", lambda: keys)
+            yield
+        vault.opened.cache_clear()
+
+    with installed(before):
+        _set(api)
+    with installed(now, before):
+        assert vault.seal_anew() == 1
+        api.dispatcher.fleet.refresh()
+        assert vault.seal_anew() == 0
+    with installed(now):
+        assert _opened() == VALUE
+
+
+def test_a_secret_that_is_set_meanwhile_is_not_sealed_over(api):
+    _set(api)
+    stale = api.dispatcher.fleet.refresh().secrets["KEY"]
+    _set(api, value="another-value")
+    assert not catalog().replace_seal(stale, vault.seal("KEY", VALUE)) and _opened() == "another-value"
+
+
 def test_a_secret_that_is_named_stays(api):
     _set(api)
     _configure(api)
@@ -155,6 +186,13 @@ def test_a_secret_that_is_away_costs_a_retry_and_is_named(api):
     api.dispatcher.fleet._snapshot = None
     outcome = server.submit(Call("j", 1, {}, deadline_s=5))
     assert (outcome.kind, outcome.code) == (Kind.RETRY, "misconfigured") and "secret/KEY" in outcome.message
+
+
+@pytest.mark.parametrize("size", [2048, 64 * 1024])
+def test_half_of_a_secret_at_the_end_of_a_long_text_is_told_to_nobody(size):
+    for half in (5, 10, len(VALUE) - 1):
+        told = clean(" " * (size - half) + VALUE[:half], [VALUE])
+        assert told == "***", half
 
 
 @pytest.mark.parametrize("error", [VALUE, {"deep": [VALUE]}, f"{VALUE} and {VALUE}"])

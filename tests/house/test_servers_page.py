@@ -1,0 +1,47 @@
+"""docs/servers.md is true: its examples are descriptions, and it names every field with its default."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from tasks.servers import Description, compile_plan
+from tasks.servers import description as parts
+from tests.house.tree import REPO
+
+PAGE = (Path(REPO) / "docs/servers.md").read_text("utf-8")
+EXAMPLES = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)]
+CLASSES: list[type[BaseModel]] = [
+    Description,
+    parts.Submit,
+    parts.StatusStep,
+    parts.Result,
+    parts.Cancel,
+    parts.Callback,
+    parts.HealthStep,
+    parts.Active,
+    parts.Condition,
+    parts.Rule,
+]
+
+
+def test_its_examples_can_be_stored():
+    described = [example for example in EXAMPLES if "mode" in example]
+    assert len(described) == 2
+    for example in described:
+        compile_plan(Description.model_validate(example))
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_it_names_every_field(kind):
+    names = {field.alias or name for name, field in kind.model_fields.items()}
+    assert {name for name in names if f"`{name}`" not in PAGE and f'"{name}"' not in PAGE} == set()
+
+
+def test_it_names_every_outcome_and_source():
+    outcomes = {rule for kind in (parts.Submit, parts.StatusStep, parts.Cancel) for rule in kind.meanings}
+    sources = {source for step in (parts.Submit, parts.StatusStep, parts.HealthStep) for source in step.sources}
+    assert {word for word in outcomes if f"| `{word}` |" not in PAGE} == set()
+    assert {source for source in sources if "{{" + source not in PAGE} == set()

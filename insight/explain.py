@@ -53,7 +53,7 @@ class Explanation:
     sentence: str
     waits_for: tuple[Blocker, ...] = ()
     ahead: int | None = None
-    before: tuple[str, ...] = ()
+    before: Sequence[str] = ()
     policy: str | None = None
     longest_overtaking_s: float | None = None
     servers: Mapping[str, str] = field(default_factory=dict)

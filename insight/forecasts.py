@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from insight import interval
 from insight.interval import HEAVIEST, KEPT, MOST, PARTS, SIZES, Estimate, Memory, Promise, Seen
-from routing.scripts import Scripts
+from routing.scripts import Command, Scripts
 
 REMEMBERED = 512
 """Promises that may be outstanding for each model."""
@@ -49,6 +49,21 @@ class _Level:
     bits: int
 
 
+class Learned(NamedTuple):
+    """Whether a job was in the sample, and the level of that."""
+
+    learned: bool
+    level: int
+
+
+class ForecastScripts(Protocol):
+    """Of one model's forecast."""
+
+    def learn(
+        self, key: str, *, job_id: str, started_ms: int, kept: int, most: int, parts: int, heaviest: int
+    ) -> Command[Learned]: ...
+
+
 class Forecasts:
     """Gives estimates and learns from starts.  Safe between threads and processes; redis errors pass through."""
 
@@ -56,6 +71,7 @@ class Forecasts:
         self, scripts: Scripts, remembered: int = REMEMBERED, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._scripts = scripts
+        self._acts: ForecastScripts = scripts.bound(ForecastScripts)
         self._remembered = remembered
         self._clock = clock
         self._lock = threading.Lock()
@@ -104,11 +120,16 @@ class Forecasts:
         """
         keys = [self._scripts.keys.forecast(fleet, model) for fleet, model, _, _ in starts]
         chosen = [n for n, (_, _, job_id, _) in enumerate(starts) if self._may_be_known(keys[n], job_id)]
-        calls = [(keys[n], [*starts[n][2:], KEPT, MOST, PARTS, HEAVIEST]) for n in chosen]
-        found = dict(zip(chosen, self._scripts.learn(calls) if calls else [], strict=True))
-        for n, (_, bits) in found.items():
-            self._note_level(keys[n], bits)
-        return [n in found and found[n][0] == 1 for n in range(len(starts))]
+        learned = self._scripts.run_all([self._learning(keys[n], *starts[n][2:]) for n in chosen])
+        found = dict(zip(chosen, learned, strict=True))
+        for n, it in found.items():
+            self._note_level(keys[n], it.level)
+        return [n in found and found[n].learned for n in range(len(starts))]
+
+    def _learning(self, key: str, job_id: str, started_ms: int) -> Command[Learned]:
+        return self._acts.learn(
+            key, job_id=job_id, started_ms=started_ms, kept=KEPT, most=MOST, parts=PARTS, heaviest=HEAVIEST
+        )
 
     def _may_be_known(self, key: str, job_id: str) -> bool:
         level = self._levels.get(key)

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal, NamedTuple, Protocol
 
 import structlog
 
@@ -15,7 +15,7 @@ from jobs.record import Waiting
 from routing.config import RoutingSettings
 from routing.pipeline import Pipeline
 from routing.policies import order
-from routing.queues import Offer, new_prefix, offers
+from routing.queues import Offer, Offering, new_prefix, offering
 from routing.scripts import Command, Scripts, say_failed
 from routing.workers import Room, unbounded
 
@@ -77,30 +77,82 @@ class Restored:
     job: Waiting
 
 
+class Released(NamedTuple):
+    """Whether the lease was still held, and the offers made."""
+
+    released: bool
+    offers: list[Offer]
+
+
+class _Renewed(NamedTuple):
+    epoch: str
+    offers: int
+    answers: list[Renewal]
+
+
+class _Running(NamedTuple):
+    held: Held
+    lane: str
+    job: Waiting
+
+
+class _Left(NamedTuple):
+    held: Held
+    left_ms: int
+
+
+Kept = Literal["kept", "closed", "lost"]
+_Seized = Literal["seized", "lost"]
+_NOTHING = Held("", "", "", "", "")
+
+
+class LeaseScripts(Protocol):
+    """What lua/ does with leases: a script each."""
+
+    def claim(self, fleet: str, *, offer: Offer, owner: str, lease_ms: int) -> Command[Offer | None]: ...
+    def release(
+        self,
+        fleet: str,
+        *,
+        held: Held,
+        back: bool,
+        rest_ms: int,
+        outcome: Outcome,
+        settings: RoutingSettings,
+        draining: Held,
+        offering: Offering,
+    ) -> Command[Released]: ...
+    def renew(
+        self, fleet: str, *, owner: str, lease_ms: int, known_epoch: str, known_offers: int, leases: Sequence[Held]
+    ) -> Command[_Renewed]: ...
+    def keep(self, fleet: str, *, held: Held, offer_ms: int, resumes: bool) -> Command[Kept]: ...
+    def seize(
+        self, fleet: str, *, held: Held, lease: str, owner: str, lease_ms: int, only_expired: bool
+    ) -> Command[_Seized]: ...
+    def restore(self, fleet: str, *, lease_ms: int, leases: Sequence[_Running]) -> Command[int]: ...
+    def expired(self, fleet: str, *, limit: int) -> Command[list[Held]]: ...
+    def held(self, fleet: str) -> Command[list[_Left]]: ...
+    def span(self, fleet: str) -> Command[Span]: ...
+    def pull_back(self, fleet: str, *, lease_ms: int, rest_ms: int, open_ms: int) -> Command[int]: ...
+
+
 class Leases:
     """Talks to the leases.  Every method is one atomic script; redis errors pass through."""
 
     def __init__(self, scripts: Scripts, settings: RoutingSettings, room: Room = unbounded) -> None:
         self._scripts = scripts
+        self._acts: LeaseScripts = scripts.bound(LeaseScripts)
         self._settings = settings
         self._room = room
         self._seen: dict[str, tuple[str, int]] = {}  # fleet -> epoch of its room, and offers made in it, as last told
 
     def claim(self, offer: Offer, owner: str) -> Offer | None:
         """Make an open offer one's own; None: it is gone, another's, or one's own already."""
-        return self._scripts.run_command(self.claiming(offer, owner))
+        return self._scripts.run(self.claiming(offer, owner))
 
-    def claiming(self, offer: Offer, owner: str) -> Command:
+    def claiming(self, offer: Offer, owner: str) -> Command[Offer | None]:
         """The command of `claim`."""
-
-        def read(answer: Any) -> Offer | None:
-            if answer[0] != b"claimed":
-                return None
-            slot, server = answer[1].decode(), answer[2].decode()
-            return replace(offer, owner=owner, slot=slot, server=server, number=int(answer[3]))
-
-        keys = self._scripts.keys.fleet(offer.fleet)
-        return Command("claim", keys, [offer.job_id, offer.lease, owner, self._settings.lease_ms], read)
+        return self._acts.claim(offer.fleet, offer=offer, owner=owner, lease_ms=self._settings.lease_ms)
 
     def pipeline(self, loop: asyncio.AbstractEventLoop) -> Pipeline:
         """A way for the commands of these leases that an event loop has for itself."""
@@ -108,12 +160,13 @@ class Leases:
 
     def renew(self, fleet: str, owner: str, held: Sequence[Held]) -> list[Renewal]:
         """Renew all of one owner's leases in a fleet; one answer each, in order."""
-        args: list[Any] = [owner, self._settings.lease_ms, *self._seen.get(fleet, ("", 0))]
-        for lease in held:
-            args += [lease.job_id, lease.lease]
-        epoch, offers, answers = self._scripts.run("renew", fleet, args)
-        self._seen[fleet] = epoch.decode(), offers
-        return [Renewal(answer.decode()) for answer in answers]
+        epoch, offers = self._seen.get(fleet, ("", 0))
+        lease_ms = self._settings.lease_ms
+        answer = self._scripts.run(
+            self._acts.renew(fleet, owner=owner, lease_ms=lease_ms, known_epoch=epoch, known_offers=offers, leases=held)
+        )
+        self._seen[fleet] = answer.epoch, answer.offers
+        return answer.answers
 
     def release(
         self,
@@ -124,23 +177,18 @@ class Leases:
         taker: str = "",
         limit: int = 8,
         outcome: Outcome = "",
-    ) -> tuple[bool, list[Offer]]:
+    ) -> Released:
         """Free the slot and make the next offers; the first goes straight to `taker`, if one is named.
 
         `back`: the job returns to its place in its lane.  `outcome`: what the run tells of its server and model.
-        Answers whether the lease was still held, and the offers.
         """
-        return self._scripts.run_command(
+        return self._scripts.run(
             self.releasing(held, back=back, rest_ms=rest_ms, taker=taker, limit=limit, outcome=outcome)
         )
 
-    def withhold(
-        self, held: Held, draining: Held, *, back: bool, taker: str, outcome: Outcome
-    ) -> tuple[bool, list[Offer]]:
+    def withhold(self, held: Held, draining: Held, *, back: bool, taker: str, outcome: Outcome) -> Released:
         """Give up a lease whose slot stays taken, by the lease `draining`.  Answers as `release`."""
-        return self._scripts.run_command(
-            self.releasing(held, back=back, taker=taker, outcome=outcome, draining=draining)
-        )
+        return self._scripts.run(self.releasing(held, back=back, taker=taker, outcome=outcome, draining=draining))
 
     def releasing(
         self,
@@ -151,33 +199,32 @@ class Leases:
         taker: str = "",
         limit: int = 8,
         outcome: Outcome = "",
-        draining: Held | None = None,
-    ) -> Command:
+        draining: Held = _NOTHING,
+    ) -> Command[Released]:
         """The command of `release` and of `withhold`.  It may have to ask Redis how much room there is."""
-        settings = self._settings
-        args = [held.job_id, held.lease, held.owner, int(back), rest_ms, new_prefix(), limit]
-        args += [self._room(), settings.offer_ms, taker, settings.lease_ms, outcome, settings.breaker_failures]
-        args += [settings.breaker_rate, settings.breaker_open_ms, settings.breaker_open_max_ms]
-        args += [settings.busy_rest_max_ms]
-        args += [draining.job_id, draining.lease, draining.owner] if draining else [""] * 3
+        return self._acts.release(
+            held.fleet,
+            held=held,
+            back=back,
+            rest_ms=rest_ms,
+            outcome=outcome,
+            settings=self._settings,
+            draining=draining,
+            offering=offering(self._settings, self._room(), limit, taker),
+        )
 
-        def read(answer: Any) -> tuple[bool, list[Offer]]:
-            return answer[0] == b"released", offers(held.fleet, answer[1])
-
-        return Command("release", self._scripts.keys.fleet(held.fleet), args, read)
-
-    def keep(self, held: Held, *, resumes: bool) -> str:
+    def keep(self, held: Held, *, resumes: bool) -> Kept:
         """Give an open offer more time: "kept"; "closed": nothing is started there now; "lost": it is not open.
 
         `resumes`: its server may be at the job already, so that it stays where it is.
         """
-        args = [held.job_id, held.lease, self._settings.offer_ms, int(resumes)]
-        return self._scripts.run("keep", held.fleet, args)[0].decode()
+        return self._scripts.run(
+            self._acts.keep(held.fleet, held=held, offer_ms=self._settings.offer_ms, resumes=resumes)
+        )
 
     def expired(self, fleet: str, limit: int = 256) -> list[Held]:
         """Leases whose time is over.  `owner` "": nobody took the offer up."""
-        rows = self._scripts.run("expired", fleet, [limit])
-        return [Held(fleet, *(field.decode() for field in row)) for row in rows]
+        return self._scripts.run(self._acts.expired(fleet, limit=limit))
 
     def spans(self, fleets: Sequence[str]) -> dict[str, Span]:
         """Of the fleets that have leases, when the first and the last expire; of one at least, for Redis' time.
@@ -185,16 +232,18 @@ class Leases:
         A fleet that cannot be read is left out.
         """
         asked = self._scripts.existing("leases", fleets) or fleets[:1]
-        found, failed = self._scripts.run_each("span", dict.fromkeys(asked, ()))
+        found, failed = self._scripts.run_each({fleet: self._acts.span(fleet) for fleet in asked})
         say_failed("lease_look_failed", failed)
-        return {fleet: Span(*map(int, answer)) for fleet, answer in found.items()}
+        return found
 
     def pull_back(self, fleet: str) -> int:
         """After Redis' clock was set back: end what would last longer than it ever may; answers how many."""
         settings = self._settings
-        longest_lease = max(settings.lease_ms, settings.offer_ms)
-        longest_rest = max(settings.busy_rest_max_ms, settings.unreachable_rest_max_ms, OCCUPIED_MS)
-        return int(self._scripts.run("pull_back", fleet, [longest_lease, longest_rest, settings.breaker_open_max_ms]))
+        rest_ms = max(settings.busy_rest_max_ms, settings.unreachable_rest_max_ms, OCCUPIED_MS)
+        open_ms = settings.breaker_open_max_ms
+        return self._scripts.run(
+            self._acts.pull_back(fleet, lease_ms=self.longest_ms, rest_ms=rest_ms, open_ms=open_ms)
+        )
 
     @property
     def longest_ms(self) -> int:
@@ -207,25 +256,21 @@ class Leases:
         In few round trips; a fleet that cannot be read is left out.
         """
         holding = self._scripts.existing("leases", fleets)
-        found, failed = self._scripts.run_each("held", dict.fromkeys(holding, ()))
+        found, failed = self._scripts.run_each({fleet: self._acts.held(fleet) for fleet in holding})
         say_failed("leases_not_read", failed)
-        read = {fleet: self._all(fleet, answer) for fleet, answer in found.items()}
+        lease_ms = self._settings.lease_ms
+        read = {fleet: [(it.held, lease_ms - it.left_ms) for it in leases] for fleet, leases in found.items()}
         return {fleet: read.get(fleet, []) for fleet in fleets if fleet not in failed}
-
-    def _all(self, fleet: str, answer: Any) -> list[tuple[Held, int]]:
-        now, rows = answer
-        return [
-            (Held(fleet, *(field.decode() for field in row[:4])), self._settings.lease_ms - (int(row[4]) - int(now)))
-            for row in rows
-        ]
 
     def seize(self, held: Held, owner: str, ttl_ms: int, *, only_expired: bool) -> Held | None:
         """Take a lease over under a new name; None: its holder has renewed or released it."""
         lease = f"{new_prefix()}-s"
-        args = [held.job_id, held.lease, held.owner, lease, owner, ttl_ms, int(only_expired)]
-        if self._scripts.run("seize", held.fleet, args)[0] != b"seized":
-            return None
-        return replace(held, lease=lease, owner=owner)
+        answer = self._scripts.run(
+            self._acts.seize(
+                held.fleet, held=held, lease=lease, owner=owner, lease_ms=ttl_ms, only_expired=only_expired
+            )
+        )
+        return replace(held, lease=lease, owner=owner) if answer == "seized" else None
 
     def having(self, jobs: Mapping[str, Sequence[str]]) -> dict[str, list[bool]]:
         """For jobs of several fleets, whether each has a lease, in one round trip.  Raises redis errors."""
@@ -233,8 +278,6 @@ class Leases:
 
     def restore(self, fleet: str, leases: Sequence[Restored], lasts_ms: int | None = None) -> int:
         """Write leases again that Redis has lost; answers how many were missing.  `lasts_ms`: other than the usual."""
-        args: list[Any] = [lasts_ms or self._settings.lease_ms]
-        for it in leases:
-            args += [it.held.job_id, it.held.lease, it.held.owner, it.held.slot]
-            args += [order.lane(it.job), it.job.needs, it.job.seq, it.job.created_ms]
-        return self._scripts.run("restore", fleet, args) if leases else 0
+        rows = [_Running(it.held, order.lane(it.job), it.job) for it in leases]
+        lease_ms = lasts_ms or self._settings.lease_ms
+        return self._scripts.run(self._acts.restore(fleet, lease_ms=lease_ms, leases=rows)) if rows else 0

@@ -6,7 +6,7 @@ What is asked in one turn of the loop leaves in one write, and Redis answers in 
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -31,7 +31,7 @@ class _Asked:
     read: Callable[[Any], Any]
     answer: "asyncio.Future[Any]"
     until: float
-    command: Command | None = None  # None: it has been sent twice, or is not a script
+    command: Command[Any] | None = None  # None: it has been sent twice, or is not a script
     number: int = -1
     after: "_Asked | None" = None  # what told Redis the script's text, before it was sent again
 
@@ -59,9 +59,9 @@ class Pipeline:
         self._wanted = asyncio.Event()
         self._life: asyncio.Task[None] | None = None  # of the connection, from its making to its end
 
-    def ask(self, command: Command) -> "asyncio.Future[Any]":
+    def ask(self, command: Command[Any]) -> "asyncio.Future[Any]":
         """Run a script.  The future has what the command reads in its answer, or a RedisError."""
-        asked = self._asked(self._scripts.words(command), command.read)
+        asked = self._asked(command.words, command.target.read)
         asked.command = command
         self._send(asked)
         return asked.answer
@@ -74,9 +74,9 @@ class Pipeline:
                 await self._life
         self._fail(Broken("The connection to Redis was closed."))  # A life that had not begun leaves that to us.
 
-    def _asked(self, words: Sequence[Any], read: Callable[[Any], Any]) -> _Asked:
+    def _asked(self, words: tuple[Any, ...], read: Callable[[Any], Any]) -> _Asked:
         until = self._loop.time() + self._timeout_s
-        return _Asked(hiredis.pack_command(tuple(words)), read, self._loop.create_future(), until)
+        return _Asked(hiredis.pack_command(words), read, self._loop.create_future(), until)
 
     def _send(self, asked: _Asked) -> None:
         asked.number = next(self._numbers)
@@ -140,7 +140,7 @@ class Pipeline:
         """An answer.  What Redis does not know is sent once more, after its text."""
         command = asked.command
         if is_missing(found) and command is not None:
-            asked.command, asked.after = None, self._tell(command.name, asked.number)
+            asked.command, asked.after = None, self._tell(command.target.script, asked.number)
             self._send(asked)
         elif is_missing(found) and asked.after is not None:
             asked.settle(asked.after.answer.exception() or found)

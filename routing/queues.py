@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import structlog
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
@@ -14,6 +14,8 @@ from routing.config import RoutingSettings
 from routing.policies import order
 from routing.scripts import Command, Scripts, say_failed
 from routing.workers import Room, unbounded
+
+T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -78,21 +80,25 @@ class Backlog:
     free: int
 
 
-@dataclass(frozen=True, slots=True)
-class WaitFacts:
+class WaitFacts(NamedTuple):
     """What stands between a job and its start, as lua/wait_facts.lua says it."""
 
-    now_ms: int
-    place: str
+    place: Literal["waiting", "offered", "absent"]
     ahead: int
-    run_ms: int
+    run_ms: int | None
     obstacle: str
     held: int
-    limit: int
     state: str
-    breaker: str
+    breaker: Literal["closed", "open", "half_open", "probing"]
     open_until_ms: int
-    before: tuple[str, ...] = ()
+    before: list[str]
+
+    @property
+    def position(self) -> Position | None:
+        """None: it is not in the room."""
+        if self.place == "offered":
+            return _OFFERED
+        return Position(self.ahead, self.run_ms) if self.place == "waiting" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +114,61 @@ class Look:
     startable: bool
 
 
-def offers(fleet: str, rows: Sequence[Sequence[Any]]) -> list[Offer]:
-    """Read offers as the scripts return them: job, lease, slot, server, model, number, owner."""
-    return [_offer(fleet, *row) for row in rows]
+class Offering(NamedTuple):
+    """How offers are made, see lua/lib/offer.lua."""
+
+    prefix: str
+    limit: int
+    room: int
+    offer_ms: int
+    taker: str
+    lease_ms: int
 
 
-def _offer(
-    fleet: str, job: bytes, lease: bytes, slot: bytes, server: bytes, model: bytes, number: int, owner: bytes
-) -> Offer:
-    return Offer(
-        fleet, job.decode(), lease.decode(), slot.decode(), server.decode(), model.decode(), number, owner.decode()
-    )
+class Entered(NamedTuple):
+    """How many jobs were not in the room yet, the offers made, and what lua/enqueue.lua says of the last job."""
+
+    added: int
+    offers: list[Offer]
+    ahead: int | None
+    run_ms: int | None
+
+
+class Variety(NamedTuple):
+    """How many different constraints wait: of one tenant, of all."""
+
+    own: int
+    everyones: int
+
+
+class _Entry(NamedTuple):
+    lane: str
+    job: Waiting
+
+
+Withdrawn = Literal["withdrawn", "freed", "asked", "absent"]
+
+
+class QueueScripts(Protocol):
+    """What lua/ does with waiting jobs, and with rooms as a whole: a script each."""
+
+    def enqueue(
+        self, fleet: str, *, offering: Offering, place: bool, entries: Sequence[_Entry]
+    ) -> Command[Entered]: ...
+    def offer(self, fleet: str, *, offering: Offering) -> Command[list[Offer]]: ...
+    def withdraw(self, fleet: str, *, job: Waiting, lane: str) -> Command[Withdrawn]: ...
+    def wait_facts(self, fleet: str, *, job: Waiting, lane: str, as_last: bool) -> Command[WaitFacts]: ...
+    def admit(self, key: str, *, count: int, interval_ms: float, burst: int) -> Command[int]: ...
+    def depths(self, fleet: str) -> Command[Depths]: ...
+    def backlog(self, fleet: str, *, account: str) -> Command[Backlog]: ...
+    def variety(self, fleet: str, *, account: str, classes: Sequence[str]) -> Command[Variety]: ...
+    def begin(self, fleet: str, *, record: str) -> Command[Literal["open", "ready", "cleared"]]: ...
+    def open(self, fleet: str, *, epoch: str) -> Command[Literal["opened", "open", "lost"]]: ...
+
+
+def offering(settings: RoutingSettings, room: int, limit: int, taker: str = "") -> Offering:
+    """Of up to `limit` offers; the first for `taker`, if there is one."""
+    return Offering(new_prefix(), limit, room, settings.offer_ms, taker, settings.lease_ms)
 
 
 def new_prefix() -> str:
@@ -131,6 +181,7 @@ class Queues:
 
     def __init__(self, scripts: Scripts, settings: RoutingSettings, room: Room = unbounded) -> None:
         self._scripts = scripts
+        self._acts: QueueScripts = scripts.bound(QueueScripts)
         self._settings = settings
         self._room = room
         self._away_until: dict[str | None, float] = {}  # fleet, or None: Redis as a whole
@@ -160,24 +211,27 @@ class Queues:
         """Put queued jobs in their lanes and offer up to `limit`.  A job that is there already stays as it is."""
         made: list[Offer] = []
         for start in range(0, max(len(jobs), 1), _CHUNK):
-            answer = self._enqueue(fleet, jobs[start : start + _CHUNK], limit - len(made), self._room())
-            made += offers(fleet, answer[1])
+            made += self._enter(self.entering(fleet, jobs[start : start + _CHUNK], limit - len(made))).offers
         return made + self.offer_all(fleet) if len(made) >= limit > 0 else made
 
     def enter(self, fleet: str, job: Waiting) -> tuple[list[Offer], Position]:
         """`enqueue` of one job, and where it stands then, in one step."""
-        _, rows, ahead, run_ms = self._enqueue(fleet, [job], _OFFERS, self._room(), place=True)
-        made = offers(fleet, rows)
+        _, made, ahead, run_ms = self._enter(self.entering(fleet, [job], place=True))
         if len(made) >= _OFFERS:
             made += self.offer_all(fleet)
-        offered = ahead < 0 or any(offer.job_id == job.id for offer in made)
-        return made, _OFFERED if offered else Position(ahead, run_ms or None)
+        offered = ahead is None or any(offer.job_id == job.id for offer in made)
+        return made, _OFFERED if offered or ahead is None else Position(ahead, run_ms)
 
-    def _enqueue(self, fleet: str, jobs: Sequence[Waiting], limit: int, room: int, *, place: bool = False) -> Any:
-        args: list[Any] = [new_prefix(), limit, room, self._settings.offer_ms, int(place)]
-        for job in jobs:
-            args += [order.lane(job), job.needs, job.seq, job.id, job.created_ms]
-        answer = self._scripts.run("enqueue", fleet, args)
+    def entering(
+        self, fleet: str, jobs: Sequence[Waiting], limit: int = _OFFERS, *, place: bool = False
+    ) -> Command[Entered]:
+        """The command of `enqueue` and the like.  `place`: it says where the last job stands then."""
+        room = self._room() if limit else 0
+        entries = [_Entry(order.lane(job), job) for job in jobs]
+        return self._acts.enqueue(fleet, offering=offering(self._settings, room, limit), place=place, entries=entries)
+
+    def _enter(self, command: Command[Entered]) -> Entered:
+        answer = self._scripts.run(command)
         self._away_until.clear()
         return answer
 
@@ -186,9 +240,11 @@ class Queues:
 
         `taker`: who gets the first offer at once; that is the oldest one which nobody has taken up, if there is one.
         """
-        settings = self._settings
-        args = [new_prefix(), limit, self._room(), settings.offer_ms, taker, settings.lease_ms]
-        return offers(fleet, self._scripts.run("offer", fleet, args))
+        return self._scripts.run(self.offering(fleet, limit, taker))
+
+    def offering(self, fleet: str, limit: int = 64, taker: str = "") -> Command[list[Offer]]:
+        """The command of `offer`."""
+        return self._acts.offer(fleet, offering=offering(self._settings, self._room(), limit, taker))
 
     def offer_all(self, fleet: str, limit: int = 64) -> list[Offer]:
         """Offer all that can be offered, `limit` in one step."""
@@ -215,96 +271,72 @@ class Queues:
 
     def fill(self, fleet: str, jobs: Sequence[Waiting]) -> int:
         """Put queued jobs in their lanes and offer none; answers how many were missing."""
-        return int(self._enqueue(fleet, jobs, 0, 0)[0])
+        return self._enter(self.entering(fleet, jobs, 0)).added
 
-    def withdraw(self, fleet: str, job: Waiting) -> str:
+    def withdraw(self, fleet: str, job: Waiting) -> Withdrawn:
         """Take a job out: "withdrawn"; "freed": its open offer is gone, too; "asked": its holder is told; "absent"."""
-        return self._scripts.run("withdraw", fleet, _place(job))[0].decode()
+        return self.withdraw_all(fleet, [job])[0]
 
-    def withdraw_all(self, fleet: str, jobs: Sequence[Waiting]) -> list[str]:
+    def withdraw_all(self, fleet: str, jobs: Sequence[Waiting]) -> list[Withdrawn]:
         """The same for many, in few round trips."""
-        answers = self._scripts.run_all("withdraw", [(fleet, _place(job)) for job in jobs])
-        for answer in answers:
-            if isinstance(answer, RedisError):
-                raise answer
-        return [answer[0].decode() for answer in answers]
+        return self._scripts.run_all([self._acts.withdraw(fleet, job=job, lane=order.lane(job)) for job in jobs])
 
     def position(self, fleet: str, job: Waiting) -> Position | None:
         """Where it waits; None: not in the room, or Redis is away."""
-        return None if self.away else _position(self._scripts.run("position", fleet, [*_place(job), 0]))
+        return None if self.away else self.wait_facts(fleet, job).position
 
     def wait_facts(self, fleet: str, job: Waiting) -> WaitFacts:
         """What it waits for."""
-        answer = self._scripts.run("wait_facts", fleet, _place(job))
-        *facts, before = answer
-        plain: list[Any] = [field.decode() if isinstance(field, bytes) else field for field in facts]
-        return WaitFacts(*[*plain, tuple(job.decode() for job in before)])
+        return self._scripts.run(self.asking_place(fleet, job, as_last=False))
 
     def depths(self, fleet: str) -> Depths:
-        return _depths(self._scripts.run("depths", fleet))
+        return self._scripts.run(self._acts.depths(fleet))
 
     def depths_of(self, fleets: Sequence[str]) -> dict[str, Depths]:
         """The same of several fleets, in few round trips; a fleet that cannot be read is left out."""
-        found, failed = self._scripts.run_each("depths", dict.fromkeys(fleets, ()))
+        found, failed = self._scripts.run_each({fleet: self._acts.depths(fleet) for fleet in fleets})
         say_failed("room_not_read", failed)
-        return {fleet: _depths(answer) for fleet, answer in found.items()}
+        return found
 
     def backlog(self, fleet: str, model: str, tenant: str) -> Backlog:
         """What waits for a model, of one tenant and of all."""
-        found: Backlog = self.ask([self.asking_backlog(fleet, model, tenant)])[0]
-        return found
+        return self._scripts.run(self.asking_backlog(fleet, model, tenant))
 
     # -- what gates ask, see routing/gates: commands, so that one round trip answers them all ---------------------
 
-    def ask(self, commands: Sequence[Command]) -> list[Any]:
+    def ask(self, commands: Sequence[Command[T]]) -> list[T]:
         """The answers, in few round trips."""
-        return self._scripts.run_commands(commands)
+        return self._scripts.run_all(commands)
 
-    def asking_backlog(self, fleet: str, model: str, tenant: str) -> Command:
-        """For a Backlog."""
-        keys, args = self._scripts.keys.fleet(fleet), [order.account(tenant, model)]
-        return Command("backlog", keys, args, lambda found: Backlog(found[0], found[1], found[2] or None, found[3]))
+    def asking_backlog(self, fleet: str, model: str, tenant: str) -> Command[Backlog]:
+        """The command of `backlog`."""
+        return self._acts.backlog(fleet, account=order.account(tenant, model))
 
-    def asking_variety(self, fleet: str, model: str, tenant: str, needs: Iterable[str]) -> Command:
-        """How many different constraints would wait if jobs with these needs came in: of the tenant, of all."""
+    def asking_variety(self, fleet: str, model: str, tenant: str, needs: Iterable[str]) -> Command[Variety]:
+        """How many different constraints would wait if jobs with these needs came in."""
         classes = sorted({order.asked_class(model, one) for one in needs})
-        return Command("variety", self._scripts.keys.fleet(fleet), [order.account(tenant, model), *classes])
+        return self._acts.variety(fleet, account=order.account(tenant, model), classes=classes)
 
-    def asking_place(self, fleet: str, job: Waiting) -> Command:
-        """For the Position that a job would have if it came in now."""
-        return Command("position", self._scripts.keys.fleet(fleet), [*_place(job), 1], _position)
+    def asking_place(self, fleet: str, job: Waiting, *, as_last: bool = True) -> Command[WaitFacts]:
+        """What a job waits for, or, `as_last`, would wait for if it came in now."""
+        return self._acts.wait_facts(fleet, job=job, lane=order.lane(job), as_last=as_last)
 
-    def asking_rate(self, tenant: str, count: int, interval_ms: float, burst: int) -> Command:
+    def asking_rate(self, tenant: str, count: int, interval_ms: float, burst: int) -> Command[int]:
         """To count a tenant's submits; the answer is in how many ms they would be admitted, 0: they are."""
-        return Command("admit", [self._scripts.keys.rate(tenant)], [count, interval_ms, burst])
+        rate = self._scripts.keys.rate(tenant)
+        return self._acts.admit(rate, count=count, interval_ms=interval_ms, burst=burst)
 
     def begin_all(self, fleets: Sequence[str], record: str) -> dict[str, bool]:
         """Make closed rooms ready to be filled from this record.  True: what stood in it had to be forgotten.
 
         A fleet whose room cannot be made ready is left out; so in `open_all`.
         """
-        found, failed = self._scripts.run_each("begin", {fleet: [record] for fleet in fleets})
+        found, failed = self._scripts.run_each({fleet: self._acts.begin(fleet, record=record) for fleet in fleets})
         say_failed("room_not_begun", failed)
-        return {fleet: answer[0] == b"cleared" for fleet, answer in found.items()}
+        return {fleet: answer == "cleared" for fleet, answer in found.items()}
 
     def open_all(self, fleets: Sequence[str]) -> dict[str, bool]:
         """Declare the rooms complete.  False: it was open, or what was filled is not all there."""
-        found, failed = self._scripts.run_each("open", {fleet: [new_prefix()] for fleet in fleets})
+        found, failed = self._scripts.run_each({fleet: self._acts.open(fleet, epoch=new_prefix()) for fleet in fleets})
         say_failed("room_not_opened", failed)
-        return {fleet: answer[0] == b"opened" for fleet, answer in found.items()}
-
-
-def _depths(answer: Any) -> Depths:
-    is_open, free, resting, taken, waiting = answer
-    return Depths(bool(is_open), free, resting, taken, {model.decode(): count for model, count in waiting})
-
-
-def _position(answer: Any) -> Position | None:
-    place, *facts = answer
-    if place == b"waiting":
-        return Position(int(facts[0]), int(facts[1]) or None)
-    return _OFFERED if place == b"offered" else None
-
-
-def _place(job: Waiting) -> list[Any]:
-    return [job.id, order.lane(job), job.created_ms]
+        return {fleet: answer == "opened" for fleet, answer in found.items()}

@@ -24,11 +24,11 @@ def bring_all(dispatcher: Dispatcher, fleets: Sequence[str], catalog: Snapshot) 
 
 
 def _heed(dispatcher: Dispatcher, fleet: str, found: Synced, catalog: Snapshot) -> None:
-    if found.foreign:
+    if found.answer == "foreign":
         log.warning("room_of_another_record", fleet=fleet, record=catalog.record)
         return
-    if found.newer is None:
+    if found.answer == "synced":
         return
     version = dispatcher.fleet.version()
-    if version < found.newer and dispatcher.slots.close(fleet, found.newer):
-        log.warning("record_went_back", fleet=fleet, version=version, before=found.newer)
+    if version < found.newest and dispatcher.slots.close(fleet, found.newest):
+        log.warning("record_went_back", fleet=fleet, version=version, before=found.newest)

@@ -3,16 +3,17 @@
 A line `-- @include lib/<name>` is replaced by that fragment, once; `lib/policies` stands for `lib/policies/<name>` of
 each policy.  Scripts run as functions of Redis: what the fragments define is made when the function is loaded, and not
 anew at each call.  A function's name carries the hash of its text, so releases do not disturb each other; a Redis that
-does not know it is sent the text.
+does not know it is sent the text.  What a script takes and returns stands in its header, see routing/signatures.py.
 """
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import structlog
 from redis import Redis
@@ -24,11 +25,17 @@ from redis.retry import Retry
 
 from jobs.policies import POLICIES
 from routing.keys import Keys
+from routing.signatures import Caller, Command, Signature, Target, caller, locals_of, signature
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 log = structlog.get_logger(__name__)
 
 # Calls in one round trip: Redis serves nobody else while it works them off.
 _AT_ONCE = 100
+# Fleets, or keys of other scripts, whose words are kept.
+_REMEMBERED = 4096
 _INCLUDE = re.compile(r"^-- @include (lib/\w+)$", re.MULTILINE)
 _POLICIES = "lib/policies"
 _HEADER = re.compile(r"\A--\[\[.*?\]\]\n", re.DOTALL)
@@ -80,9 +87,23 @@ def fragment(name: str, replaced: Mapping[str, str] | None = None) -> str:
     return "".join((replaced or {}).get(part) or source(part) for part in parts)
 
 
+@cache
+def signature_of(name: str) -> Signature:
+    """What the header of `lua/<name>.lua` declares."""
+    found = _HEADER.match(source(name))
+    return signature(found[0] if found else "")
+
+
 def assemble(name: str, fragments: Mapping[str, str] | None = None) -> str:
-    """The text that Redis gets.  `fragments` replaces included fragments by name, as tests do with the clock."""
-    return _INCLUDE.sub(lambda found: fragment(found[1], fragments), source(name))
+    """A script in one piece.  `fragments` replaces included fragments by name, as tests do with the clock."""
+    return "".join(_parts(name, fragments))
+
+
+def _parts(name: str, fragments: Mapping[str, str] | None) -> tuple[str, str]:
+    """What a script shares with others, and its own lines."""
+    script = _HEADER.sub("", source(name))
+    shared = "".join(fragment(found, fragments) for found in _INCLUDE.findall(script))
+    return shared, locals_of(signature_of(name)) + _INCLUDE.sub("", script)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +116,9 @@ class Function:
 
 def function(name: str, fragments: Mapping[str, str] | None = None) -> Function:
     """A script as a function: its fragments stand outside, its own lines inside.  `fragments` as for `assemble`."""
-    script = _HEADER.sub("", source(name))
-    shared = "".join(fragment(found, fragments) for found in _INCLUDE.findall(script))
+    shared, own = _parts(name, fragments)
     at_each_call = "".join(f"  {names} = {value or 'nil'}\n" for names, value in _OF_A_CALL.findall(shared))
-    declared, own = _OF_A_CALL.sub(r"local \1", shared), _INCLUDE.sub("", script)
+    declared = _OF_A_CALL.sub(r"local \1", shared)
     text = _COMMENT.sub("", _FUNCTION.format(declared=declared, own=own, at_each_call=at_each_call, pause=_PAUSE))
     unique = f"slotkeeper_{name}_{_sha1(text)[:16]}"
     flags = ", ".join(f'"{flag}"' for flag in _flags(name))
@@ -142,14 +162,11 @@ def connection_for(redis: Redis) -> live.AbstractConnection:
     return _LIVE[pool.connection_class](socket_timeout=None, **found)
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A script that is to be run, and how its answer is read, in which texts are bytes."""
-
-    name: str
-    keys: Sequence[str]
-    args: Sequence[Any]
-    read: Callable[[Any], Any] = lambda answer: answer
+@cache
+def _callers(declared: type) -> dict[str, Caller]:
+    """Of the scripts that a class declares, each by a method."""
+    methods = {name: it for name, it in vars(declared).items() if not name.startswith("_")}
+    return {name: caller(name, signature_of(name), method) for name, method in methods.items()}
 
 
 class Scripts:
@@ -161,67 +178,74 @@ class Scripts:
         self._fragments = fragments
         self._functions: dict[str, Function] = {}
 
-    def run(self, name: str, fleet: str, args: Sequence[Any] = ()) -> Any:
-        """Run a script on a fleet's keys; answers what it returns, texts as bytes.  Raises redis errors."""
-        return self._run(name, self.keys.fleet(fleet), args)
+    def bound(self, declared: type) -> Any:
+        """These scripts on the keys of `Keys`: an object with a method for each, as the class declares them.
 
-    def run_each(self, name: str, args: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Any], dict[str, RedisError]]:
-        """Run a script on each of these fleets, with the arguments of each, in few round trips.
-
-        Answers what it returned, and the errors of those that failed.  Raises redis errors that concern all of them.
+        Raises TypeError: a header says otherwise.
         """
-        answers = self.run_all(name, list(args.items()))
-        found = dict(zip(args, answers, strict=True))
-        failed = {fleet: answer for fleet, answer in found.items() if isinstance(answer, RedisError)}
-        return {fleet: answer for fleet, answer in found.items() if fleet not in failed}, failed
+        return SimpleNamespace(**{name: it.pack(self._targets(name, it)) for name, it in _callers(declared).items()})
 
-    def run_command(self, command: Command) -> Any:
-        """Run a script; answers what it reads in the answer.  Raises redis errors."""
-        (answer,) = self._call([command])
-        return command.read(_or_raise(answer))
+    def target(self, script: str, on: str, read: Callable[[Any], Any]) -> Target:
+        """`on`: a fleet, or the key of a script that works on one."""
+        keys = self.keys.fleet(on) if "@include lib/fleet" in source(script) else [on]
+        return Target(script, keys, ("FCALL", self._function(script).name, len(keys), *keys), read)
 
-    def run_commands(self, commands: Sequence[Command]) -> list[Any]:
-        """Run different scripts in few round trips; what each reads in its answer.  Raises the first redis error."""
+    def _targets(self, script: str, found: Caller) -> Callable[[str], Target]:
+        return lru_cache(_REMEMBERED)(lambda on: self.target(script, on, found.read(on)))
+
+    def run(self, command: Command[T]) -> T:
+        """Run a script.  Raises redis errors."""
+        (answer,) = self.run_all([command])
+        return answer
+
+    def run_all(self, commands: Sequence[Command[T]]) -> list[T]:
+        """Run scripts in few round trips.  Raises the first error."""
+        found = self._answers(commands)
+        for answer in found:
+            if isinstance(answer, RedisError):
+                raise answer
+        return [command.target.read(answer) for command, answer in zip(commands, found, strict=True)]
+
+    def run_each(self, commands: Mapping[K, Command[T]]) -> tuple[dict[K, T], dict[K, RedisError]]:
+        """Run scripts in few round trips; their answers, and the errors of those that failed.
+
+        Raises redis errors that concern all of them.
+        """
+        found = dict(zip(commands, self._answers(list(commands.values())), strict=True))
+        failed = {key: answer for key, answer in found.items() if isinstance(answer, RedisError)}
+        read = {key: commands[key].target.read(answer) for key, answer in found.items() if key not in failed}
+        return read, failed
+
+    def _answers(self, commands: Sequence[Command[T]]) -> list[Any]:
         parts = (commands[n : n + _AT_ONCE] for n in range(0, len(commands), _AT_ONCE))
-        answers = [_or_raise(answer) for part in parts for answer in self._call(part)]
-        return [command.read(answer) for command, answer in zip(commands, answers, strict=True)]
-
-    def run_all(self, name: str, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
-        """Run a script once for each (fleet, args), in few round trips; its answer, or the RedisError, of each."""
-        on_keys = [Command(name, self.keys.fleet(fleet), args) for fleet, args in calls]
-        parts = (on_keys[n : n + _AT_ONCE] for n in range(0, len(on_keys), _AT_ONCE))
         return [answer for part in parts for answer in self._call(part)]
 
-    def _call(self, calls: Sequence[Command]) -> list[Any]:
+    def _call(self, commands: Sequence[Command[T]]) -> list[Any]:
         """The answers, or ResponseErrors.  What Redis does not know is sent once more, after its text."""
-        answers = self._send(calls)
+        answers = self._send(commands)
         missing = [n for n, answer in enumerate(answers) if is_missing(answer)]
         if missing:
-            for name in {calls[n].name for n in missing}:
+            for script in {commands[n].target.script for n in missing}:
                 # Another process may have done it meanwhile.
-                self.redis.execute_command(*self.load_words(name))
-            for n, answer in zip(missing, self._send([calls[n] for n in missing]), strict=True):
+                self.redis.execute_command(*self.load_words(script))
+            for n, answer in zip(missing, self._send([commands[n] for n in missing]), strict=True):
                 answers[n] = answer
         return answers
 
-    def _send(self, calls: Sequence[Command]) -> list[Any]:
-        if len(calls) == 1:  # A pipeline would take a connection of its own.
+    def _send(self, commands: Sequence[Command[T]]) -> list[Any]:
+        if len(commands) == 1:  # A pipeline would take a connection of its own.
             try:
-                return [self.redis.execute_command(*self.words(calls[0]))]
+                return [self.redis.execute_command(*commands[0].words)]
             except ResponseError as error:
                 return [error]
         with self.redis.pipeline(transaction=False) as pipe:
-            for call in calls:
-                pipe.execute_command(*self.words(call))
+            for command in commands:
+                pipe.execute_command(*command.words)
             return pipe.execute(raise_on_error=False)
 
-    def words(self, command: Command) -> tuple[Any, ...]:
-        """What Redis is sent to run it."""
-        return "FCALL", self._function(command.name).name, len(command.keys), *command.keys, *command.args
-
-    def load_words(self, name: str) -> tuple[Any, ...]:
+    def load_words(self, script: str) -> tuple[Any, ...]:
         """What Redis is sent first, if it does not know the script."""
-        return "FUNCTION", "LOAD", "REPLACE", self._function(name).text
+        return "FUNCTION", "LOAD", "REPLACE", self._function(script).text
 
     def existing(self, key: str, fleets: Sequence[str]) -> list[str]:
         """Those of the fleets that have this key: a look at many that costs a small part of a script for each."""
@@ -244,32 +268,10 @@ class Scripts:
         """How often in a row a server failed, as lua/rest.lua counts it."""
         return int(self.redis.hget(self.keys.fleet(fleet)[-1], f"failures:{server}") or 0)
 
-    def workers(self, worker: str, room: int | None, ttl_ms: int) -> int:
-        """Run `workers`, which belongs to no fleet; answers the room of all workers together."""
-        args = [worker, "" if room is None else room, ttl_ms]
-        return int(self._run("workers", [self.keys.workers()], args)[0])
-
-    def learn(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[tuple[int, int]]:
-        """Run `learn` for each (forecast, args); answers of each (1: learned, 0: nothing was remembered; level).
-
-        Raises redis errors.
-        """
-        answers = self._call([Command("learn", [forecast], args) for forecast, args in calls])
-        return [(int(learned), int(level)) for learned, level in map(_or_raise, answers)]
-
-    def _run(self, name: str, keys: list[str], args: Sequence[Any]) -> Any:
-        return self.run_command(Command(name, keys, args))
-
     def _function(self, name: str) -> Function:
         if name not in self._functions:
             self._functions[name] = function(name, self._fragments)
         return self._functions[name]
-
-
-def _or_raise(answer: Any) -> Any:
-    if isinstance(answer, RedisError):
-        raise answer
-    return answer
 
 
 def is_missing(answer: object) -> bool:

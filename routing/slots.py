@@ -1,8 +1,8 @@
 """Slots: which of a fleet's slots can be offered, and by which rules."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, NamedTuple, Protocol
 
 from redis.exceptions import RedisError
 
@@ -12,7 +12,7 @@ from routing.config import RoutingSettings
 from routing.keys import FLEET_KEYS
 from routing.policies.order import account, safe
 from routing.policies.placement import attribute_text
-from routing.scripts import Scripts, say_failed
+from routing.scripts import Command, Scripts, say_failed
 
 _ACCOUNTS_AT_ONCE = 500
 
@@ -44,7 +44,7 @@ class ServerStanding:
     resting: int
     taken: int
     rested_ms: int
-    breaker: str
+    breaker: Literal["closed", "open", "half_open", "probing"]
     open_until_ms: int
     open_why: str
     opened: int
@@ -62,12 +62,36 @@ class Trouble:
     failing: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Synced:
-    """How the room took a catalog.  `foreign`: it is another record's.  `newer`: the version that it has already."""
+class Synced(NamedTuple):
+    """How the room took a catalog.  `foreign`: it is another record's; `stale`: it has the version `newest` already."""
 
-    foreign: bool = False
-    newer: int | None = None
+    answer: Literal["synced", "stale", "foreign"]
+    newest: int
+
+
+class _Rested(NamedTuple):
+    rest_ms: int
+    moved: int
+
+
+class _Server(NamedTuple):
+    name: str
+    entry: str
+    slots: int
+
+
+class SlotScripts(Protocol):
+    """What lua/ does with slots: a script each."""
+
+    def sync(
+        self, fleet: str, *, record: str, version: int, servers: Sequence[_Server], rules: Mapping[str, str]
+    ) -> Command[Synced]: ...
+    def resort(self, fleet: str, *, limit: int) -> Command[int]: ...
+    def close(self, fleet: str, *, version: int) -> Command[Literal["closed", "changed"]]: ...
+    def servers(self, fleet: str) -> Command[list[ServerStanding]]: ...
+    def rest(self, fleet: str, *, server: str, first_ms: int, max_ms: int) -> Command[_Rested]: ...
+    def reset(self, fleet: str, *, kind: Literal["server", "model"], name: str) -> Command[int]: ...
+    def occupy(self, fleet: str, *, server: str, count: int, rest_ms: int) -> Command[int]: ...
 
 
 class Slots:
@@ -75,6 +99,7 @@ class Slots:
 
     def __init__(self, scripts: Scripts, settings: RoutingSettings) -> None:
         self._scripts = scripts
+        self._acts: SlotScripts = scripts.bound(SlotScripts)
         self._settings = settings
 
     def sync_all(self, fleets: Sequence[str], catalog: Snapshot) -> dict[str, Synced]:
@@ -84,11 +109,16 @@ class Slots:
         """
         if fleets:
             self._scripts.redis.sadd(self._scripts.keys.rooms(), *fleets)
-        found, failed = self._scripts.run_each("sync", {fleet: _registry(fleet, catalog) for fleet in fleets})
+        synced, failed = self._scripts.run_each({fleet: self.syncing(fleet, catalog) for fleet in fleets})
         say_failed("registry_not_brought", failed)
-        synced = {fleet: _synced(*answer) for fleet, answer in found.items()}
-        self._resort([fleet for fleet, it in synced.items() if it == Synced()])
+        self._resort([fleet for fleet, it in synced.items() if it.answer == "synced"])
         return synced
+
+    def syncing(self, fleet: str, catalog: Snapshot) -> Command[Synced]:
+        """The command of `sync_all` for one of them."""
+        servers = [_Server(it.name, entry(it), it.slots) for it in catalog.servers_of(fleet)]
+        rules = _rules(fleet, catalog)
+        return self._acts.sync(fleet, record=catalog.record, version=catalog.version, servers=servers, rules=rules)
 
     def forget_gone(self, fleets: Sequence[str]) -> list[str]:
         """Remove the rooms of all fleets but these, unless one holds a lease; answers whose.
@@ -96,8 +126,8 @@ class Slots:
         A fleet that comes just now finds its room new, and filled from the record.
         """
         redis, keys = self._scripts.redis, self._scripts.keys
-        known: set[Any] = redis.smembers(keys.rooms())
-        gone = sorted({name.decode() for name in known}.difference(fleets))
+        known = {name.decode() for name in redis.smembers(keys.rooms()) if isinstance(name, bytes)}
+        gone = sorted(known.difference(fleets))
         holding = self._scripts.existing("leases", gone)
         empty = [fleet for fleet in gone if fleet not in holding]
         for fleet in empty:
@@ -110,46 +140,49 @@ class Slots:
     def _resort(self, fleets: Sequence[str]) -> None:
         """In parts: with very many tenants all at once would keep everybody waiting."""
         while fleets:
-            left, failed = self._scripts.run_each("resort", {fleet: [_ACCOUNTS_AT_ONCE] for fleet in fleets})
+            asked = {fleet: self._acts.resort(fleet, limit=_ACCOUNTS_AT_ONCE) for fleet in fleets}
+            left, failed = self._scripts.run_each(asked)
             say_failed("lanes_not_sorted", failed)
             fleets = [fleet for fleet, count in left.items() if count]
 
     def close(self, fleet: str, version: int) -> bool:
         """Let nothing be offered until the room has been filled again.  False: its catalog is no more `version`."""
-        return self._scripts.run("close", fleet, [version])[0] == b"closed"
+        return self._scripts.run(self._acts.close(fleet, version=version)) == "closed"
 
     def standings(self, fleet: str) -> dict[str, ServerStanding]:
         """How each of a fleet's servers stands."""
-        _, rows = self._scripts.run("servers", fleet)
-        return {(found := _standing(row)).server: found for row in rows}
+        return {it.server: it for it in self._scripts.run(self._acts.servers(fleet))}
 
     def rest(self, fleet: str, server: str) -> int:
         """A server failed: offer its slots to nobody for a while, longer each time in a row; answers ms."""
-        settings = self._settings
-        args = [server, settings.unreachable_rest_ms, settings.unreachable_rest_max_ms]
-        return int(self._scripts.run("rest", fleet, args)[0])
+        return self._scripts.run(self._resting(fleet, server)).rest_ms
 
     def wake(self, fleet: str, server: str) -> int:
         """A server is well: offer its slots again; answers how many were resting."""
-        return int(self._scripts.run("rest", fleet, [server, 0, 0])[1])
+        return self._scripts.run(self._waking(fleet, server)).moved
 
     def rest_all(self, servers: Sequence[tuple[str, str]]) -> None:
         """`rest` of many (fleet, server), in few round trips; a fleet that is at fault is only logged."""
-        settings = self._settings
-        self._rest_all(servers, settings.unreachable_rest_ms, settings.unreachable_rest_max_ms)
+        self._rest_all({it: self._resting(*it) for it in servers})
 
     def wake_all(self, servers: Sequence[tuple[str, str]]) -> None:
         """`wake` of many, likewise."""
-        self._rest_all(servers, 0, 0)
+        self._rest_all({it: self._waking(*it) for it in servers})
 
-    def _rest_all(self, servers: Sequence[tuple[str, str]], rest_ms: int, most_ms: int) -> None:
-        answers = self._scripts.run_all("rest", [(fleet, [server, rest_ms, most_ms]) for fleet, server in servers])
-        answered = zip(servers, answers, strict=True)
-        say_failed("rest_postponed", {fleet: it for (fleet, _), it in answered if isinstance(it, RedisError)})
+    def _resting(self, fleet: str, server: str) -> Command[_Rested]:
+        first_ms, max_ms = self._settings.unreachable_rest_ms, self._settings.unreachable_rest_max_ms
+        return self._acts.rest(fleet, server=server, first_ms=first_ms, max_ms=max_ms)
+
+    def _waking(self, fleet: str, server: str) -> Command[_Rested]:
+        return self._acts.rest(fleet, server=server, first_ms=0, max_ms=0)
+
+    def _rest_all(self, commands: Mapping[tuple[str, str], Command[_Rested]]) -> None:
+        _, failed = self._scripts.run_each(commands)
+        say_failed("rest_postponed", {fleet: error for (fleet, _), error in failed.items()})
 
     def reset(self, fleet: str, kind: Literal["server", "model"], name: str) -> int:
         """Close a breaker, as somebody says that all is well; answers how many slots of a server rest no more."""
-        return int(self._scripts.run("reset", fleet, [kind, name]))
+        return self._scripts.run(self._acts.reset(fleet, kind=kind, name=name))
 
     def failing(self, fleet: str, server: str) -> bool:
         """Whether the server failed when it was last called or asked."""
@@ -173,7 +206,7 @@ class Slots:
 
     def occupy(self, fleet: str, server: str, count: int, rest_ms: int) -> int:
         """Others use `count` of a server's slots: offer so many fewer for a while; answers how many rest."""
-        return int(self._scripts.run("occupy", fleet, [server, count, rest_ms]))
+        return self._scripts.run(self._acts.occupy(fleet, server=server, count=count, rest_ms=rest_ms))
 
 
 def _trouble(resting: Sequence[bytes], meta: Sequence[bytes]) -> Trouble:
@@ -181,20 +214,6 @@ def _trouble(resting: Sequence[bytes], meta: Sequence[bytes]) -> Trouble:
         frozenset(slot.decode().rsplit("-slot", 1)[0] for slot in resting),
         frozenset(name.removeprefix(b"failures:").decode() for name in meta if name.startswith(b"failures:")),
     )
-
-
-def _registry(fleet: str, catalog: Snapshot) -> list[Any]:
-    servers = catalog.servers_of(fleet)
-    args: list[Any] = [catalog.record, catalog.version, len(servers)]
-    for server in servers:
-        args += [server.name, entry(server), server.slots]
-    for field, text in _rules(fleet, catalog).items():
-        args += [field, text]
-    return args
-
-
-def _synced(answer: bytes, version: int | None = None) -> Synced:
-    return Synced(foreign=answer == b"foreign", newer=version)
 
 
 def entry(server: Server) -> str:
@@ -224,9 +243,3 @@ def model_rules(model: Model) -> dict[str, str]:
         terms = f"{config.weights.get(tenant, 1)!r} {config.tenant_slot_limits.get(tenant, 0)}"
         rules[f"account {account(tenant, model.name)}"] = terms
     return rules
-
-
-def _standing(row: list[Any]) -> ServerStanding:
-    plain: list[Any] = [field.decode() if isinstance(field, bytes) else field for field in row[:-1]]
-    scores: dict[str, Score] = {name.decode(): Score(*map(float, parts)) for name, *parts in row[-1]}
-    return ServerStanding(*[*plain, scores])

@@ -163,7 +163,7 @@ class Engine:
         if len(self._later) == 1:
             self.loop.call_later(_LATER_S, self._catch_up)
 
-    async def ask_room(self, command: Command) -> Any:
+    async def ask_room(self, command: Command[T]) -> T:
         """Run a script.  Raises redis errors."""
         return await self._room.ask(command)
 

@@ -6,8 +6,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from routing.config import RoutingSettings
-from routing.leases import Held, Leases
-from routing.queues import Offer
+from routing.leases import Held, Leases, Released
 from routing.scripts import Scripts
 from routing.workers import Room, unbounded
 
@@ -23,7 +22,7 @@ class PatientLeases(Leases):
         self._owed: dict[Held, tuple[bool, int]] = {}
         self._lock = threading.Lock()
 
-    def release(self, held: Held, *, back: bool, rest_ms: int = 0, **more: Any) -> tuple[bool, list[Offer]]:
+    def release(self, held: Held, *, back: bool, rest_ms: int = 0, **more: Any) -> Released:
         try:
             answer = super().release(held, back=back, rest_ms=rest_ms, **more)
         except RedisError:

@@ -304,14 +304,14 @@ class Worker:
     async def _pass_on(self, held: Held, end: End) -> Offer | None:
         taker, outcome = self.taker, end.verdict.outcome
         try:
-            _, offers = await self.engine.ask_room(
+            released = await self.engine.ask_room(
                 self._leases.releasing(held, back=False, taker=taker, outcome=outcome)
             )
         except RedisError as error:
             log.warning("release_postponed", job_id=held.job_id, error=str(error))
             self._leases.owe(held)
             return None
-        return self.dispatcher.pass_on(offers, taker)
+        return self.dispatcher.pass_on(released.offers, taker)
 
     async def _settle(self, run: ActiveRun, end: End) -> Moved | None:
         """First the record, then the slot: the job may come back, or its server may be at it still."""

@@ -10,7 +10,7 @@ from routing.policies.admission import bound, refusal, retry_after_s
 from routing.queues import Backlog
 
 
-def _check(submit: Submit, known: Known) -> Iterable[Question]:
+def _check(submit: Submit, known: Known) -> Iterable[Question[Backlog]]:
     for (name, tenant), more in submit.by_account().items():
         model, slots = known.fleet.model(name), known.fleet.snapshot().slots_of(name)
         limit = bound(model.config, slots)
@@ -18,7 +18,7 @@ def _check(submit: Submit, known: Known) -> Iterable[Question]:
             yield _question(known, model, tenant, more, limit, slots)
 
 
-def _question(known: Known, model: Model, tenant: str, more: int, limit: int, slots: int) -> Question:
+def _question(known: Known, model: Model, tenant: str, more: int, limit: int, slots: int) -> Question[Backlog]:
     def judge(found: Backlog) -> None:
         by_tenant = POLICIES[model.config.policy].is_by_tenant
         waiting = found.own if by_tenant else found.everyones

@@ -5,20 +5,21 @@ from collections.abc import Iterable
 from jobs.errors import InvalidJob
 from jobs.record import NewJob, Waiting
 from routing.gates.gate import Asks, Gate, Known, Question, Submit
-from routing.queues import Position
+from routing.queues import WaitFacts
 
 
-def _check(submit: Submit, known: Known) -> Iterable[Question]:
+def _check(submit: Submit, known: Known) -> Iterable[Question[WaitFacts]]:
     for index, job in enumerate(submit.jobs):
         if job.deadline_ms is not None and job.not_before_ms is None:
             yield _question(submit, known, index, job, job.deadline_ms - submit.now_ms)
 
 
-def _question(submit: Submit, known: Known, index: int, job: NewJob, ttl_ms: int) -> Question:
+def _question(submit: Submit, known: Known, index: int, job: NewJob, ttl_ms: int) -> Question[WaitFacts]:
     model, now_ms = known.fleet.model(job.model), submit.now_ms
     as_last = Waiting(job.id, 0, job.model, job.tier, job.tenant, now_ms, job.needs)
 
-    def judge(position: Position | None) -> None:
+    def judge(facts: WaitFacts) -> None:
+        position = facts.position
         if position is None or not position.ahead:
             return
         earliest_ms = known.observer.earliest_ms(model, position, now_ms)

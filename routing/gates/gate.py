@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from jobs.record import NewJob
 from jobs.tenants import Tenant
@@ -20,6 +20,8 @@ from routing.fleet import Fleet
 from routing.observer import Observer
 from routing.queues import Queues
 from routing.scripts import Command
+
+T = TypeVar("T")
 
 
 class Asks(Enum):
@@ -56,11 +58,11 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class Question(Generic[T]):
     """`judge` raises a refusal if the command's answer is a reason for one."""
 
-    command: Command
-    judge: Callable[[Any], None]
+    command: Command[T]
+    judge: Callable[[T], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,4 +72,4 @@ class Gate:
     name: str
     looks_at: str
     asks: Asks
-    check: Callable[[Submit, Known], Iterable[Question]]
+    check: Callable[[Submit, Known], Iterable[Question[Any]]]

@@ -7,13 +7,13 @@ from jobs.tenants import Tenant
 from routing.gates.gate import Asks, Gate, Known, Question, Submit
 
 
-def _check(submit: Submit, known: Known) -> Iterable[Question]:
+def _check(submit: Submit, known: Known) -> Iterable[Question[int]]:
     tenant = submit.tenant
     if tenant is not None and tenant.rate_per_s:
         yield _question(known, tenant, tenant.rate_per_s, len(submit.jobs))
 
 
-def _question(known: Known, tenant: Tenant, rate_per_s: int, count: int) -> Question:
+def _question(known: Known, tenant: Tenant, rate_per_s: int, count: int) -> Question[int]:
     burst = max(tenant.burst or rate_per_s, 1)
     if count > burst:  # However long it waited, this would never fit.
         raise InvalidJob("jobs", f"Tenant {tenant.name!r} may submit {burst} at once, not {count}; split them.")

@@ -6,23 +6,23 @@ from jobs.catalog import Model
 from jobs.errors import InvalidJob, TooMany
 from routing.gates.gate import Asks, Gate, Known, Question, Submit
 from routing.policies.admission import too_various
+from routing.queues import Variety
 
 _RETRY_S = 10.0
 
 
-def _check(submit: Submit, known: Known) -> Iterable[Question]:
+def _check(submit: Submit, known: Known) -> Iterable[Question[Variety]]:
     for name, tenant in submit.by_account():
         needs = {job.needs for job in submit.jobs if job.needs and (job.model, job.tenant) == (name, tenant)}
         if needs:
             yield _question(known, known.fleet.model(name), tenant, needs)
 
 
-def _question(known: Known, model: Model, tenant: str, needs: set[str]) -> Question:
+def _question(known: Known, model: Model, tenant: str, needs: set[str]) -> Question[Variety]:
     of_one, of_all = known.settings.most_constraints, known.settings.most_constraints_of_all
 
-    def judge(found: tuple[int, int]) -> None:
-        own, everyones = found
-        for count, limit, whose in ((own, of_one, tenant), (everyones, of_all, None)):
+    def judge(found: Variety) -> None:
+        for count, limit, whose in ((found.own, of_one, tenant), (found.everyones, of_all, None)):
             if count <= limit:
                 continue
             if len(needs) > limit:  # However long it waited, this would never fit.

@@ -1,12 +1,17 @@
 --[[ backlog: how many jobs of one tenant wait for a model, how many of all, and what they wait for.
-  KEYS[1..14] the fleet's keys, see lib/fleet
-  ARGV[1] account: "<tenant>|<model>"
-  Returns {jobs, jobs_of_all, run_ms, free}; run_ms 0: not known yet; free: slots of the fleet      Writes nothing
+  Keys: lanes, free, stats, meta
+  Takes
+    account: text           "<tenant>|<model>"
+  Returns
+    own: int, everyones: int
+    run_ms: int | None      mean slot time of the model's latest runs; None: not known yet
+    free: int               slots of the fleet
+  Writes nothing
   Cost O(1) ]]
 -- @include lib/fleet
 
-local jobs = tonumber(redis.call("HGET", LANES, ARGV[1]) or "0")
-local model = model_of(ARGV[1])
-local run_ms = tonumber(redis.call("HGET", stats_key("model", model), "run_ms") or "0")
-return { jobs, tonumber(redis.call("HGET", META, "waiting:" .. model) or "0"), math.ceil(run_ms),
+local model = model_of(account)
+local run_ms = math.ceil(tonumber(redis.call("HGET", stats_key("model", model), "run_ms") or "0"))
+return { tonumber(redis.call("HGET", LANES, account) or "0"),
+  tonumber(redis.call("HGET", META, "waiting:" .. model) or "0"), run_ms > 0 and run_ms,
   redis.call("ZCARD", FREE) }

@@ -1,8 +1,10 @@
 --[[ begin: make a room that is closed ready to be filled: what Redis kept of another copy, of another record, or of a
   moment that has been undone, is forgotten.  Means and breakers are kept, unless the record is another.
-  KEYS[1..14] the fleet's keys, see lib/fleet
-  ARGV[1] record   the identity of the record that it will be filled from
-  Returns {"open"}: it is, and left as it is | {"ready"}: nothing had to be forgotten | {"cleared"}
+  Keys: classes, groups, kinds, lanes, rules, free, resting, slots, leases, servers, tags, stats, held, meta
+  Takes
+    record: text      the identity of the record that it will be filled from
+  Returns
+    answer: "open" | "ready" | "cleared"      it is open, and left as it is; nothing had to be forgotten; something had
   Once it is ready, others who begin too forget nothing of what has been filled meanwhile
   Cost O(lanes + leases)    Upholds LEASE-1, ORDER-1 ]]
 -- @include lib/fleet
@@ -35,18 +37,18 @@ local function forget_stats(all)
   end
 end
 
-if is_open() then return { "open" } end
+if is_open() then return "open" end
 
 local known, copy = redis.call("HMGET", META, "copy", "lost"), copy_id()
 local answer = "ready"
-if (known[1] and known[1] ~= copy) or known[2] or is_foreign(ARGV[1]) then
+if (known[1] and known[1] ~= copy) or known[2] or is_foreign(record) then
   forget_waiting()
   forget(redis.call("ZRANGE", LEASES, 0, -1), lease_key)
   forget(redis.call("HKEYS", SLOTS), beside_key)
-  forget_stats(is_foreign(ARGV[1]))
+  forget_stats(is_foreign(record))
   redis.call("UNLINK", CLASSES, GROUPS, KINDS, LANES, RULES, FREE, RESTING, SLOTS, LEASES, SERVERS, HELD, META,
     excess_key(), open_key(), unsorted_key(), ungrouped_key())
   answer = "cleared"
 end
-redis.call("HSET", META, "copy", copy, "record", ARGV[1])
-return { answer }
+redis.call("HSET", META, "copy", copy, "record", record)
+return answer

@@ -1,8 +1,13 @@
 --[[ claim: make an open offer one's own.
-  KEYS[1..14] the fleet's keys, see lib/fleet
-  ARGV[1] job   ARGV[2] lease   ARGV[3] owner, not empty   ARGV[4] lease_ms
-  Returns {"claimed", slot, server, number} | {"yours"}: the caller has claimed it before | {"lost"}
-  Writes only on "claimed"
+  Keys: leases, meta
+  Takes
+    offer: {job_id: text, lease: text}
+    owner: text       not empty
+    lease_ms: int
+  Returns
+    claimed: {job_id: text, lease: text, slot: text, server: text, model: text, number: int, owner: text} | None
+      None: it is gone, another's, or the caller's already
+  Writes only if it was open
   Clock Redis TIME    Cost O(log leases)    Upholds LEASE-1 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
@@ -10,13 +15,12 @@
 -- @include lib/epoch
 -- @include lib/lease
 
-local job, lease, owner = ARGV[1], ARGV[2], ARGV[3]
-local held, now = read_lease(job), now_ms()
-if holds(held, lease, owner) then return { "yours" } end
-if not holds(held, lease, "") then return { "lost" } end
-if not is_open(now) then return { "lost" } end -- the slot may be another's by now
+local job, lease, now = offer.job_id, offer.lease, now_ms()
+local held = read_lease(job)
+if not holds(held, lease, "") then return false end
+if not is_open(now) then return false end -- the slot may be another's by now
 
 redis.call("HSET", lease_key(job), "owner", owner)
-redis.call("ZADD", LEASES, exact(now + tonumber(ARGV[4])), job)
+redis.call("ZADD", LEASES, exact(now + lease_ms), job)
 note_owner(job, owner)
-return { "claimed", held.slot, server_of(held.slot), tonumber(held.offer) }
+return { job, lease, held.slot, server_of(held.slot), held.lane.model, tonumber(held.offer), owner }

@@ -1,6 +1,9 @@
 --[[ depths: how many jobs of each model wait, and how the fleet's slots stand.
-  KEYS[1..14] the fleet's keys, see lib/fleet
-  Returns {open 0|1, free, resting, taken, {model, jobs}…}      Writes nothing
+  Keys: free, resting, slots, meta
+  Returns
+    open: flag, free: int, resting: int, taken: int
+    waiting: {text: int}      jobs by model, of those that have some
+  Writes nothing
   Cost O(models) ]]
 -- @include lib/fleet
 -- @include lib/fields

@@ -1,13 +1,16 @@
 --[[ expired: the leases whose time is over.
-  KEYS[1..14] the fleet's keys, see lib/fleet
-  ARGV[1] limit
-  Returns {{job, lease, owner, slot}…}, longest expired first      Writes nothing
+  Keys: leases
+  Takes
+    limit: int
+  Returns
+    leases: [{job_id: text, lease: text, owner: text, slot: text}]      longest expired first
+  Writes nothing
   Clock Redis TIME    Cost O(expired) ]]
 -- @include lib/now_ms
 -- @include lib/fleet
 
 local found = {}
-for _, job in ipairs(redis.call("ZRANGEBYSCORE", LEASES, "-inf", exact(now_ms()), "LIMIT", 0, tonumber(ARGV[1]))) do
+for _, job in ipairs(redis.call("ZRANGEBYSCORE", LEASES, "-inf", exact(now_ms()), "LIMIT", 0, limit)) do
   local held = redis.call("HMGET", lease_key(job), "lease", "owner", "slot")
   if held[1] then found[#found + 1] = { job, held[1], held[2], held[3] } end
 end

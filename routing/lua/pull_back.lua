@@ -1,10 +1,12 @@
 --[[ pull_back: after Redis' clock was set back, end what would last longer than it ever may.
-  KEYS[1..14] the fleet's keys, see lib/fleet
-  ARGV[1] lease_ms  the longest that a lease or an offer lasts: one that would last longer gets that, so that its
-                    holder can renew it
-  ARGV[2] rest_ms   the longest rest of a slot
-  ARGV[3] open_ms   the longest that a breaker stays open
-  Returns how many were pulled back
+  Keys: rules, resting, leases, servers, stats
+  Takes
+    lease_ms: int     the longest that a lease or an offer lasts: one that would last longer gets that, so that its
+                      holder can renew it
+    rest_ms: int      the longest rest of a slot
+    open_ms: int      the longest that a breaker stays open
+  Returns
+    moved: int        how many were pulled back
   Clock Redis TIME    Cost O(log n + what is pulled back + servers models) ]]
 -- @include lib/now_ms
 -- @include lib/fleet
@@ -15,11 +17,11 @@ local function beyond(index, longest_ms)
   return redis.call("ZRANGEBYSCORE", index, "(" .. exact(now + longest_ms), "+inf")
 end
 
-for _, job in ipairs(beyond(LEASES, tonumber(ARGV[1]))) do
-  redis.call("ZADD", LEASES, exact(now + tonumber(ARGV[1])), job)
+for _, job in ipairs(beyond(LEASES, lease_ms)) do
+  redis.call("ZADD", LEASES, exact(now + lease_ms), job)
   moved = moved + 1
 end
-for _, slot in ipairs(beyond(RESTING, tonumber(ARGV[2]))) do
+for _, slot in ipairs(beyond(RESTING, rest_ms)) do
   redis.call("ZADD", RESTING, exact(now), slot)
   moved = moved + 1
 end
@@ -34,7 +36,7 @@ local function pull(stats, field, longest_ms)
 end
 
 local function pull_all(stats)
-  pull(stats, "open_until", tonumber(ARGV[3]))
+  pull(stats, "open_until", open_ms)
   pull(stats, "penalty_at", 0)
 end
 

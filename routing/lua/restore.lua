@@ -1,7 +1,11 @@
 --[[ restore: write the leases of running jobs again, as the record knows them, after Redis has lost them.
-  KEYS[1..14] the fleet's keys, see lib/fleet
-  ARGV[1] lease_ms   ARGV[2…] job, lease, owner, slot, lane, needs, seq, created of each
-  Returns how many were written; a job that has a lease is left alone, and so is one that waits in an open room
+  Keys: classes, groups, kinds, lanes, rules, free, resting, slots, leases, servers, tags, stats, held, meta
+  Takes
+    lease_ms: int
+    leases: [{held: {job_id: text, lease: text, owner: text, slot: text},
+              lane: text, job: {needs: text, seq: int, created_ms: int}}]
+  Returns
+    restored: int     a job that has a lease is left alone, and so is one that waits in an open room
   Where another holds the slot by now, the lease stands beside, see lib/holding
   Clock Redis TIME    Cost O(jobs log leases)    Upholds LEASE-1, SLOT-1 ]]
 -- @include lib/now_ms
@@ -19,17 +23,17 @@
 
 local now, restored = now_ms(), 0
 local is_complete = is_open(now)
-for i = 2, #ARGV, 8 do
-  local job, slot, it = ARGV[i], ARGV[i + 3], read_lane(ARGV[i + 4])
+for _, lease in ipairs(leases) do
+  local held, it, job = lease.held, read_lane(lease.lane), lease.job
   -- One that waits has ended its run since the record was read; while the room is filled it may have begun it.
-  local member = member_of(job, ARGV[i + 7])
+  local member = member_of(held.job_id, job.created_ms)
   if not is_complete then take_from_lane(it, member) end
   local waits = redis.call("ZSCORE", lane_key(it.name), member)
-  if not waits and redis.call("EXISTS", lease_key(job)) == 0 then
-    write_lease(job, ARGV[i + 1], ARGV[i + 2], slot, it, ARGV[i + 5], ARGV[i + 6], ARGV[i + 7], 0, 0, now,
-      now + tonumber(ARGV[1]))
-    redis.call("ZREM", FREE, slot)
-    redis.call("ZREM", RESTING, slot)
+  if not waits and redis.call("EXISTS", lease_key(held.job_id)) == 0 then
+    write_lease(held.job_id, held.lease, held.owner, held.slot, it, job.needs, job.seq, job.created_ms, 0, 0, now,
+      now + lease_ms)
+    redis.call("ZREM", FREE, held.slot)
+    redis.call("ZREM", RESTING, held.slot)
     restored = restored + 1
   end
 end

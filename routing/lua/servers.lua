@@ -1,12 +1,16 @@
 --[[ servers: how each server stands: its slots, its breaker, and the parts of its score for each model it serves.
-  KEYS[1..14] the fleet's keys, see lib/fleet
-  Returns {now_ms, {server, free, resting, taken, rested_ms, breaker, open_until_ms, open_why, opened, loaded, swaps,
-                    passing_since_ms, {model, load, failures, slowness, swap, total}…}…}
-    rested_ms  when the first of its resting slots is offered again; 0: none rests
-    breaker    closed, open, half_open or probing; the parts are texts, the lowest total is best
-    open_until_ms, open_why, opened   when its next probe is due; what opened it: its runs failed one after another
-               (failures), too many of them did (rate), or the last probe did (probe); how often in a row; 0 or
-               empty: it is closed
+  Keys: free, resting, leases, servers, stats
+  Returns
+    servers: [{server: text, free: int, resting: int, taken: int,
+               rested_ms: int, breaker: "closed" | "open" | "half_open" | "probing",
+               open_until_ms: int, open_why: text, opened: int,
+               loaded: text, swaps: int, passing_since_ms: int,
+               scores: {text: {load: number, failures: number, slowness: number, swap: number, total: number}}}]
+      rested_ms  when the first of its resting slots is offered again; 0: none rests
+      scores     by model; the lowest total is best
+      open_until_ms, open_why, opened   when its next probe is due; what opened it: its runs failed one after another
+                 (failures), too many of them did (rate), or the last probe did (probe); how often in a row; 0 or
+                 empty: it is closed
   Writes nothing
   Clock Redis TIME    Cost O(slots + servers models) ]]
 -- @include lib/now_ms
@@ -33,11 +37,11 @@ local function scores(server, entry)
   local rows = {}
   for model in models_in(entry) do
     local parts = score_of(server, entry, model, now)
-    local row = { model }
-    for _, part in ipairs({ "load", "failures", "slowness", "swap", "total" }) do
-      row[#row + 1] = string.format("%.3f", parts[part])
+    local row = {}
+    for n, part in ipairs({ "load", "failures", "slowness", "swap", "total" }) do
+      row[n] = string.format("%.3f", parts[part])
     end
-    rows[#rows + 1] = row
+    rows[#rows + 1] = { model, row }
   end
   return rows
 end
@@ -63,4 +67,4 @@ for i = 1, #servers, 2 do
     tonumber(has.opened or "0"), has.loaded or "", tonumber(has.swaps or "0"), passing_since(stats, servers[i + 1]),
     scores(server, servers[i + 1]) }
 end
-return { now, found }
+return found

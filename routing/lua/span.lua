@@ -1,6 +1,8 @@
 --[[ span: when the first and the last of a fleet's leases expire.
-  KEYS[1..14] the fleet's keys, see lib/fleet
-  Returns {now_ms, first_ms, last_ms}, 0 for both if there is none      Writes nothing
+  Keys: leases
+  Returns
+    now_ms: int, first_ms: int, last_ms: int      0 for both if there is none
+  Writes nothing
   Clock Redis TIME    Cost O(log leases) ]]
 -- @include lib/now_ms
 -- @include lib/fleet

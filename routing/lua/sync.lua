@@ -1,10 +1,15 @@
 --[[ sync: make the fleet's copy of the registry and of the rules equal to the record's, and slots and lanes with it.
-  KEYS[1..14] the fleet's keys, see lib/fleet
-  ARGV[1] record   its identity   ARGV[2] version  of the catalog; an older one than the copy's changes nothing
-  ARGV[3] count    of servers
-  ARGV[4…]         server, entry, slots of each server; after them field, text of each rule, see lib/rules
-  Returns {"synced"} | {"stale", version of the copy} | {"foreign"}: the room is another record's, and is closed until
-  it is filled from this one      A slot that holds a lease keeps it until it is released
+  Keys: classes, kinds, lanes, rules, free, resting, slots, servers, tags, stats, meta
+  Takes
+    record: text        its identity
+    version: int        of the catalog; an older one than the copy's changes nothing
+    servers: [{name: text, entry: text, slots: int}]
+    rules: {text: text}      by field, see lib/rules
+  Returns
+    answer: "synced" | "stale" | "foreign"
+    newest: int         version of the copy
+      foreign: the room is another record's, and is closed until it is filled from this one
+  A slot that holds a lease keeps it until it is released
   Lanes that a changed rule concerns get their new keys from resort, and classes that other kinds of servers may run
   now their groups: it has to be called until none is left
   Clock Redis TIME    Cost O(slots log slots); O(accounts + classes) after a change    Upholds LEASE-1, SLOT-2 ]]
@@ -82,33 +87,27 @@ local function note_kinds(kinds)
   for _, class in ipairs(redis.call("HKEYS", CLASSES)) do redis.call("RPUSH", ungrouped_key(), class) end
 end
 
-local now, version = now_ms(), tonumber(ARGV[2])
-if is_foreign(ARGV[1]) then
+local now, newest = now_ms(), tonumber(redis.call("HGET", META, "catalog") or "-1")
+if is_foreign(record) then
   redis.call("HDEL", META, "epoch")
-  return { "foreign" }
+  return { "foreign", newest }
 end
-local newest = tonumber(redis.call("HGET", META, "catalog") or "-1")
 if newest > version then return { "stale", newest } end
 
-local first_rule = 4 + 3 * tonumber(ARGV[3])
 redis.call("HSET", META, "catalog", version)
-if ARGV[1] ~= "" then redis.call("HSET", META, "record", ARGV[1]) end
+if record ~= "" then redis.call("HSET", META, "record", record) end
 local gone = {}
 for _, server in ipairs(redis.call("HKEYS", SERVERS)) do gone[server] = true end
 redis.call("DEL", SERVERS)
-local wanted, kinds, rules, changed = {}, {}, {}, {}
-for i = 4, #ARGV, 1 do
-  if i < first_rule and (i - 4) % 3 == 0 then
-    redis.call("HSET", SERVERS, ARGV[i], ARGV[i + 1])
-    gone[ARGV[i]] = nil
-    local kind = string.match(ARGV[i + 1], "\n.*$")
-    kinds[string.sub(redis.sha1hex(kind), 1, 12)] = kind
-    for n = 0, tonumber(ARGV[i + 2]) - 1 do
-      local slot = ARGV[i] .. "-slot" .. n
-      if is_online_slot(slot) then wanted[slot] = true end
-    end
-  elseif i >= first_rule and (i - first_rule) % 2 == 0 then
-    rules[ARGV[i]] = ARGV[i + 1]
+local wanted, kinds, changed = {}, {}, {}
+for _, server in ipairs(servers) do
+  redis.call("HSET", SERVERS, server.name, server.entry)
+  gone[server.name] = nil
+  local kind = string.match(server.entry, "\n.*$")
+  kinds[string.sub(redis.sha1hex(kind), 1, 12)] = kind
+  for n = 0, server.slots - 1 do
+    local slot = server.name .. "-slot" .. n
+    if is_online_slot(slot) then wanted[slot] = true end
   end
 end
 forget_servers(gone)
@@ -148,4 +147,4 @@ if next(changed) then
   end
 end
 write_fields()
-return { "synced" }
+return { "synced", version }

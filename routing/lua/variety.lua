@@ -1,8 +1,12 @@
 --[[ variety: how many different constraints would wait if jobs of these classes came in.
-  KEYS[1..14] the fleet's keys, see lib/fleet
-  ARGV[1] account: "<tenant>|<model>"
-  ARGV[2…] class of each job, those that ask for nothing left out
-  Returns {of the account, of all}; none of them twice      Writes nothing
+  Keys: classes, lanes
+  Takes
+    account: text         "<tenant>|<model>"
+    classes: [text]       of each job, those that ask for nothing left out
+  Returns
+    own: int              of the account, none of them twice
+    everyones: int
+  Writes nothing
   Cost O(lanes of the account + classes asked) ]]
 -- @include lib/fleet
 
@@ -13,12 +17,12 @@ local function count_own(class)
   own[class] = true
 end
 
-for _, mark in ipairs(redis.call("HKEYS", marks_key(ARGV[1]))) do
+for _, mark in ipairs(redis.call("HKEYS", marks_key(account))) do
   local digest = string.match(mark, "|(%w+)$")
-  if digest then count_own(digest .. "|" .. model_of(ARGV[1])) end
+  if digest then count_own(digest .. "|" .. model_of(account)) end
 end
-for i = 2, #ARGV, 1 do
-  if not own[ARGV[i]] then all_count = all_count + 1 - redis.call("HEXISTS", CLASSES, ARGV[i]) end
-  count_own(ARGV[i])
+for _, class in ipairs(classes) do
+  if not own[class] then all_count = all_count + 1 - redis.call("HEXISTS", CLASSES, class) end
+  count_own(class)
 end
 return { own_count, all_count }

@@ -1,14 +1,19 @@
 --[[ wait_facts: what stands between a job and its start.
-  KEYS[1..14] the fleet's keys, see lib/fleet
-  ARGV[1] job   ARGV[2] lane   ARGV[3] created
-  Returns {now_ms, place, ahead, run_ms, obstacle, held, limit, state, breaker, open_until_ms, before}
-    place     "waiting" | "offered" | "absent"
-    obstacle  tenant_paused, tenant_frozen or tenant_slots; empty: nothing is in the tenant's way, which
-              holds `held` slots and may hold `limit` (0: any number)
-    state     of the model: online, draining, paused, frozen; its breaker: see breakers
-    before    up to five jobs of its own lane that come just before it, the next one last
+  Keys: classes, groups, lanes, rules, leases, tags, stats, held
+  Takes
+    job: {id: text, created_ms: int}, lane: text
+    as_last: flag             of one that would come in now
+  Returns
+    place: "waiting" | "offered" | "absent"
+    ahead: int                jobs of its model that come before it; with more than 512 lanes before it an estimate
+    run_ms: int | None        mean slot time of the model's latest runs; None: not known yet
+    obstacle: text            tenant_paused, tenant_frozen or tenant_slots; "": nothing is in its tenant's way
+    held: int                 slots that its account holds
+    state: text               of the model: online, draining, paused, frozen
+    breaker: "closed" | "open" | "half_open" | "probing", open_until_ms: int      of the model
+    before: [text]            up to five jobs of its own lane that come just before it, the next one last
   Writes nothing
-  Clock Redis TIME    Cost as position ]]
+  Clock Redis TIME    Cost O(lanes before it log n), of about 512 lanes ]]
 -- @include lib/now_ms
 -- @include lib/fleet
 -- @include lib/fields
@@ -20,19 +25,13 @@
 -- @include lib/breaker
 -- @include lib/ahead
 
-local job, it, now = ARGV[1], read_lane(ARGV[2]), now_ms()
-local rules, stats = rules_of(it.model), stats_key("model", it.model)
-local seq = redis.call("ZSCORE", lane_key(it.name), member_of(job, ARGV[3]))
-local place = seq and "waiting" or (redis.call("EXISTS", lease_key(job)) == 1 and "offered" or "absent")
-local ahead = seq and count_ahead(it, seq, tonumber(ARGV[3])) or 0
-
-local before = {}
-local rank = seq and redis.call("ZRANK", lane_key(it.name), member_of(job, ARGV[3])) or 0
-for _, member in ipairs(rank > 0 and redis.call("ZRANGE", lane_key(it.name), math.max(rank - 5, 0), rank - 1) or {}) do
-  before[#before + 1] = read_member(member)
+local it, now, before = read_lane(lane), now_ms(), {}
+local member, ahead, run_ms = member_of(job.id, job.created_ms), place_of(it, job.id, job.created_ms, as_last)
+local place = ahead and "waiting" or redis.call("EXISTS", lease_key(job.id)) == 1 and "offered" or "absent"
+local rank = redis.call("ZRANK", lane_key(it.name), member) or 0
+for _, other in ipairs(rank > 0 and redis.call("ZRANGE", lane_key(it.name), math.max(rank - 5, 0), rank - 1) or {}) do
+  before[#before + 1] = read_member(other)
 end
-local _, limit = terms_of(it.account, rules)
-local breaker = breaker_of(stats)
-return { now, place, ahead, math.floor(tonumber(redis.call("HGET", stats, "run_ms") or "0")),
-  obstacle(it.tenant, it.account, rules) or "", tonumber(redis.call("HGET", HELD, it.account) or "0"), limit,
-  rules.state, breaker_state(breaker, now), breaker.until_ms, before }
+local rules, breaker = rules_of(it.model), breaker_of(stats_key("model", it.model))
+return { place, ahead or 0, run_ms or false, obstacle(it.tenant, it.account, rules) or "",
+  number_in_field(HELD, it.account), rules.state, breaker_state(breaker, now), breaker.until_ms, before }

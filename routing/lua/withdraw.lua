@@ -1,7 +1,9 @@
 --[[ withdraw: take a waiting job out of the room, or ask the holder of its lease to cancel it.
-  KEYS[1..14] the fleet's keys, see lib/fleet
-  ARGV[1] job   ARGV[2] lane   ARGV[3] created
-  Returns {"withdrawn"} | {"freed"}: nobody had taken its offer up, so its slot is free | {"asked"} | {"absent"}
+  Keys: classes, groups, kinds, lanes, rules, free, resting, slots, leases, servers, tags, stats, held, meta
+  Takes
+    job: {id: text, created_ms: int}, lane: text
+  Returns
+    answer: "withdrawn" | "freed" | "asked" | "absent"      freed: nobody had taken its offer up, so its slot is free
   Writes nothing on "absent"
   Clock Redis TIME    Cost O(log n) ]]
 -- @include lib/now_ms
@@ -16,22 +18,21 @@
 -- @include lib/lease
 -- @include lib/holding
 
-local job = ARGV[1]
-if take_from_lane(read_lane(ARGV[2]), member_of(job, ARGV[3])) then
+if take_from_lane(read_lane(lane), member_of(job.id, job.created_ms)) then
   write_fields()
-  return { "withdrawn" }
+  return "withdrawn"
 end
 -- One that is offered again may still run at its server: whoever takes it up finds out.
-local held = read_lease(job)
+local held = read_lease(job.id)
 if held and held.owner == "" and held.offer ~= "0" then
   local now = now_ms()
   return_slot(held.slot, now, 0, drop_lease(held, now))
   write_fields()
-  return { "freed" }
+  return "freed"
 end
 if held then
-  redis.call("HSET", lease_key(job), "cancel", "1")
-  redis.call("HDEL", lease_key(job), "again") -- it would come back to the room when its last run frees the slot
-  return { "asked" }
+  redis.call("HSET", lease_key(job.id), "cancel", "1")
+  redis.call("HDEL", lease_key(job.id), "again") -- it would come back to the room when its last run frees the slot
+  return "asked"
 end
-return { "absent" }
+return "absent"

@@ -1,14 +1,18 @@
 --[[ workers: say for how many more runs a worker has room, and hear how many all of them have room for.
-  KEYS[1] workers   hash  worker -> "<room> <until>": until when that is believed, ms
-  ARGV[1] worker    "": says nothing, only asks   ARGV[2] room   runs, 0 or more; "": it leaves   ARGV[3] ttl_ms
-  Returns {room of all, workers}, of those that said so within their time; the others are forgotten
+  Key: a hash, worker -> "<room> <until>": until when that is believed, ms
+  Takes
+    worker: text      "": says nothing, only asks
+    room: int         runs; below 0: it leaves
+    ttl_ms: int
+  Returns
+    room: int         of all that said so within their time; the others are forgotten
   Clock Redis TIME    Cost O(workers) ]]
 -- @include lib/now_ms
 
-local now, room, living = now_ms(), 0, 0
-if ARGV[1] ~= "" and ARGV[2] == "" then redis.call("HDEL", KEYS[1], ARGV[1]) end
-if ARGV[1] ~= "" and ARGV[2] ~= "" then
-  redis.call("HSET", KEYS[1], ARGV[1], ARGV[2] .. " " .. string.format("%.0f", now + tonumber(ARGV[3])))
+local now, everyones = now_ms(), 0
+if worker ~= "" and room < 0 then redis.call("HDEL", KEYS[1], worker) end
+if worker ~= "" and room >= 0 then
+  redis.call("HSET", KEYS[1], worker, string.format("%.0f %.0f", room, now + ttl_ms))
 end
 local all = redis.call("HGETALL", KEYS[1])
 for i = 1, #all, 2 do
@@ -16,7 +20,7 @@ for i = 1, #all, 2 do
   if tonumber(till) < now then
     redis.call("HDEL", KEYS[1], all[i])
   else
-    room, living = room + tonumber(has), living + 1
+    everyones = everyones + tonumber(has)
   end
 end
-return { room, living }
+return everyones

@@ -48,7 +48,7 @@ def test_a_submit_asks_the_room_once_and_its_answer_says_where_the_job_stands(
     asked: list[str] = []
     scripts = api.dispatcher.queues._scripts
     run = scripts.run
-    monkeypatch.setattr(scripts, "run", lambda name, *args: asked.append(name) or run(name, *args))
+    monkeypatch.setattr(scripts, "run", lambda command: asked.append(command.target.script) or run(command))
     assert [api.submit().json["position"] for _ in range(3)] == [None, 1, 2]
     assert asked == ["enqueue"] * 3
 

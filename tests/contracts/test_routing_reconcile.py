@@ -383,7 +383,7 @@ def test_slot_2_the_sweep_offers_what_was_missed(stage):
     stage.register()
     ids = [stage.submit() for _ in range(2)]
     task = stage.start()
-    stage.room.run("release", task.run.job.id, task.held.lease, "w1", 0, 0, "p", 0, 1, "", 1)  # no offers made
+    stage.dispatcher.leases.release(task.held, back=False, limit=0)  # no offers made
     assert stage.offered() == []
     reconcile.sweep(stage.dispatcher)
     assert stage.offered() == [ids[1]]

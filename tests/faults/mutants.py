@@ -43,6 +43,7 @@ from tests.faults.mutants_record import KEPT
 from tests.faults.mutants_rest import REST
 from tests.faults.mutants_room import ROOM
 from tests.faults.mutants_run import RUN
+from tests.faults.mutants_scripts import SCRIPTS
 from tests.faults.mutants_secrets import SECRETS
 from tests.faults.mutants_servers import REFERENCE_SERVER
 from tests.faults.mutants_spoken import SPOKEN
@@ -66,6 +67,7 @@ MUTANTS = [
     *RUN,
     *CELERY,
     *UPKEEP,
+    *SCRIPTS,
     *SECRETS,
     *REST,
     # -- the record ------------------------------------------------------------------------------------------
@@ -237,15 +239,15 @@ MUTANTS = [
         "a claim does not ask whether the offer is open",
         "LEASE-1",
         "routing/lua/claim.lua",
-        'if not holds(held, lease, "") then return { "lost" } end',
-        'if not held or held.lease ~= lease then return { "lost" } end',
+        'if not holds(held, lease, "") then return false end',
+        "if not held or held.lease ~= lease then return false end",
         (f"{LEASES}test_another_worker_cannot_claim_what_is_claimed",),
     ),
     Mutant(
         "anybody renews",
         "LEASE-4",
         "routing/lua/renew.lua",
-        "if is_held(job, lease, owner) then",
+        "if is_held(job, it.lease, owner) then",
         'if redis.call("EXISTS", lease_key(job)) == 1 then',
         (f"{LEASES}test_nobody_else_renews",),
     ),
@@ -254,15 +256,15 @@ MUTANTS = [
         "LEASE-1",
         "routing/lua/renew.lua",
         'answer = is_complete and "lost" or "unknown"',
-        'redis.call("ZADD", LEASES, expires, job)\n    answer = is_complete and "lost" or "unknown"',
+        'redis.call("ZADD", LEASES, exact(now + lease_ms), job)\n    answer = is_complete and "lost" or "unknown"',
         (f"{LEASES}test_nobody_else_renews",),
     ),
     Mutant(
         "anybody releases",
         "LEASE-4",
         "routing/lua/release.lua",
-        "if holds(was, ARGV[2], ARGV[3]) then",
-        "if was then",
+        "local released = holds(was, held.lease, held.owner)",
+        "local released = was",
         (
             f"{LEASES}test_nobody_else_releases",
             f"{MAINTENANCE}test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle",
@@ -272,7 +274,7 @@ MUTANTS = [
         "anybody's lease is seized",
         "LEASE-4",
         "routing/lua/seize.lua",
-        'if not is_held(job, ARGV[2], ARGV[3]) then return { "lost" } end',
+        'if not is_held(job, held.lease, held.owner) then return "lost" end',
         "",
         (f"{LEASES}test_only_the_lease_that_was_seen_can_be_seized",),
     ),
@@ -280,7 +282,7 @@ MUTANTS = [
         "a lease that was renewed is seized as expired",
         "LEASE-4",
         "routing/lua/seize.lua",
-        'if ARGV[7] == "1" and tonumber(redis.call("ZSCORE", LEASES, job) or "0") > now then return { "lost" } end',
+        'if only_expired and tonumber(redis.call("ZSCORE", LEASES, job) or "0") > now then return "lost" end',
         "",
         (
             f"{LEASES}test_a_lease_that_was_renewed_meanwhile_is_not_seized_as_expired",

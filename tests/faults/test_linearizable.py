@@ -16,11 +16,13 @@ from typing import NamedTuple
 import pytest
 from redis import Redis
 
-from jobs.record import Waiting
+from jobs.catalog import Snapshot
+from jobs.record import Server, Waiting
 from routing.keys import Keys
 from routing.leases import Held, Leases, Renewal
 from routing.queues import Offer, Queues
 from routing.scripts import Scripts, source
+from routing.slots import Slots
 from tests.lua.room import client, valkey
 from tests.lua.stage import SETTINGS
 
@@ -171,7 +173,8 @@ class Game:
         self.scripts = Scripts(redis, Keys("game"), fragments)
         self.leases, queues = Leases(self.scripts, SETTINGS), Queues(self.scripts, SETTINGS)
         queues.begin_all([FLEET], "")
-        self.scripts.run("sync", FLEET, ["", 1, 1, "gpu", f"online 1 1.0\n{FLEET}\n", 1])
+        server = Server("gpu", FLEET, 1, "online", {FLEET: ""}, 0)
+        Slots(self.scripts, SETTINGS).sync_all([FLEET], Snapshot(1, {}, {"gpu": server}))
         queues.open_all([FLEET])
         (offer,) = queues.enqueue(FLEET, [Waiting(JOB, 1, FLEET, 5, "default")])
 

@@ -1,14 +1,24 @@
 """Each script's header against its body: a header that has drifted fails here."""
 
+import ast
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
 
 import pytest
+from redis import Redis
 
-from routing.keys import FLEET_KEYS
-from routing.scripts import assemble, fragment, names, source
+from insight.forecasts import ForecastScripts
+from routing.keys import FLEET_KEYS, Keys
+from routing.leases import LeaseScripts
+from routing.queues import QueueScripts
+from routing.scripts import Command, Scripts, assemble, fragment, names, signature_of, source
+from routing.signatures import caller, locals_of, signature
+from routing.slots import SlotScripts
+from routing.workers import WorkerScripts
 
 # Every other command counts as writing.
 READS = {
@@ -61,13 +71,14 @@ def body(name: str) -> str:
     return re.sub(r"--[^\n]*", "", source(name).split("]]", 1)[1])
 
 
-def returns(name: str) -> str:
-    """What the header says between Returns and the next entry."""
-    found = re.search(
-        r"Returns (.*?)(?:\n  (?:Clock|Cost|Idempotent|Claiming)|\s{4,}(?:Writes|Cost)|$)", header(name), re.DOTALL
-    )
-    assert found, f"{name}.lua does not say what it returns"
-    return found[1]
+def words_of(name: str) -> set[str]:
+    """The words that the header says it can answer."""
+    return {
+        it.value
+        for answer in signature_of(name).returns.values()
+        for it in ast.walk(answer)
+        if isinstance(it, ast.Constant) and it.value
+    }
 
 
 def included(name: str) -> list[str]:
@@ -84,47 +95,147 @@ def called_functions(name: str) -> str:
     text = body(name)
     fragments = "".join(re.sub(r"--[^\n]*", "", fragment(f)) for f in included(name))
     functions: dict[str, str] = {}
-    for function, lines in re.findall(
-        rf"^{_FUNCTION}\([^)]*\)(.*?)(?=^(?:local )?function |\Z)", fragments, re.S | re.M
-    ):
-        functions[function] = functions.get(function, "") + lines
+    one_line, more = r"[^\n]* end$", r".*?^end$"
+    for function, lines in re.findall(rf"^{_FUNCTION}\([^)]*\)({one_line}|{more})", fragments, re.S | re.M):
+        functions[function] = functions.get(function, "") + lines + "\n"
     reached: set[str] = set()
     while fresh := {f for f in functions if f not in reached and re.search(rf"\b{f}\(", text)}:
         reached |= fresh
-        text += "".join(functions[f] for f in fresh)
+        text += "".join(f"{functions[f]}\n" for f in fresh)
     return text
-
-
-def declared_arguments(name: str) -> set[int]:
-    """Indexes of ARGV in the header; an open end (`ARGV[3…]`) counts as its first."""
-    return {int(number) for number in re.findall(r"ARGV\[(\d+)…?\]", header(name))}
-
-
-def used_arguments(name: str) -> set[int]:
-    """Indexes of ARGV in the body, and where a loop over the rest begins."""
-    text = body(name)
-    plain = {int(number) for number in re.findall(r"ARGV\[(\d+)\]", text)}
-    loops = {int(number) for number in re.findall(r"for \w+ = (\d+), #ARGV", text)}
-    return plain | loops
 
 
 @every_script
 def test_a_header_names_the_script_its_keys_its_answers_and_its_cost(name):
     text = header(name)
     assert text.lstrip().startswith(f"{name}: "), "the header begins with the script's name and one sentence"
-    for entry in ("KEYS[1", "Returns ", "Cost "):
+    for entry in ("  Keys: " if "@include lib/fleet" in source(name) else "  Key: ", "  Returns\n", "Cost O("):
         assert entry in text, f"{name}.lua: {entry.strip()} is missing"
 
 
 @every_script
-def test_a_header_declares_exactly_the_arguments_that_the_body_uses(name):
-    assert declared_arguments(name) == used_arguments(name)
+def test_a_body_uses_each_argument_by_its_name_and_none_by_its_place(name):
+    assert "ARGV" not in body(name)
+    assert max(map(len, assemble(name).splitlines())) <= 120
+    functions = set(re.findall(r"^local function (\w+)", assemble(name), re.MULTILINE))
+    for argument, it in signature_of(name).takes.items():
+        assert argument not in functions, f"{name}.lua: {argument} would hide a function"
+        rows = it.elts[0] if isinstance(it, ast.List) else it
+        parts = [ast.unparse(part) for part in rows.keys] if isinstance(rows, ast.Dict) else []
+        for used in (rf"\b{argument}\b", *(rf"\.{part}\b" for part in parts if part != "text")):
+            assert re.search(used, called_functions(name)), f"{name}.lua never uses {used}"
 
 
 @every_script
-def test_every_argument_is_explained(name):
-    for number, rest in re.findall(r"ARGV\[(\d+)…?\]([^\n]*)", header(name)):
-        assert re.match(r"\s*(\w+|\.)", rest), f"{name}.lua: ARGV[{number}] has no name"
+def test_a_header_names_the_keys_that_its_script_touches(name):
+    if "@include lib/fleet" in source(name):
+        text = called_functions(name)
+        touched = ", ".join(key for key in FLEET_KEYS if re.search(rf"\b{key.upper()}\b", text))
+        assert f"\n  Keys: {touched}\n" in header(name), f"{name}.lua touches {touched}"
+    else:
+        assert "KEYS[1]" in body(name)
+
+
+# -- what Python calls them with -------------------------------------------------------------------------------
+
+DECLARED = (LeaseScripts, QueueScripts, SlotScripts, WorkerScripts, ForecastScripts)
+
+
+def test_every_script_is_declared_once_and_as_its_header_says():
+    scripts = Scripts(Redis(), Keys("test"))
+    found = [name for declared in DECLARED for name in vars(scripts.bound(declared))]
+    assert sorted(found) == list(names())
+
+
+class Lease(NamedTuple):
+    job_id: str
+    lease: str
+    seen: int
+
+
+class Answer(NamedTuple):
+    fleet: str
+    word: Literal["yes", "no"]
+    leases: list[Lease]
+    mean: int | None
+    by_model: dict[str, float]
+
+
+HEADER = """--[[ act: does something.
+  Takes
+    held: {lease: text, job_id: text}      explained, by: a sentence
+      which goes on: here
+    back: flag, rate: number
+    leases: [{job_id: text, seen: int}]
+    names: [text]
+    rules: {text: text}
+  Returns
+    word: "yes" | "no"
+    leases: [{job_id: text, lease: text,
+              seen: int}]
+    mean: int | None, by_model: {text: number}
+  Cost O(1) ]]
+"""
+
+
+class Acts(Protocol):
+    def act(
+        self,
+        fleet: str,
+        *,
+        held: Lease,
+        back: bool,
+        rate: float,
+        leases: Sequence[Lease],
+        names: Sequence[str],
+        rules: dict[str, str],
+    ) -> Command[Answer]: ...
+
+
+def called(method: Any, header: str = HEADER) -> Any:
+    """What a call comes to: the words that are sent, and how an answer is read."""
+    made = caller("act", signature(header), method)
+    return made.pack(lambda fleet: fleet), made.read("zimg")
+
+
+def test_what_is_sent_is_what_the_header_says_in_its_order():
+    pack, _ = called(Acts.act)
+    held = Lease("j1", "l1", 7)
+    sent = pack("zimg", held=held, back=True, rate=0.5, leases=[held, held], names=["a"], rules={"r": "t"})
+    assert sent.args == ("l1", "j1", 1, 0.5, 2, "j1", 7, "j1", 7, 1, "a", "r", "t")
+
+
+def test_an_answer_is_read_by_name_and_type():
+    _, read = called(Acts.act)
+    answer = [b"yes", [[b"j1", b"l1", 7]], None, [[b"zimg", b"0.5"]]]
+    assert read(answer) == Answer("zimg", "yes", [Lease("j1", "l1", 7)], None, {"zimg": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("back: flag, rate: number", "rate: number, back: flag"),  # another order
+        ("back: flag", "return: flag"),  # a wrong name
+        ("    names: [text]\n", ""),  # one is missing
+        ("back: flag", "back: bool"),  # an unknown type
+        ("names: [text]", "names: [int]"),
+        ("job_id: text, seen: int}]\n    names", "job_id: text, sent: int}]\n    names"),  # of a row
+        ('"yes" | "no"', '"yes" | "maybe"'),
+        ("mean: int | None", "mean: int"),
+        ("lease: text,\n", "lease: text, "),
+        ("              seen: int}]\n", "              seen: text}]\n"),
+        ("by_model: {text: number}", "by_model: {text: int}"),
+    ],
+)
+def test_a_header_that_says_otherwise_than_python_is_refused_before_anything_is_called(old, new):
+    assert HEADER.count(old) == 1
+    with pytest.raises((TypeError, SyntaxError)):
+        called(Acts.act, HEADER.replace(old, new))
+
+
+@pytest.mark.skipif(shutil.which("luac") is None, reason="luac is not installed")
+def test_the_locals_of_a_header_are_lua():
+    subprocess.run(["luac", "-p", "-"], input=locals_of(signature(HEADER)), text=True, check=True)
 
 
 @every_script
@@ -132,9 +243,10 @@ def test_every_word_that_a_script_answers_stands_in_its_header(name):
     text = re.sub(r"redis\.call\([^()]*(?:\([^()]*\)[^()]*)*\)", "", body(name))  # words for Redis are no answers
     compared = set(re.findall(r'[=~]= "(\w+)"', text))
     words = set(re.findall(r'"([a-z_]{3,})"', text)) - compared - _NOT_ANSWERS
-    declared = set(re.findall(r'"([a-z_]+)"', returns(name)))
+    declared = words_of(name)
     assert words <= declared, f"{name}.lua can answer {words - declared}, which its header does not say"
-    assert declared <= words, f"{name}.lua never answers {declared - words}"
+    reached = set(re.findall(r'"([a-z_]{3,})"', called_functions(name)))
+    assert declared <= reached, f"{name}.lua never answers {declared - reached}"
 
 
 @every_script
@@ -184,12 +296,6 @@ def test_the_fleets_keys_have_the_same_order_in_python_and_in_lua():
     ]
     assert [name for name, _ in given] == list(FLEET_KEYS)
     assert [number for _, number in given] == list(range(1, len(FLEET_KEYS) + 1))
-
-
-def test_a_script_gets_all_of_the_fleets_keys_or_one():
-    for name in names():
-        wanted = f"KEYS[1..{len(FLEET_KEYS)}]" if "@include lib/fleet" in source(name) else "KEYS[1] "
-        assert wanted in header(name), name
 
 
 @pytest.mark.skipif(shutil.which("luacheck") is None, reason="luacheck is not installed")

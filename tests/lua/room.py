@@ -20,7 +20,7 @@ from jobs.record import Server as CatalogServer
 from jobs.record import Waiting
 from routing.keys import Keys
 from routing.policies import order
-from routing.scripts import Scripts
+from routing.scripts import Command, Scripts
 from routing.slots import entry, model_rules
 from tests.support.valkey import NoValkey, Valkey
 
@@ -211,7 +211,8 @@ class Room:
     # -- the scripts -----------------------------------------------------------------------------------------
 
     def run(self, name: str, *args: Any) -> Any:
-        return _plain(self.scripts.run(name, self.fleet, args))
+        """A script with its arguments as they are sent, one after another; its answer as it comes."""
+        return self.scripts.run(Command(self.scripts.target(name, self.fleet, _plain), args))
 
     def with_slots(self, count: int) -> Self:
         """One server `gpu` with so many slots, and the room open."""
@@ -239,34 +240,33 @@ class Room:
         return self
 
     def begin(self, record: str = RECORD) -> str:
-        return self.run("begin", record)[0]
+        return self.run("begin", record)
 
     def open(self, epoch: str = "epoch1") -> str:
         self.begin()
-        return self.run("open", epoch)[0]
+        return self.run("open", epoch)
 
     def enqueue(self, *jobs: Job, limit: int = 8, room: int = ROOM) -> list[Offered]:
         return self.enqueued(*jobs, limit=limit, room=room)[1]
 
-    def place_on_entry(self, job: Job, limit: int = 8) -> tuple[int, int]:
+    def place_on_entry(self, job: Job, limit: int = 8) -> tuple[int | None, int | None]:
         """Jobs ahead of one that comes in, and the mean slot time, as they are told with its entry."""
-        _, _, ahead, run_ms = self.run("enqueue", self._prefix(), limit, ROOM, OFFER_MS, 1, *job.args)
+        _, _, ahead, run_ms = self.run("enqueue", *self._offering(limit, ROOM), 1, *job.args)
         return ahead, run_ms
 
     def enqueued(self, *jobs: Job, limit: int = 8, room: int = ROOM) -> tuple[int, list[Offered]]:
         args = [arg for job in jobs for arg in job.args]
-        added, rows, *_ = self.run("enqueue", self._prefix(), limit, room, OFFER_MS, 0, *args)
+        added, rows, *_ = self.run("enqueue", *self._offering(limit, room), 0, *args)
         return added, [Offered(*row) for row in rows]
 
     def offer(self, limit: int = 256, room: int = ROOM, taker: str = "") -> list[Offered]:
-        args = [self._prefix(), limit, room, OFFER_MS, taker, LEASE_MS]
-        return [Offered(*row) for row in self.run("offer", *args)]
+        return [Offered(*row) for row in self.run("offer", *self._offering(limit, room, taker))]
 
     def keep(self, offer: Offered, *, resumes: bool = False) -> str:
-        return self.run("keep", offer.job, offer.lease, OFFER_MS, int(resumes))[0]
+        return self.run("keep", offer.job, offer.lease, OFFER_MS, int(resumes))
 
     def claim(self, offer: Offered, owner: str = "w1") -> str:
-        return self.run("claim", offer.job, offer.lease, owner, LEASE_MS)[0]
+        return "claimed" if self.run("claim", offer.job, offer.lease, owner, LEASE_MS) else "lost"
 
     def renew(self, owner: str, *held: Offered) -> list[str]:
         return self.run("renew", owner, LEASE_MS, "", 0, *[text for it in held for text in (it.job, it.lease)])[2]
@@ -284,10 +284,13 @@ class Room:
         outcome: str = "",
         breaker: tuple[float, ...] = BREAKER,
     ) -> tuple[str, list[Offered]]:
-        args = [offer.job, offer.lease, owner, int(back), rest_ms, self._prefix(), limit, room, OFFER_MS]
-        args += [taker, LEASE_MS]
-        answer, rows = self.run("release", *args, outcome, *breaker, BUSY_MAX_MS)
-        return answer, [Offered(*row) for row in rows]
+        args = [offer.job, offer.lease, owner, int(back), rest_ms, outcome, *breaker, BUSY_MAX_MS]
+        released, rows = self.run("release", *args, *[""] * 3, *self._offering(limit, room, taker))
+        return "released" if released else "lost", [Offered(*row) for row in rows]
+
+    def held(self) -> list[list[str]]:
+        """All leases: job, lease, owner, slot of each."""
+        return [held for held, _ in self.run("held")]
 
     def expired(self, limit: int = 256) -> list[list[str]]:
         return self.run("expired", limit)
@@ -296,7 +299,7 @@ class Room:
         self, offer: Offered, owner: str, new_owner: str = "reaper", *, new_lease: str = "seized", only_expired: bool
     ) -> str:
         args = [offer.job, offer.lease, owner, new_lease, new_owner, LEASE_MS, int(only_expired)]
-        return self.run("seize", *args)[0]
+        return self.run("seize", *args)
 
     def restore(self, *leases: tuple[Job, str, str, str]) -> int:
         """Each: job, lease, owner, slot."""
@@ -304,11 +307,12 @@ class Room:
         return self.run("restore", LEASE_MS, *args)
 
     def withdraw(self, job: Job) -> str:
-        return self.run("withdraw", job.id, job.lane, job.created)[0]
+        return self.run("withdraw", job.id, job.created, job.lane)
 
     def position(self, job: Job) -> list[Any]:
-        """Place and jobs ahead."""
-        return self.run("position", job.id, job.lane, job.created, 0)[:2]
+        """Place and, of one that waits, jobs ahead."""
+        place, ahead, *_ = self.run("wait_facts", job.id, job.created, job.lane, 0)
+        return [place, ahead] if place == "waiting" else [place]
 
     def rest(self, server: str, first_ms: int, max_ms: int = 30_000) -> list[int]:
         return self.run("rest", server, first_ms, max_ms)
@@ -322,9 +326,9 @@ class Room:
             _, offers = self.release(offers[0], "", limit=1)
         return order_of_jobs
 
-    def _prefix(self) -> str:
+    def _offering(self, limit: int, room: int, taker: str = "") -> list[Any]:
         self._prefixes += 1
-        return f"p{self._prefixes}"
+        return [f"p{self._prefixes}", limit, room, OFFER_MS, taker, LEASE_MS]
 
 
 def _plain(answer: Any) -> Any:

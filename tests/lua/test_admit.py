@@ -3,7 +3,9 @@
 import pytest
 from redis import Redis
 
+from routing.config import RoutingSettings
 from routing.keys import Keys
+from routing.queues import Queues
 from routing.scripts import Scripts
 from tests.lua.room import FRAGMENTS, START_MS
 
@@ -15,7 +17,7 @@ class Gate:
 
     def __init__(self, client: Redis, interval_ms: float = 100, burst: int = 5) -> None:
         self.client, self.interval_ms, self.burst = client, interval_ms, burst
-        self.scripts = Scripts(client, Keys("test"), FRAGMENTS)
+        self.queues = Queues(Scripts(client, Keys("test"), FRAGMENTS), RoutingSettings())
         self.set_clock(START_MS)
 
     def set_clock(self, now_ms: int) -> None:
@@ -27,7 +29,8 @@ class Gate:
         self.set_clock(self.now + ms)
 
     def admit(self, count: int = 1, tenant: str = "acme") -> int:
-        return self.scripts.admit(tenant, count, self.interval_ms, self.burst)
+        (wait_ms,) = self.queues.ask([self.queues.asking_rate(tenant, count, self.interval_ms, self.burst)])
+        return wait_ms
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from routing.scripts import Command
 from routing.workers import Workers
 from tests.lua.room import LEASE_MS, OFFER_MS, START_MS, Offered, Room, Server, a
 
@@ -78,13 +79,13 @@ def test_a_job_is_never_offered_twice(room):
 
 def test_a_claim_gives_the_lease_an_owner_and_its_full_time(room, offer):
     room.later(5)
-    assert room.run("claim", "j", offer.lease, "w1", LEASE_MS) == ["claimed", "gpu-slot0", "gpu", 1]
+    assert room.run("claim", "j", offer.lease, "w1", LEASE_MS) == [*offer[:-1], "w1"]
     assert room.lease_of("j")["owner"] == "w1"
     assert room.expiry_of("j") == START_MS + 5 + LEASE_MS
 
 
-def test_who_claims_again_what_he_has_claimed_hears_that_it_is_his(room, held):
-    unchanged(room, lambda: room.claim(held, "w1"), "yours")
+def test_what_one_has_claimed_cannot_be_claimed_again(room, held):
+    unchanged(room, lambda: room.claim(held, "w1"), "lost")
 
 
 def test_another_worker_cannot_claim_what_is_claimed(room, held):
@@ -187,7 +188,8 @@ def test_withdrawing_what_its_server_may_be_at_leaves_the_slot_to_whoever_takes_
 def say(room, monkeypatch):
     """What a worker says, by a clock of its own key; answers the room of all."""
     room.client.set("clock:{test:workers}", START_MS)
-    return lambda worker="", count=None, ttl_ms=1000: room.scripts.workers(worker, count, ttl_ms)
+    workers = room.scripts.target("workers", "test:workers", int)
+    return lambda worker="", count=-1, ttl_ms=1000: room.scripts.run(Command(workers, (worker, count, ttl_ms)))
 
 
 def test_the_room_of_all_is_what_the_living_have_said(room, say):
@@ -201,7 +203,7 @@ def test_the_room_of_all_is_what_the_living_have_said(room, say):
 def test_a_worker_that_leaves_has_no_room_from_then_on(say):
     say("w1", 3)
     say("w2", 4)
-    assert say("w1", None) == 4
+    assert say("w1", -1) == 4
 
 
 def test_who_has_the_room_refreshed_by_somebody_else_never_waits_for_it(room, say):
@@ -336,17 +338,15 @@ def test_expired_names_leases_longest_expired_first_and_writes_nothing(room):
     assert room.dump() == before
 
 
-def test_held_names_every_lease_with_the_time_at_which_it_expires_and_writes_nothing(room):
+def test_held_names_every_lease_with_the_time_that_it_lasts_and_writes_nothing(room):
     room.with_slots(2)
     one, two = room.enqueue(a("j1", 1), a("j2", 2))
     room.claim(one, "w1")
     room.later(5)
     before = room.dump()
-    now, rows = room.run("held")
-    assert int(now) == room.now
-    assert [(*row[:4], int(row[4])) for row in rows] == [
-        ("j1", one.lease, "w1", one.slot, START_MS + LEASE_MS),
-        ("j2", two.lease, "", two.slot, START_MS + OFFER_MS),
+    assert room.run("held") == [
+        [["j1", one.lease, "w1", one.slot], LEASE_MS - 5],
+        [["j2", two.lease, "", two.slot], OFFER_MS - 5],
     ]
     assert room.dump() == before
 
@@ -389,7 +389,7 @@ def test_a_seized_lease_can_be_opened_for_another_worker(room, held):
     room.withdraw(a("j", 1))
     assert room.seize(held, "w1", "", new_lease="s1", only_expired=False) == "seized"
     again = held._replace(lease="s1")
-    assert room.run("claim", "j", "s1", "w2", LEASE_MS) == ["claimed", "gpu-slot0", "gpu", 0], "offered again"
+    assert room.run("claim", "j", "s1", "w2", LEASE_MS)[2:6] == ["gpu-slot0", "gpu", "zimg", 0], "offered again"
     assert room.renew("w2", again) == ["cancel"], "the wish to cancel stays with the job"
     assert room.release(again, "w2", back=True, limit=0)[0] == "released"
     assert room.waiting() == ["j"]

@@ -17,17 +17,19 @@ from routing.scripts import Command, Scripts
 from tests.support.valkey import Valkey
 
 KEYS = Keys("test")
+SCRIPTS = Scripts(Redis(), KEYS)  # Makes commands, and sends none.
 _TIMEOUT_S = 0.3
 
 
 def depths(fleet: str = "zimg") -> Command:
     """A script that works on an empty room."""
-    return Command("depths", KEYS.fleet(fleet), [], lambda answer: ("read", int(answer[0])))
+    return Command(SCRIPTS.target("depths", fleet, lambda answer: ("read", int(answer[0]))), ())
 
 
 def misused() -> Command:
     """It breaks off."""
-    return Command("depths", [], [])
+    target = SCRIPTS.target("depths", "zimg", list)
+    return Command(target._replace(words=(*target.words[:2], 0)), ())
 
 
 @pytest.fixture(params=["tcp", "unix", "password"])
@@ -119,7 +121,7 @@ def test_what_fails_is_its_own_error_and_no_neighbours(own_valkey):
 @tcp
 def test_an_answer_that_cannot_be_read_is_its_askers_error(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
-        wrong = Command("depths", KEYS.fleet("zimg"), [], lambda _: 1 // 0)
+        wrong = Command(SCRIPTS.target("depths", "zimg", lambda _: 1 // 0), ())
         return await outcomes(pipeline.ask(wrong), pipeline.ask(depths()))
 
     wrong, right = play(own_valkey, act)

@@ -56,7 +56,7 @@ def test_every_job_is_offered_once_and_lanes_keep_the_order_of_acceptance(room, 
 def test_a_job_that_comes_back_is_offered_before_those_behind_it(room, policy):
     room.configure(policy=policy).with_slots(1)
     room.enqueue(*[a(f"j{n}", n, created=START_MS + n) for n in range(1, 6)])
-    (first,) = room.run("held")[1]
+    (first,) = room.held()
     held = Offered(first[0], first[1], first[3], "gpu", "zimg", 0, "")
     _, (again,) = room.release(held, "", back=True)
     assert again.job == "j1"
@@ -80,14 +80,14 @@ def test_a_job_that_comes_in_is_told_the_position_that_it_has_then(room, policy)
     room.configure(policy=policy)
     for job in mixed(60):
         ahead, run_ms = room.place_on_entry(job)
-        assert (["waiting", ahead], run_ms) == (room.position(job), 0)
+        assert (["waiting", ahead], run_ms) == (room.position(job), None)
 
 
 def test_a_job_that_is_offered_as_it_comes_in_has_no_position(room):
     room.with_slots(1)
-    assert room.place_on_entry(a("first", 1))[0] == -1
+    assert room.place_on_entry(a("first", 1))[0] is None
     assert room.place_on_entry(a("second", 2))[0] == 0
-    assert room.place_on_entry(a("first", 1))[0] == -1, "it holds its slot still"
+    assert room.place_on_entry(a("first", 1))[0] is None, "it holds its slot still"
 
 
 def test_under_fair_the_position_counts_the_turns_of_other_tenants(room):
@@ -172,7 +172,7 @@ def test_a_tenant_holds_no_more_slots_than_it_may(room, policy):
     held = Counter(by_tenant(jobs, list(room.taken().values())))
     assert held == {"t0": 2, "t1": 3, "t2": 2}
     # Whoever gives one back gets the next.
-    first = room.run("held")[1][0]
+    first = room.held()[0]
     offered = Offered(first[0], first[1], first[3], "gpu", "zimg", 0, "")
     (tenant,) = by_tenant(jobs, [offered.job])
     _, (following,) = room.release(offered, "", limit=100)
@@ -315,7 +315,7 @@ def test_under_fair_a_tenant_that_was_idle_has_saved_nothing(room):
 def test_under_fair_a_long_run_is_charged_while_it_goes_on(room):
     room.configure(policy="fair").with_slots(2)
     room.enqueue(*[a(f"long{n}", n, tenant="long") for n in range(1, 9)], limit=1)
-    (held,) = room.run("held")[1]
+    (held,) = room.held()
     long = Offered(held[0], held[1], held[3], "gpu", "zimg", 0, "")
     room.claim(long)
     for _ in range(5):
@@ -395,7 +395,7 @@ def test_a_server_whose_runs_fail_is_chosen_last_until_that_is_long_ago(room):
         assert following.server != offer.server
         room.release(following, "")
     room.later(30 * 60 * SECOND)
-    assert room.run("servers")[1][0][-1][0][2] == "0.000"
+    assert room.run("servers")[0][-1][0][1][1] == "0.000"
 
 
 def test_a_faster_server_and_a_heavier_one_are_chosen_first(room):
@@ -432,7 +432,7 @@ def run_shared(room: Room, jobs: list[Job], took_ms: int = 1000) -> tuple[list[t
         for following in room.release(offer, "", outcome="ok")[1]:
             starts.append((at, following.job))
             running.append((at + took_ms, following))
-    swaps = sum(row[10] for row in room.run("servers")[1])
+    swaps = sum(row[10] for row in room.run("servers"))
     return starts, swaps
 
 
@@ -477,12 +477,12 @@ def fail(room: Room, count: int, first: int = 1, model: str = "zimg", same: bool
 
 
 def breaker_of(room: Room, server: str = "gpu") -> str:
-    return next(row[5] for row in room.run("servers")[1] if row[0] == server)
+    return next(row[5] for row in room.run("servers") if row[0] == server)
 
 
 def why_of(room: Room) -> list:
     """When the server's next probe is due, what opened its breaker, and how often in a row that has happened."""
-    return room.run("servers")[1][0][6:9]
+    return room.run("servers")[0][6:9]
 
 
 def test_a_breaker_says_until_when_and_why_it_is_open(room):

@@ -12,7 +12,7 @@ COMMON, RARE = Server("common", 1), Server("rare", 1, attributes={"gpu": "A100"}
 
 def on(room: Room, server: str) -> Offered:
     """What runs there."""
-    row = next(row for row in room.run("held")[1] if row[3].startswith(f"{server}-slot"))
+    row = next(row for row in room.held() if row[3].startswith(f"{server}-slot"))
     return Offered(row[0], row[1], row[3], server, "zimg", 0, row[2])
 
 

@@ -53,7 +53,7 @@ local function start(offers)
     local run = { job = offer[1], lease = offer[2], slot = offer[3], owner = offer[7] }
     if run.owner == "" then
       local claimed = act("claim", filled("claim", run))
-      if claimed[1] ~= "claimed" then error("the offer of " .. run.job .. " was not there to be claimed") end
+      if not claimed then error("the offer of " .. run.job .. " was not there to be claimed") end
       run.owner = order.taker
     end
     local starts = NOW + order.latency_ms
@@ -75,7 +75,7 @@ local function stop(job, how, fate)
   for _, value in ipairs({ job, run.slot, starts, text(NOW), turn, fate }) do answer[#answer + 1] = value end
   if fate == "broken" then waiting = waiting + 1 else redis.call("HDEL", LASTS, job) end
   local released = act(how, filled(how, run))
-  if released[1] ~= "released" then error("the lease of " .. job .. " was lost") end
+  if released[1] == 0 then error("the lease of " .. job .. " was lost") end
   start(released[2])
 end
 

@@ -1,14 +1,14 @@
 """The waiting room that the simulator plays on: the scripts of routing, and the arguments that routing gives them.
 
-Nothing here knows what a script's arguments mean.  Routing's own classes are asked for them, and what they would
-have sent is taken down; play.lua runs the scripts with it, at simulated times, thousands in one round trip.
+Nothing here knows what a script's arguments mean.  Routing's own classes make the commands; play.lua runs the scripts
+with what those would send, at simulated times, thousands in one round trip.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from itertools import chain
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import orjson
 from redis import Redis
@@ -48,40 +48,16 @@ class Event(NamedTuple):
     words: list[Any]
 
 
-class _Asked(Exception):
-    """A script that would have been run, and with what."""
-
-    def __init__(self, script: str, words: Sequence[Any]) -> None:
-        self.script, self.words = script, list(words)
-
-
-class _Dictation(Scripts):
-    """Takes down the name and the arguments of a script instead of running it."""
-
-    def _call(self, calls: Sequence[Command]) -> NoReturn:
-        (only,) = calls
-        raise _Asked(only.name, only.args)
-
-
-def _asked(act: Callable[[], object]) -> _Asked:
-    """The one script that an act runs."""
-    try:
-        act()
-    except _Asked as asked:
-        return asked
-    raise AssertionError("an act of routing ran no script")
-
-
 class Room:
     """One fleet's waiting room.  `play` is one round trip; redis errors pass through."""
 
     def __init__(self, redis: Redis, fleet: str, catalog: Snapshot, start_latency_ms: int, swap_ms: int) -> None:
         settings, keys = RoutingSettings(), Keys(_PREFIX)
-        dictation = _Dictation(redis, keys)
+        scripts = Scripts(redis, keys)
         self.fleet = fleet
         self._redis, self._catalog, self._version = redis, catalog, 1
-        self._queues, self._leases = Queues(dictation, settings), Leases(dictation, settings)
-        self._slots = Slots(dictation, settings)
+        self._queues, self._leases = Queues(scripts, settings), Leases(scripts, settings)
+        self._slots = Slots(scripts, settings)
         own = [f"{_PREFIX}:{{{fleet}}}:simulator:{name}" for name in _OWN_KEYS]
         self._keys = [*keys.fleet(fleet), *own]
         acts = self._acts()
@@ -92,14 +68,13 @@ class Room:
                 "swap_ms": swap_ms,
                 "sweep_ms": _SWEEP_MS,
                 "patience_ms": _PATIENCE_MS,
-                "scripts": {act: asked.script for act, asked in acts.items()},
-                "templates": {act: [_text(word) for word in asked.words] for act, asked in acts.items()},
+                "scripts": {act: command.target.script for act, command in acts.items()},
+                "templates": {act: [str(word) for word in command.args] for act, command in acts.items()},
             }
         )
-        self._sha = redis.script_load(_assembled({asked.script for asked in acts.values()}))
-        queues = Queues(Scripts(redis, keys), settings)
-        queues.begin_all([fleet], catalog.record)
-        queues.open_all([fleet])
+        self._sha = redis.script_load(_assembled({command.target.script for command in acts.values()}))
+        self._queues.begin_all([fleet], catalog.record)
+        self._queues.open_all([fleet])
 
     def opening(self, at_ms: int) -> Event:
         """The fleet's servers come up."""
@@ -107,14 +82,14 @@ class Room:
 
     def arrival(self, job: Waiting, at_ms: int, run_ms: int) -> Event:
         """A job is submitted.  Its id is a number, as a text."""
-        words = self._enqueue(job).words
+        words = self._queues.entering(self.fleet, [job]).args
         return Event(at_ms, [at_ms, "arrive", job.id, run_ms, len(words), *words])
 
     def changed(self, at_ms: int, down: str, catalog: Snapshot) -> Event:
         """The catalog changes; `down`: the server whose runs it breaks off, if any."""
         self._version += 1
         known = replace(catalog, version=self._version)
-        words = self._sync(known).words
+        words = self._slots.syncing(self.fleet, known).args
         online = sum(server.slots for server in catalog.servers_of(self.fleet) if server.state == "online")
         return Event(at_ms, [at_ms, "down" if down else "up", down, online, len(words), *words])
 
@@ -129,34 +104,23 @@ class Room:
         fields = iter(rows)
         return taken, bool(done), [_ran(*row) for row in zip(*[fields] * 6, strict=True)]
 
-    def _acts(self) -> dict[str, _Asked]:
+    def _acts(self) -> dict[str, Command[Any]]:
         """All that play.lua does, by the names that it has there; @job and the like stand for those of a run."""
         job = Waiting("@job", 0, next(iter(self._catalog.models), ""), 1, "")
         held = Held(self.fleet, "@job", "@lease", "@owner", "@slot")
         offer = Offer(self.fleet, "@job", "@lease", "@slot", "", "", 0)
         return {
-            "enqueue": self._enqueue(job),
-            "claim": _asked(lambda: self._leases.claim(offer, _TAKER)),
-            "release": _asked(lambda: self._leases.release(held, back=False, taker=_TAKER, outcome="ok")),
-            "back": _asked(lambda: self._leases.release(held, back=True)),
-            "offer": _asked(lambda: self._queues.offer(self.fleet)),
-            "sync": self._sync(self._catalog),
+            "enqueue": self._queues.entering(self.fleet, [job]),
+            "claim": self._leases.claiming(offer, _TAKER),
+            "release": self._leases.releasing(held, back=False, taker=_TAKER, outcome="ok"),
+            "back": self._leases.releasing(held, back=True),
+            "offer": self._queues.offering(self.fleet),
+            "sync": self._slots.syncing(self.fleet, self._catalog),
         }
-
-    def _enqueue(self, job: Waiting) -> _Asked:
-        return _asked(lambda: self._queues.enqueue(self.fleet, [job]))
-
-    def _sync(self, catalog: Snapshot) -> _Asked:
-        return _asked(lambda: self._slots.sync_all([self.fleet], catalog))
 
 
 def _ran(job: bytes, slot: bytes, start: bytes, end: bytes, turn: bytes, fate: bytes) -> Ran:
     return Ran(int(job), slot.decode(), int(start), int(end), int(turn), fate == b"broken")
-
-
-def _text(word: Any) -> str:
-    """An argument as Redis would hand it to the script."""
-    return word.decode() if isinstance(word, bytes) else str(word)
 
 
 def _assembled(scripts: Iterable[str]) -> str:

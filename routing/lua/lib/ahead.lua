@@ -97,10 +97,10 @@ local function count_ahead(waiting, seq, created)
 end
 
 -- How many jobs come before one that waits, or, `as_last`, before one that would come in now, and the mean slot time of
--- the model's runs in ms, 0: not known; nil: it does not wait.
+-- the model's runs in ms, false: not known; nil: it does not wait.
 local function place_of(lane, job, created, as_last)
   local seq = as_last and exact(TIER_STEP - 1) or redis.call("ZSCORE", lane_key(lane.name), member_of(job, created))
   if not seq then return nil end
-  local run_ms = number_in_field(stats_key("model", lane.model), "run_ms")
-  return count_ahead(lane, seq, tonumber(created)), math.floor(run_ms)
+  local run_ms = math.floor(number_in_field(stats_key("model", lane.model), "run_ms"))
+  return count_ahead(lane, seq, tonumber(created)), run_ms > 0 and run_ms
 end

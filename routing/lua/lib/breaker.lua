@@ -60,7 +60,7 @@ end
 -- one after another ("failures"), too many of them did ("rate"), or the one that was to try it did ("probe").
 local function open_breaker(stats, now, settings, is_proof, why)
   local times = add_to_field(stats, "opened", is_proof and 1 or 0)
-  local rest_ms = math.min(settings.open_ms * 2 ^ math.min(times - 1, 30), settings.open_max_ms)
+  local rest_ms = math.min(settings.breaker_open_ms * 2 ^ math.min(times - 1, 30), settings.breaker_open_max_ms)
   set_field(stats, "open_until", exact(now + rest_ms))
   set_field(stats, "why", why)
   set_field(stats, "probe", false)
@@ -78,8 +78,8 @@ local function note_failure(stats, job, now, settings, is_proof)
     if has.probe == job then open_breaker(stats, now, settings, is_proof, "probe") end
   elseif is_proof then
     local streak = add_to_field(stats, "streak", 1)
-    local often = tonumber(has.runs or "0") >= RATE_RUNS and tonumber(has.rate or "0") >= settings.rate
-    local why = streak >= settings.failures and "failures" or (often and streak > 1 and "rate") or nil
+    local often = tonumber(has.runs or "0") >= RATE_RUNS and tonumber(has.rate or "0") >= settings.breaker_rate
+    local why = streak >= settings.breaker_failures and "failures" or (often and streak > 1 and "rate") or nil
     if why then open_breaker(stats, now, settings, true, why) end
   end
 end

@@ -226,22 +226,23 @@ local function take_next(groups, servers, prefix, owner, now, lease_ms)
   if server then return take(lane, servers, server, by_name, prefix, owner, now, lease_ms) end
 end
 
--- Up to `limit` offers.  The first goes straight to `owner`, if there is one, for `lease_ms`; the others are
--- open for `offer_ms`, and no more than `room` are open at once, lest they wait where nobody looks.
-local function make_offers(limit, room, prefix, now, offer_ms, owner, lease_ms)
-  local offers, open_left = {}, nil
+-- Up to `limit` offers, whose leases get names that begin with `prefix`, which is random.  The first goes straight to
+-- `taker`, "" if there is none, for `lease_ms`; the others are open for `offer_ms`, and no more than `room` are open at
+-- once, for as many runs have workers room: lest they wait where nobody looks.
+local function make_offers(offering, now)
+  local offers, limit, prefix, open_left = {}, offering.limit, offering.prefix, nil
   wake_rested(now)
   local groups = limit > 0 and is_open(now) and redis.call("HKEYS", GROUPS) or {}
   if #groups == 0 then return offers end
   local servers = free_servers()
   if not nth_server(servers, 1) then return offers end
   while #offers < limit and #groups > 0 do
-    local first, made = #offers == 0 and owner ~= "", nil
+    local first, made = #offers == 0 and offering.taker ~= "", nil
     if first then
-      made = take_next(groups, servers, prefix, owner, now, lease_ms)
+      made = take_next(groups, servers, prefix, offering.taker, now, offering.lease_ms)
     else
-      open_left = (open_left or room - redis.call("ZCARD", open_key())) - 1
-      made = open_left >= 0 and take_next(groups, servers, prefix, "", now, offer_ms)
+      open_left = (open_left or offering.room - redis.call("ZCARD", open_key())) - 1
+      made = open_left >= 0 and take_next(groups, servers, prefix, "", now, offering.offer_ms)
     end
     if not made then break end
     offers[#offers + 1] = made

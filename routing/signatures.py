@@ -1,0 +1,239 @@
+"""The header of a script is its signature: what it takes and what it answers, by name and type, in this order.
+
+    Takes
+      job_id: text, lease: text
+      resumes: flag      what is said after two blanks, or further to the right, explains
+    Returns
+      answer: "kept" | "lost"
+
+Lua has each argument in a local of its name.  Python calls a script by a method of its name, whose parameters and
+answer are compared with the header once, and which then packs and reads without looking at it again.
+
+Types are text, int, number, flag (a bool; 0 or 1 in Redis), words, `type | None` (false in Lua), lists `[type]`, rows
+`{name: type, …}` and pairs `{text: type}`.  A row is a class in Python; as an argument it may have more than is asked
+for.  An answer of one value is that value, one of several is a row.  Lists and pairs come after all other arguments;
+each but the last is sent with its length.
+"""
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import chain
+from types import NoneType, UnionType
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+_SCALARS: Mapping[Any, str] = {str: "text", int: "int", float: "number", bool: "flag", NoneType: "None"}
+_IN_LUA = {"int": "tonumber({})", "number": "tonumber({})", "flag": '{} == "1"'}
+
+
+class Target(NamedTuple):
+    """A script on the keys of one fleet.  `words`: what Redis is sent before the arguments."""
+
+    script: str
+    keys: Sequence[str]
+    words: tuple[str | int, ...]
+    read: Callable[[Any], Any]
+
+
+@dataclass(slots=True, eq=False)
+class Command(Generic[T]):
+    """A script that is to be run, and with what; its answer is read as T."""
+
+    target: Target
+    args: tuple[Any, ...]
+
+    @property
+    def words(self) -> tuple[Any, ...]:
+        """What Redis is sent."""
+        return self.target.words + self.args
+
+
+class Signature(NamedTuple):
+    """What a header declares: each name with its type."""
+
+    takes: dict[str, ast.expr]
+    returns: dict[str, ast.expr]
+
+    @property
+    def answer(self) -> str:
+        """The type of the whole answer."""
+        return ast.unparse(*self.returns.values()) if len(self.returns) == 1 else _row(self.returns)
+
+
+def signature(header: str) -> Signature:
+    """Raises SyntaxError."""
+    return Signature(_declared("Takes", header), _declared("Returns", header))
+
+
+def _declared(entry: str, header: str) -> dict[str, ast.expr]:
+    found = re.search(rf"^  {entry}\n((?: {{4}}.*\n)*)", header, re.MULTILINE)
+    fields: list[str] = []
+    for line in found[1].splitlines() if found else ():
+        text = re.split(r"\s{2,}", line.strip())[0]
+        if fields and fields[-1].endswith(","):  # It goes on.
+            fields[-1] += text
+        elif line[4] != " ":
+            fields.append(text)
+    return _fields_of(ast.parse(f"{{{', '.join(fields)}}}", mode="eval").body)
+
+
+def _row(fields: Mapping[str, ast.expr]) -> str:
+    return "{" + ", ".join(f"{name}: {ast.unparse(it)}" for name, it in fields.items()) + "}"
+
+
+def _fields_of(row: ast.expr) -> dict[str, ast.expr]:
+    """Of a row; of anything else none."""
+    fields = zip(row.keys, row.values, strict=True) if isinstance(row, ast.Dict) else ()
+    return {name.id: it for name, it in fields if isinstance(name, ast.Name) and name.id != "text"}
+
+
+def _is_many(it: ast.expr) -> bool:
+    return isinstance(it, ast.List) or (isinstance(it, ast.Dict) and not _fields_of(it))
+
+
+# -- for Lua ---------------------------------------------------------------------------------------------------
+
+
+def locals_of(found: Signature) -> str:
+    """The lines of Lua that give each argument its name."""
+    lines, at, many = list[str](), 1, [name for name, it in found.takes.items() if _is_many(it)]
+    for name in (name for name in found.takes if name not in many):
+        word, size = _in_lua(found.takes[name], at)
+        lines, at = [*lines, f"local {name} = {word}"], at + size
+    start = str(at)
+    for name in many:
+        stop, (item, size) = "#ARGV", _item(name, found.takes[name])
+        if name != many[-1]:
+            stop = f"end_of_{name}"
+            lines.append(f"local {stop} = {start} + {size} * tonumber(ARGV[{start}])")
+            start = f"{start} + 1"
+        lines += [f"local {name} = {{}}", f"for i = {start}, {stop}, {size} do {item} end"]
+        start = f"{stop} + 1"
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _in_lua(it: ast.expr, at: int, i: str = "") -> tuple[str, int]:
+    """The expression for an argument that begins with word `at`, or so many behind `i`; and how many words it has."""
+    fields, first = list[str](), at
+    for name, one in _fields_of(it).items():
+        word, size = _in_lua(one, at, i)
+        fields, at = [*fields, f"{name} = {word}"], at + size
+    if fields:
+        return "{{ {} }}".format(",\n  ".join(fields)), at - first
+    return _IN_LUA.get(ast.unparse(it), "{}").format(f"ARGV[{i}{at}]"), 1
+
+
+def _item(name: str, it: ast.expr) -> tuple[str, int]:
+    """The line that takes in one element of a list or of pairs, and how many words it has."""
+    match it:
+        case ast.List(elts=[one]):
+            word, size = _in_lua(one, 0, "i + ")
+            return f"{name}[#{name} + 1] = {word}", size
+        case ast.Dict(values=[one]):
+            return f"{name}[ARGV[i]] = {_in_lua(one, 1, 'i + ')[0]}", 2
+    raise SyntaxError(f"{name} cannot be {ast.unparse(it)}")
+
+
+# -- for Python ------------------------------------------------------------------------------------------------
+
+
+class Caller(NamedTuple):
+    """`pack`: given what finds the target of a fleet, the function that calls the script.  `read`: for a fleet, what
+    reads the answer.
+    """
+
+    pack: Callable[[Callable[[str], Target]], Callable[..., Command[Any]]]
+    read: Callable[[str], Callable[[Any], Any]]
+
+
+def caller(name: str, found: Signature, method: Callable[..., Any]) -> Caller:
+    """Of a script and the method that declares it.  Raises TypeError: they differ."""
+    hints = get_type_hints(method)
+    (answer,) = get_args(hints.pop("return"))
+    names = [it.name for it in inspect.signature(method).parameters.values() if it.kind is it.KEYWORD_ONLY]
+    takes = "{" + ", ".join(f"{it}: {_described(hints[it], found.takes.get(it))}" for it in names) + "}"
+    for does, said, meant in (("takes", takes, _row(found.takes)), ("returns", _described(answer), found.answer)):
+        if said != meant:
+            raise TypeError(f"{name}.lua {does} {meant}, and is declared with {said}")
+    many = [it for it in names if _is_many(found.takes[it])]
+    words = "".join(f"{_words(it, found.takes[it], counted=it in many[:-1])}, " for it in names)
+    known = {"chain": chain.from_iterable, "Command": Command}
+    pack = (
+        f"lambda target: lambda {', '.join(['on', *(['*', *names] if names else [])])}: Command(target(on), ({words}))"
+    )
+    read = f"lambda fleet: lambda it: {_read(answer, 'it', known)}"
+    return Caller(eval(pack, known), eval(read, known))
+
+
+def _described(hint: Any, asked: ast.expr | None = None) -> str:
+    """A type of Python as a header writes it.  `asked`: of a row, or a list of rows, only what that has, too."""
+    args = get_args(hint)
+    if hint in _SCALARS:
+        return _SCALARS[hint]
+    if isinstance(hint, UnionType):
+        return " | ".join(_described(it) for it in args)
+    if get_origin(hint) is Literal or _is_words(hint):
+        return " | ".join(repr(str(it)) for it in args or hint)
+    if get_origin(hint) in (list, Sequence):
+        return f"[{_described(args[0], asked.elts[0] if isinstance(asked, ast.List) else None)}]"
+    if get_origin(hint) in (dict, Mapping):
+        return f"{{text: {_described(args[1])}}}"
+    has = dict(_fields(hint))
+    wanted = dict.fromkeys(has) if asked is None else _fields_of(asked)
+    return "{" + ", ".join(f"{it}: {_described(has[it], wanted[it])}" for it in wanted if it in has) + "}"
+
+
+def _is_words(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, StrEnum)
+
+
+def _fields(row: type) -> Iterator[tuple[str, Any]]:
+    """Of an answer's row.  The fleet that it came from is none of them."""
+    return ((name, it) for name, it in get_type_hints(row).items() if name != "fleet")
+
+
+def _words(name: str, it: ast.expr, *, counted: bool) -> str:
+    """What an argument is sent as."""
+    count = f"len({name}), " if counted else ""
+    if fields := _fields_of(it):
+        return ", ".join(_words(f"{name}.{field}", one, counted=False) for field, one in fields.items())
+    match it:
+        case ast.Name(id="flag"):
+            return f"1 if {name} else 0"
+        case ast.List(elts=[ast.Dict() as row]):
+            return f"{count}*[word for row in {name} for word in ({_words('row', row, counted=False)},)]"
+        case ast.Dict():
+            return f"{count}*chain({name}.items())"
+        case ast.List():
+            return f"{count}*{name}"
+    return name
+
+
+def _read(hint: Any, it: str, known: dict[str, Any]) -> str:
+    """The expression that reads `it`; the classes that it needs become known."""
+    args = get_args(hint)
+    if hint in (int, NoneType):
+        return it
+    if hint is float:
+        return f"float({it})"
+    if hint is bool:
+        return f"{it} == 1"
+    if hint is str or get_origin(hint) is Literal:
+        return f"{it}.decode()"
+    if isinstance(hint, UnionType):
+        return f"None if {it} is None else {_read(args[0], it, known)}"
+    one = f"_{re.sub('[^a-z0-9]', '', it)}"
+    if get_origin(hint) is list:
+        return f"[{_read(args[0], one, known)} for {one} in {it}]"
+    if get_origin(hint) is dict:
+        return f"{{{one}.decode(): {_read(args[1], f'{one}x', known)} for {one}, {one}x in {it}}}"
+    known[hint.__name__] = hint
+    if _is_words(hint):
+        return f"{hint.__name__}({it}.decode())"
+    fleet = ["fleet"] if "fleet" in get_type_hints(hint) else []
+    fields = [_read(field, f"{it}[{n}]", known) for n, (_, field) in enumerate(_fields(hint))]
+    return f"{hint.__name__}({', '.join(fleet + fields)})"

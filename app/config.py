@@ -18,6 +18,7 @@ class AppSettings(BaseSettings):
     host: str = "127.0.0.1"
     """The address that is listened on."""
     port: int = Field(8000, ge=1, le=65535)
+    """The port that is listened on."""
     require_keys: bool = False
     """Whether a request must show a tenant's key.  Without keys only this machine is served."""
     trusted_proxies: str = ""
@@ -41,7 +42,7 @@ class AppSettings(BaseSettings):
     keep_alive_s: float = Field(30.0, gt=0, le=3600)
     """How long a connection is kept between two requests."""
     body_timeout_s: float = Field(10.0, gt=0, le=300)
-    """How long a body may take, beside a second for each `body_min_rate` bytes."""
+    """How long a body may take, beside a second for each SLOTKEEPER_BODY_MIN_RATE bytes that have come; then 408."""
     body_min_rate: int = Field(32 << 10, gt=0)
     """Bytes a second that a body must keep up with, and an answer that is read."""
     send_timeout_s: float = Field(10.0, gt=0, le=300)

@@ -45,7 +45,7 @@ class RecordSettings(BaseSettings):
     home: Path = Path("var")
     """The one folder that holds all state of an embedded installation."""
     database_url: str = ""
-    """An SQLAlchemy URL; empty: SQLite in `home`."""
+    """An SQLAlchemy URL, such as postgresql://user@host/name; empty: SQLite in the state folder."""
     idempotency_window_s: int = Field(86_400, gt=0)
     """How long an Idempotency-Key names the same job."""
     retention_s: int = Field(30 * 86_400, gt=0)

@@ -30,8 +30,9 @@ class UpSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore")
 
     flower_port: int = Field(5555, ge=1, le=65535)
+    """Port of Flower's page."""
     demo_port: int | None = Field(None, ge=1, le=65534)
-    """Port of the first demo server; the second has the next one.  None: any that are free."""
+    """Port of the first demo server; the second has the next one.  Empty: any that are free."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,37 +23,37 @@ class RoutingSettings(BaseSettings):
     redis_prefix: str = Field("slotkeeper", pattern=r"^[A-Za-z0-9_.:-]{1,64}$")
     """Every key begins with it, so that installations can share a Redis."""
     redis_timeout_s: float = Field(3.0, gt=0)
-    """How long one call may take."""
+    """How long one call of Redis may take."""
     lease_ms: int = Field(4_000, ge=200)
     """A worker that has not renewed for this long has lost its slots."""
     renew_every_ms: int = Field(1_000, ge=50)
-    """How often a worker renews: two renewals in a row may be lost."""
+    """How often a worker renews its leases; under half of SLOTKEEPER_LEASE_MS, so that two in a row may be lost."""
     offer_ms: int = Field(5_000, ge=200)
-    """How long an offer waits for a worker before the job goes back to its place."""
+    """How long an offer waits for a worker until maintenance looks at it."""
     busy_rest_ms: int = Field(500, ge=0)
     """How long a slot rests after its server answered "busy" without a Retry-After; doubled each time in a row."""
     busy_rest_max_ms: int = Field(30_000, ge=0)
-    """Longest such rest, and longest Retry-After that is honoured."""
+    """How long a slot of a busy server rests at most, and the longest Retry-After that is honoured."""
     unreachable_rest_ms: int = Field(1_000, ge=1)
-    """How long a server's slots rest when it cannot be reached; doubled each time in a row …"""
+    """How long a server's slots rest when it cannot be reached; doubled each time in a row."""
     unreachable_rest_max_ms: int = Field(30_000, ge=1)
-    """… up to this."""
+    """How long the slots of a server that cannot be reached rest at most."""
     breaker_failures: int = Field(10, ge=1)
-    """Failures in a row, of different jobs, after which a server is left alone for …"""
+    """Failures in a row, of different jobs, that open a server's breaker: for a while it gets no more jobs."""
     breaker_rate: float = Field(0.8, gt=0, le=1)
-    """… or the share of its latest runs that failed, after twenty …"""
+    """Share of a server's latest runs whose failure opens its breaker, after twenty runs."""
     breaker_open_ms: int = Field(5_000, ge=1)
-    """… so long the first time, doubled each time a probe fails …"""
+    """How long a breaker is open the first time; doubled each time that a job which tries again fails."""
     breaker_open_max_ms: int = Field(300_000, ge=1)
-    """… up to this."""
+    """How long a breaker is open at most."""
     most_constraints: int = Field(100, ge=1)
-    """How many different constraints may wait for a model, of one tenant …"""
+    """Different constraints of one tenant that may wait for a model; a submit beyond is answered 429."""
     most_constraints_of_all: int = Field(2_000, ge=1)
-    """… and of all together, in one fleet."""
+    """Different constraints of all tenants together that may wait in one fleet; a submit beyond is answered 429."""
     withhold_max_ms: int = Field(600_000, ge=0)
     """How long at most a slot is withheld whose server has not let go of a run that has ended here."""
     catalog_refresh_s: float = Field(1.0, ge=0)
-    """How old a process's copy of the catalog may grow."""
+    """How old a process's copy of models and servers may grow."""
 
     @model_validator(mode="after")
     def _relations(self) -> "RoutingSettings":

@@ -21,12 +21,13 @@ class TaskSettings(BaseSettings):
     """Runs that one worker process may have in flight."""
     secret: str = Field("", repr=False)
     """Base64 of at least 24 bytes, from which all keys are derived (tasks/keyring.py); the same on every host.
-    Empty: one is kept in `home`."""
+    Empty: one is kept in the state folder."""
     former_secret: str = Field("", repr=False)
     """The secret before this one, while it is being replaced: what it has signed is still valid."""
     webhook_allow: str = ""
     """Networks inside that webhooks may reach, as CIDRs with commas."""
     webhook_timeout_s: float = Field(10.0, gt=0)
+    """How long one try of a webhook may take."""
     webhook_max_tries: int = Field(12, ge=1)
     """Tries of one webhook: the last comes about a day after the first."""
     log_level: Annotated[
@@ -36,6 +37,7 @@ class TaskSettings(BaseSettings):
     public_url: str = ""
     """Where inference servers reach us for callbacks; empty: http://127.0.0.1:<port>."""
     port: int = Field(8000, ge=1, le=65535)
+    """The API's port, on this machine."""
     grace_s: float = Field(20.0, ge=0)
     """How long a worker that is told to stop waits for its jobs before it hands them back."""
 

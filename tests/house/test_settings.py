@@ -5,15 +5,11 @@ import re
 import pytest
 from pydantic_settings import BaseSettings
 
-from app.config import AppSettings
-from jobs.config import Limits, RecordSettings
-from local.plan import UpSettings
-from routing.config import RoutingSettings
-from tasks.config import TaskSettings
+from tests.house.settings_page import CHAPTERS, PAGE, explained, page
 from tests.house.tree import REPO, python_files
 
 _PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
-_CLASSES: list[type[BaseSettings]] = [AppSettings, Limits, RecordSettings, RoutingSettings, TaskSettings, UpSettings]
+_CLASSES = tuple(CHAPTERS.values())
 _OF_TESTS = {"SLOTKEEPER_CRASH_AT"}
 
 
@@ -38,3 +34,15 @@ def test_a_setting_is_told(name: str) -> None:
 def test_no_setting_is_told_that_there_is_not() -> None:
     told = {name for page in _PAGES for name in re.findall(r"^\| `(SLOTKEEPER_[A-Z_]+)`", page.read_text(), re.M)}
     assert told <= _settings()
+
+
+@pytest.mark.parametrize("kind", _CLASSES, ids=lambda kind: kind.__name__)
+def test_a_setting_is_explained_beside_it_alone_in_a_sentence(kind: type[BaseSettings]) -> None:
+    told = explained(kind)
+    assert sorted(kind.model_fields.keys() - told.keys()) == []
+    odd = [name for name in kind.model_fields if not told[name].endswith(".") or "…" in told[name] or "|" in told[name]]
+    assert odd == []
+
+
+def test_the_page_of_settings_says_what_the_settings_say() -> None:
+    assert PAGE.read_text("utf-8") == page(), "python -m tests.house.settings_page"

@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 side-by-side := -n 2 --dist loadfile
 LOCK_ARGS ?=
 
-.PHONY: help setup setup-dev run demo test attack check format bench lock clean
+.PHONY: help setup setup-dev run demo test attack live-presets check format bench lock clean
 
 help: ## Show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -30,6 +30,9 @@ demo: setup ## Start everything, run 20 mixed jobs, print the results, stop
 
 test: setup-dev ## Install what the tests need and run them all (PYTEST_ARGS="-k lease", PYTEST_ARGS="-n 0 --pdb")
 	@exec $(BIN)/python -m pytest $(side-by-side) $(PYTEST_ARGS)
+
+live-presets: setup-dev ## Run presets against real servers, installed into var/live; takes minutes (LIVE="cog mosec")
+	@LIVE="$(LIVE)" exec $(BIN)/python -m pytest -m live_servers tests/live $(PYTEST_ARGS)
 
 check: setup-dev ## Format, lint, types, import contracts, Lua lint, tests
 	@step() { echo "== $$*"; "$$@"; }

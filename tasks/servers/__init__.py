@@ -12,7 +12,7 @@ routing.outcome; never jobs, Redis, Celery, Flask or SQL (setup.cfg, importlinte
   call         what goes into an exchange                 answers    what came back
   pointers, patterns, paths  safe ways to read and to ask
   presets      descriptions that come with Slotkeeper, by name
-  probe        asking a server what it is
+  probe        what answers at an address, asked and told
 """
 
 from tasks.servers.call import Call, Health, HealthKind

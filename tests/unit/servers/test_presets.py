@@ -15,6 +15,7 @@ import pytest
 
 from routing.outcome import Kind
 from tasks.servers import DEFAULT, Call, Description, compile_plan, presets
+from tests.support import presets_page
 from tests.unit.servers.scripted import Seen, answer
 
 CONVERSATIONS = Path(__file__).parent / "conversations"
@@ -115,6 +116,11 @@ def test_a_conversation_has_all_that_the_preset_speaks_of(name):
     assert bool(had["health"]) == (described.health is not None)
     if described.health is not None and described.health.active is not None:
         assert any("active_jobs" in one["is"] for one in conversation(name)["exchange"])
+
+
+def test_the_page_of_the_presets_is_as_they_are():
+    """python -m tests.support.presets_page writes it."""
+    assert presets_page.PAGE.read_text("utf-8") == presets_page.whole()
 
 
 def test_every_conversation_is_a_presets():

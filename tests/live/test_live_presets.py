@@ -124,6 +124,16 @@ SERVERS = [
         env={"MLSERVER_HTTP_PORT": "{port}", "MLSERVER_PARALLEL_WORKERS": "0", "MLSERVER_HOST": "127.0.0.1"},
     ),
     Live(
+        "runpod-worker",
+        "runpod",
+        ("python", "runpod_app.py", "--rp_serve_api", "--rp_api_host", "127.0.0.1", "--rp_api_port", "{port}"),
+        "",
+        "/openapi.json",
+        WORDS,
+        COSTS_A_RETRY,
+        PAINTED,
+    ),
+    Live(
         GENERIC,
         "mosec",
         ("python", "mosec_app.py", "--port", "{port}", "--address", "127.0.0.1"),

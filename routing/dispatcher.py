@@ -355,7 +355,7 @@ class Dispatcher:
         self, held: Held, verdict: Verdict | None = None, *, back: bool, taker: str = "", rest_ms: int = 0
     ) -> Offer | None:
         """Free a slot, which may have to rest, and hand it on; answers the offer that `taker` now owns."""
-        rest_ms = max(rest_ms, self._rest_ms(verdict), self._penalty_ms(held, verdict))
+        rest_ms = max(rest_ms, self._rest_ms(verdict), self._rest_of_server_ms(held, verdict))
         try:
             outcome = verdict.outcome if verdict is not None else ""
             _, offers = self.leases.release(held, back=back, rest_ms=rest_ms, taker=taker, outcome=outcome)
@@ -370,9 +370,9 @@ class Dispatcher:
         self.publish([offer for offer in offers if offer is not mine])
         return mine
 
-    def _penalty_ms(self, held: Held, verdict: Verdict | None) -> int:
+    def _rest_of_server_ms(self, held: Held, verdict: Verdict | None) -> int:
         """Let all slots of a server that could not be reached rest; answers for how long."""
-        if verdict is None or not verdict.penalty:
+        if verdict is None or not verdict.blames_server:
             return 0
         try:
             return self.slots.rest(held.fleet, held.server)

@@ -19,7 +19,7 @@ class Kind(StrEnum):
     CANCELED = "canceled"  # the server gave the job up because it was told to
     LOST = "lost"  # the server does not know the job (any more)
     UNKNOWN = "unknown"  # sent, but no answer came: it may be running, the slot must be held
-    UNREACHABLE = "unreachable"  # certainly not sent: costs the job nothing, the server a penalty
+    UNREACHABLE = "unreachable"  # certainly not sent: costs the job nothing, the server a rest
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,21 +32,21 @@ local ids, lanes, added = {}, {}, 0
 for n, entry in ipairs(entries) do ids[n] = entry.job.id end
 local leased = #ids > 0 and redis.call("ZMSCORE", LEASES, unpack(ids)) or {}
 for n, entry in ipairs(entries) do
-  local job, lane = entry.job, entry.lane
+  local job, name = entry.job, entry.lane
   if leased[n] then
     -- Its last run has ended in the record and not freed its slot yet: the job goes to its place when that happens.
     if redis.call("HGET", lease_key(job.id), "owner") ~= "" then redis.call("HSET", lease_key(job.id), "again", "1") end
   else
-    lanes[lane] = lanes[lane] or { it = read_lane(lane), needs = job.needs, members = {} }
-    local members = lanes[lane].members
+    lanes[name] = lanes[name] or { lane = read_lane(name), needs = job.needs, members = {} }
+    local members = lanes[name].members
     members[#members + 1], members[#members + 2] = job.seq, member_of(job.id, job.created_ms)
   end
 end
-for _, lane in pairs(lanes) do
-  local more = add_to_lane(lane.it, unpack(lane.members))
+for _, entering in pairs(lanes) do
+  local more = add_to_lane(entering.lane, unpack(entering.members))
   if more > 0 then
-    read_rules(lane.it)
-    reindex(lane.it, lane.needs)
+    read_rules(entering.lane)
+    reindex(entering.lane, entering.needs)
   end
   added = added + more
 end

@@ -24,13 +24,13 @@
 local now, restored = now_ms(), 0
 local is_complete = is_open(now)
 for _, lease in ipairs(leases) do
-  local held, it, job = lease.held, read_lane(lease.lane), lease.job
+  local held, lane, job = lease.held, read_lane(lease.lane), lease.job
   -- One that waits has ended its run since the record was read; while the room is filled it may have begun it.
   local member = member_of(held.job_id, job.created_ms)
-  if not is_complete then take_from_lane(it, member) end
-  local waits = redis.call("ZSCORE", lane_key(it.name), member)
+  if not is_complete then take_from_lane(lane, member) end
+  local waits = redis.call("ZSCORE", lane_key(lane.name), member)
   if not waits and redis.call("EXISTS", lease_key(held.job_id)) == 0 then
-    write_lease(held.job_id, held.lease, held.owner, held.slot, it, job.needs, job.seq, job.created_ms, 0, 0, now,
+    write_lease(held.job_id, held.lease, held.owner, held.slot, lane, job.needs, job.seq, job.created_ms, 0, 0, now,
       now + lease_ms)
     redis.call("ZREM", FREE, held.slot)
     redis.call("ZREM", RESTING, held.slot)

@@ -25,13 +25,12 @@
 -- @include lib/breaker
 -- @include lib/ahead
 
-local it, now, before = read_lane(lane), now_ms(), {}
-local member, ahead, run_ms = member_of(job.id, job.created_ms), place_of(it, job.id, job.created_ms, as_last)
+local waiting, now, before = read_lane(lane), now_ms(), {}
+local member, ahead, run_ms = member_of(job.id, job.created_ms), place_of(waiting, job.id, job.created_ms, as_last)
 local place = ahead and "waiting" or redis.call("EXISTS", lease_key(job.id)) == 1 and "offered" or "absent"
-local rank = redis.call("ZRANK", lane_key(it.name), member) or 0
-for _, other in ipairs(rank > 0 and redis.call("ZRANGE", lane_key(it.name), math.max(rank - 5, 0), rank - 1) or {}) do
-  before[#before + 1] = read_member(other)
-end
-local rules, breaker = rules_of(it.model), breaker_of(stats_key("model", it.model))
-return { place, ahead or 0, run_ms or false, obstacle(it.tenant, it.account, rules) or "",
-  number_in_field(HELD, it.account), rules.state, breaker_state(breaker, now), breaker.until_ms, before }
+local rank = redis.call("ZRANK", lane_key(waiting.name), member) or 0
+if rank > 0 then before = redis.call("ZRANGE", lane_key(waiting.name), math.max(rank - 5, 0), rank - 1) end
+for i, other in ipairs(before) do before[i] = read_member(other) end
+local rules, breaker = rules_of(waiting.model), breaker_of(stats_key("model", waiting.model))
+return { place, ahead or 0, run_ms or false, obstacle(waiting.tenant, waiting.account, rules) or "",
+  number_in_field(HELD, waiting.account), rules.state, breaker_state(breaker, now), breaker.until_ms, before }

@@ -19,11 +19,11 @@ _FAILURES = frozenset({Why.SERVER_ERROR, Why.RETRIES_EXHAUSTED, Why.SERVER_LOST,
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`penalty`: the server, not the job, is to blame; its slots rest.  `rest_s`: this slot rests."""
+    """`blames_server`: the server, not the job, is to blame; its slots rest.  `rest_s`: this slot rests."""
 
     why: Why
     rest_s: float | None = None
-    penalty: bool = False
+    blames_server: bool = False
 
     @property
     def outcome(self) -> Literal["ok", "failed", "busy", ""]:
@@ -54,7 +54,7 @@ def judge(
         case Kind.BUSY:
             return Verdict(Why.SERVER_BUSY, rest_s=outcome.retry_after_s)
         case Kind.UNREACHABLE:
-            return Verdict(Why.SERVER_UNREACHABLE, penalty=True)
+            return Verdict(Why.SERVER_UNREACHABLE, blames_server=True)
         case Kind.LOST:
             return Verdict(crashed(crashes, config))
         case Kind.RETRY | Kind.CANCELED:

@@ -32,7 +32,7 @@ ROOM = [
         "a job that was offered stays in its lane",
         "offers",
         "routing/lua/lib/offer.lua",
-        "  take_from_lane(it, lane.member, lane.following)\n",
+        "  take_from_lane(lane, head.member, head.following)\n",
         "",
         (f"{LEASES}test_a_job_is_never_offered_twice",),
         still=f"{LEASES}test_a_slot_without_a_job_stays_free",

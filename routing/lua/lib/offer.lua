@@ -146,22 +146,23 @@ local function note_loaded(server, model, by_name)
   end
 end
 
--- Take the head of the lane and the server's first free slot, and write the lease.  `owner` "" leaves it open for
--- whoever claims it before it expires.
-local function take(lane, servers, server, by_name, prefix, owner, now, lease_ms)
-  local it = read_lane(lane.name)
-  local job, created = read_member(lane.member)
+-- Take the job at the head of a lane and the server's first free slot, and write the lease.  `owner` "" leaves it open
+-- for whoever claims it before it expires.
+local function take(head, servers, server, by_name, prefix, owner, now, lease_ms)
+  local lane = read_lane(head.name)
+  local job, created = read_member(head.member)
   local slot, number = take_slot(servers, server), add_to_field(META, "offers", 1)
-  local lease, stats = prefix .. "-" .. number, stats_key("model", it.model)
-  read_rules(it)
-  local policy = policy_of(it.model)
-  local charged = policy.charge_offer and policy.charge_offer(it, number) or 0
-  take_from_lane(it, lane.member, lane.following)
-  write_lease(job, lease, owner, slot, it, lane.needs, lane.seq, exact(created), number, charged, now, now + lease_ms)
-  note_loaded(server, it.model, by_name)
+  local lease, stats = prefix .. "-" .. number, stats_key("model", lane.model)
+  read_rules(lane)
+  local policy = policy_of(lane.model)
+  local charged = policy.charge_offer and policy.charge_offer(lane, number) or 0
+  take_from_lane(lane, head.member, head.following)
+  write_lease(job, lease, owner, slot, lane, head.needs, head.seq, exact(created), number, charged, now,
+    now + lease_ms)
+  note_loaded(server, lane.model, by_name)
   note_probe(stats, job)
   note_probe(stats_key("server", server.name), job)
-  return { job, lease, slot, server.name, it.model, number, owner }
+  return { job, lease, slot, server.name, lane.model, number, owner }
 end
 
 local function with_job(lane, member, seq)

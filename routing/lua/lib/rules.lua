@@ -4,8 +4,8 @@ local NO_RULES = "- 0 online 0 0 0"
 local rules_read = {}
 
 -- All that is configured for an account, in one step.
-local function read_rules(it)
-  read_fields(RULES, "account " .. it.account, "model " .. it.model, "tenant " .. it.tenant)
+local function read_rules(lane)
+  read_fields(RULES, "account " .. lane.account, "model " .. lane.model, "tenant " .. lane.tenant)
 end
 
 -- What is configured for a model: "<policy> <head_start> <state> <tenant_slots> <affinity> <breaker_failures>", times

@@ -99,7 +99,7 @@ def test_waiting_for_capacity_never_spends_an_attempt(kind, failures, crashes):
 
 
 def test_only_the_server_is_to_blame_when_it_cannot_be_reached():
-    blamed = {kind for kind in _ENDS if judge(Outcome(kind), 0, 0, True, CONFIG).penalty}
+    blamed = {kind for kind in _ENDS if judge(Outcome(kind), 0, 0, True, CONFIG).blames_server}
     assert blamed == {Kind.UNREACHABLE}
 
 

@@ -193,10 +193,6 @@ class Server:
     changed_ms: int | None = None
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # model -> how it is spoken to for that
 
-    @property
-    def slot_names(self) -> list[str]:
-        return [f"{self.name}-slot{n}" for n in range(self.slots)]
-
 
 @dataclass(frozen=True, slots=True)
 class TenantState:

@@ -120,8 +120,3 @@ TRANSITIONS: dict[tuple[State | None, Why], Edge] = {
 def edge(state: State | None, why: Why) -> Edge:
     """The transition out of `state` for this reason.  KeyError: there is none."""
     return TRANSITIONS[(state, why)]
-
-
-def sources(why: Why) -> frozenset[State]:
-    """The states that this reason can lead out of."""
-    return frozenset(state for (state, reason) in TRANSITIONS if reason is why and state is not None)

@@ -47,9 +47,6 @@ class Moved:
     job: Waiting
     to: State
     attempt: int
-    failures: int
-    crashes: int
-    remote_id: str | None
     webhook_id: str | None
     telling_id: str | None = None  # what those who wait outside are owed, if any do
 
@@ -375,7 +372,7 @@ class Store:
         """What has been done to a job; at its end it owes from now on what its clients wait for."""
         webhook_id = webhooks.owe(tx, row, to, now)
         telling_id = tellings.owe(tx, row, to, now)
-        return Moved(_waiting(row), to, row.attempt, row.failures, row.crashes, row.remote_id, webhook_id, telling_id)
+        return Moved(_waiting(row), to, row.attempt, webhook_id, telling_id)
 
     def _transition(self, tx: Transaction, act: _Act) -> Row | None:
         return next(iter(self._transitions(tx, moves.ONE, act)), None)

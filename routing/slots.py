@@ -35,8 +35,7 @@ class ServerStanding:
     `rested_ms`: when the first resting slot is offered again.  `breaker`: closed, open, half_open, probing.
     `open_until_ms`: when its next probe is due.  `open_why`: what opened it: runs that failed one after another
     ("failures"), too many of them ("rate"), the last probe ("probe"); "": it is closed.  `opened`: how often in a row.
-    `loaded`: the model that it ran last; `passing_since_ms`: since when it has gone on with that although another's
-    job comes first.
+    `loaded`: the model that it ran last.
     """
 
     server: str
@@ -50,7 +49,6 @@ class ServerStanding:
     opened: int
     loaded: str
     swaps: int
-    passing_since_ms: int
     scores: dict[str, Score]
 
 

@@ -4,7 +4,7 @@
     servers: [{server: text, free: int, resting: int, taken: int,
                rested_ms: int, breaker: "closed" | "open" | "half_open" | "probing",
                open_until_ms: int, open_why: text, opened: int,
-               loaded: text, swaps: int, passing_since_ms: int,
+               loaded: text, swaps: int,
                scores: {text: {load: number, failures: number, slowness: number, swap: number, total: number}}}]
       rested_ms  when the first of its resting slots is offered again; 0: none rests
       scores     by model; the lowest total is best
@@ -46,15 +46,6 @@ local function scores(server, entry)
   return rows
 end
 
--- Since when it has passed over jobs of other models than the loaded one; 0: it does not.
-local function passing_since(stats, entry)
-  local first = math.huge
-  for model in models_in(entry) do
-    first = math.min(first, tonumber(read_hash(stats)["passing:" .. model] or first))
-  end
-  return first == math.huge and 0 or first
-end
-
 local free, _ = count(FREE)
 local resting, rested = count(RESTING)
 local servers = redis.call("HGETALL", SERVERS)
@@ -64,7 +55,7 @@ for i = 1, #servers, 2 do
   local has = read_hash(stats)
   found[#found + 1] = { server, free[server] or 0, resting[server] or 0, tonumber(has.taken or "0"),
     tonumber(rested[server] or "0"), breaker_state(breaker, now), breaker.until_ms, has.why or "",
-    tonumber(has.opened or "0"), has.loaded or "", tonumber(has.swaps or "0"), passing_since(stats, servers[i + 1]),
+    tonumber(has.opened or "0"), has.loaded or "", tonumber(has.swaps or "0"),
     scores(server, servers[i + 1]) }
 end
 return found

@@ -372,9 +372,8 @@ def test_a_retry_without_a_time_is_refused_for_nothing_would_ever_wake_it(databa
 def test_a_run_that_only_its_worker_left_is_resumed_at_the_server(store, why):
     run = a_running_job(store, server="gpu1")
     store.note_remote(run.job.id, run.attempt, "r-1", T0 + SECOND)
-    moved = _settle(store, run.job.id, run.attempt, why)
+    _settle(store, run.job.id, run.attempt, why)
     again = a_start(store, run.job.id, server="gpu1")
-    assert moved.remote_id == "r-1"
     assert (again.remote_id, again.sent_ms) == ("r-1", T0 + SECOND)
 
 

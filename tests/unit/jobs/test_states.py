@@ -5,7 +5,7 @@ import pytest
 from jobs import states
 from jobs.events import TYPES
 from jobs.models import jobs
-from jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, State, Why, edge, sources
+from jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, State, Why, edge
 
 
 def test_job_1_no_edge_leads_out_of_a_final_state_but_a_persons_retry_out_of_dead():
@@ -74,12 +74,6 @@ def test_what_is_not_in_the_table_is_a_key_error():
     with pytest.raises(KeyError):
         edge(State.COMPLETED, Why.STARTED)
     assert edge(State.QUEUED, Why.STARTED).to is State.RUNNING
-
-
-def test_sources_are_the_states_that_a_reason_leads_out_of():
-    assert sources(Why.CANCEL_REQUESTED) == ACTIVE
-    assert sources(Why.REVIVED) == {State.DEAD}
-    assert sources(Why.SUBMITTED) == frozenset()
 
 
 def test_the_drawing_names_every_state():

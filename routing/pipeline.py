@@ -61,7 +61,7 @@ class Pipeline:
 
     def ask(self, command: Command[Any]) -> "asyncio.Future[Any]":
         """Run a script.  The future has what the command reads in its answer, or a RedisError."""
-        asked = self._asked(command.words, command.target.read)
+        asked = self._asked(command.packed, command.target.read)
         asked.command = command
         self._send(asked)
         return asked.answer
@@ -74,9 +74,9 @@ class Pipeline:
                 await self._life
         self._fail(Broken("The connection to Redis was closed."))  # A life that had not begun leaves that to us.
 
-    def _asked(self, words: tuple[Any, ...], read: Callable[[Any], Any]) -> _Asked:
+    def _asked(self, packed: bytes, read: Callable[[Any], Any]) -> _Asked:
         until = self._loop.time() + self._timeout_s
-        return _Asked(hiredis.pack_command(words), read, self._loop.create_future(), until)
+        return _Asked(packed, read, self._loop.create_future(), until)
 
     def _send(self, asked: _Asked) -> None:
         asked.number = next(self._numbers)
@@ -151,7 +151,8 @@ class Pipeline:
         """Tell Redis the text of a script, unless that was done after command `number` had been sent."""
         told = self._told.get(script)
         if told is None or told.number < number:
-            self._told[script] = told = self._asked(self._scripts.load_words(script), lambda answer: answer)
+            text = hiredis.pack_command(self._scripts.load_words(script))
+            self._told[script] = told = self._asked(text, lambda answer: answer)
             self._send(told)
         return told
 

@@ -25,7 +25,7 @@ from redis.retry import Retry
 
 from jobs.policies import POLICIES
 from routing.keys import Keys
-from routing.signatures import Caller, Command, Signature, Target, caller, locals_of, signature
+from routing.signatures import Caller, Command, Signature, Target, caller, locals_of, pack, signature
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -188,7 +188,8 @@ class Scripts:
     def target(self, script: str, on: str, read: Callable[[Any], Any]) -> Target:
         """`on`: a fleet, or the key of a script that works on one."""
         keys = self.keys.fleet(on) if "@include lib/fleet" in source(script) else [on]
-        return Target(script, keys, ("FCALL", self._function(script).name, len(keys), *keys), read)
+        words: tuple[str | int, ...] = ("FCALL", self._function(script).name, len(keys), *keys)
+        return Target(script, keys, words, pack(words), read)
 
     def _targets(self, script: str, found: Caller) -> Callable[[str], Target]:
         return lru_cache(_REMEMBERED)(lambda on: self.target(script, on, found.read(on)))

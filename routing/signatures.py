@@ -25,17 +25,23 @@ from itertools import chain
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
+import hiredis
+
 T = TypeVar("T")
 _SCALARS: Mapping[Any, str] = {str: "text", int: "int", float: "number", bool: "flag", NoneType: "None"}
 _IN_LUA = {"int": "tonumber({})", "number": "tonumber({})", "flag": '{} == "1"'}
 
 
 class Target(NamedTuple):
-    """A script on the keys of one fleet.  `words`: what Redis is sent before the arguments."""
+    """A script on the keys of one fleet.
+
+    `words`: what Redis is sent before the arguments; `packed`: those as they are sent.
+    """
 
     script: str
     keys: Sequence[str]
     words: tuple[str | int, ...]
+    packed: bytes
     read: Callable[[Any], Any]
 
 
@@ -50,6 +56,17 @@ class Command(Generic[T]):
     def words(self) -> tuple[Any, ...]:
         """What Redis is sent."""
         return self.target.words + self.args
+
+    @property
+    def packed(self) -> bytes:
+        """The same as it is sent: of a call only its arguments are packed."""
+        count = len(self.target.words) + len(self.args)
+        return b"*%d\r\n%b%b" % (count, self.target.packed, pack(self.args))
+
+
+def pack(words: tuple[Any, ...]) -> bytes:
+    """Words as Redis is sent them, without how many they are."""
+    return hiredis.pack_command(words).partition(b"\n")[2]
 
 
 class Signature(NamedTuple):

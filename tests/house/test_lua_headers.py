@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+import hiredis
 import pytest
 from redis import Redis
 
@@ -203,6 +204,13 @@ def test_what_is_sent_is_what_the_header_says_in_its_order():
     held = Lease("j1", "l1", 7)
     sent = pack("zimg", held=held, back=True, rate=0.5, leases=[held, held], names=["a"], rules={"r": "t"})
     assert sent.args == ("l1", "j1", 1, 0.5, 2, "j1", 7, "j1", 7, 1, "a", "r", "t")
+
+
+def test_a_call_is_packed_as_redis_would_have_its_words():
+    scripts = Scripts(Redis(), Keys("test"))
+    waiting = scripts.bound(QueueScripts)
+    for command in (waiting.depths("zimg"), waiting.variety("zimg", account="a|zimg", classes=["c|zimg", "d|zimg"])):
+        assert command.packed == hiredis.pack_command(command.words)
 
 
 def test_an_answer_is_read_by_name_and_type():

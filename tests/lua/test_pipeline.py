@@ -14,6 +14,7 @@ from redis.exceptions import TimeoutError as Silent
 from routing.keys import Keys
 from routing.pipeline import Pipeline
 from routing.scripts import Command, Scripts
+from routing.signatures import pack
 from tests.support.valkey import Valkey
 
 KEYS = Keys("test")
@@ -29,7 +30,7 @@ def depths(fleet: str = "zimg") -> Command:
 def misused() -> Command:
     """It breaks off."""
     target = SCRIPTS.target("depths", "zimg", list)
-    return Command(target._replace(words=(*target.words[:2], 0)), ())
+    return Command(target._replace(words=(words := (*target.words[:2], 0)), packed=pack(words)), ())
 
 
 @pytest.fixture(params=["tcp", "unix", "password"])

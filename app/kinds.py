@@ -43,7 +43,7 @@ class PresetDetail(PresetView):
 
 
 class PresetPath(Model):
-    preset: str = Field(max_length=100)
+    preset: str
 
 
 class ProbeBody(Asked):

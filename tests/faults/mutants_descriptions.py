@@ -5,7 +5,28 @@ from tests.faults.mutant import Mutant
 CLIENT = "tests/unit/servers/test_client.py::"
 TEMPLATES = "tests/unit/servers/test_templates.py::"
 
+PROBE = "tests/unit/servers/test_probe.py::"
+PRESETS = "tests/contracts/test_api_presets.py::"
+
 DESCRIPTIONS = [
+    Mutant(
+        "a probe tells secrets",
+        "a secret is shown to nobody",
+        "tasks/servers/probe.py",
+        "return Heard(step, request, reply.status, clean(reply.head, secrets or ()), took_ms, **more)",
+        "return Heard(step, request, reply.status, clean(reply.head), took_ms, **more)",
+        (f"{PROBE}test_a_secret_is_sent_and_never_told",),
+        still=f"{PROBE}test_an_exchange_that_breaks_off_is_told_too",
+    ),
+    Mutant(
+        "a probe asks any address",
+        "requests are sent to inference servers alone",
+        "app/api/presets.py",
+        'check_endpoint(body.url, "url")',
+        "pass",
+        (f"{PRESETS}test_what_cannot_be_probed_is_refused_by_its_field",),
+        still=f"{PRESETS}test_nobody_there_is_an_answer",
+    ),
     Mutant(
         "a path grows into the host's name",
         "a description reaches nothing but its server",

@@ -172,6 +172,18 @@ def test_a_handle_is_told_again_what_has_changed_and_all_that_goes_with_it():
     assert (pycurl.FRESH_CONNECT, 0) in handle.told
 
 
+def test_what_was_found_closed_is_asked_by_a_new_connection(loop, monkeypatch):
+    wires, handle = Wires(loop), Told()
+    monkeypatch.setattr(wires, "_multi", SimpleNamespace(remove_handle=lambda _: None))
+    monkeypatch.setattr(wires, "_send", lambda *_: None)
+    handle.lead_to("http://a/")
+    exchange = Exchange(wires, Limits(1.0, READ_S, time.monotonic() + 3600, 1000))
+    wires._under_way[handle] = exchange
+    handle.told.clear()
+    wires.send_anew(handle, exchange)
+    assert (pycurl.FRESH_CONNECT, 1) in handle.told and handle.exchange is exchange
+
+
 def test_a_handle_keeps_nothing_of_what_it_has_carried():
     handle: Any = Told()
     handle.exchange = object()

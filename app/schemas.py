@@ -537,6 +537,12 @@ class SecretList(Model):
     secrets: list[SecretView]
 
 
+class DescriptionSchema(Model):
+    """A JSON schema (2020-12)."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 class ConfigView(Model):
     """How a model's jobs are treated."""
 

@@ -13,7 +13,16 @@ from app.context import dispatcher
 from app.describing import described
 from app.errors import know_fields
 from app.openapi import problems
-from app.schemas import ConfigBody, ConfigView, ModelDetail, ModelList, ModelPath, ModelView, StateBody
+from app.schemas import (
+    ConfigBody,
+    ConfigView,
+    DescriptionSchema,
+    ModelDetail,
+    ModelList,
+    ModelPath,
+    ModelView,
+    StateBody,
+)
 from insight.load import load_of
 from jobs.catalog import Model
 from jobs.errors import NotFound
@@ -21,6 +30,7 @@ from jobs.record import now_ms
 from jobs.states import Standing
 from routing.queues import Depths
 from routing.submission import check_model_name
+from tasks.servers import Description
 from tasks.wiring import catalog
 
 api = admin_blueprint("models", "Models", "/admin")
@@ -70,6 +80,12 @@ def change_model(path: ModelPath, body: StateBody) -> dict[str, Any]:
 def get_config(path: ModelPath) -> dict[str, Any]:
     """Show how a model's jobs are treated, and what of it differs from the defaults."""
     return views.config(_known(path.model))
+
+
+@api.get("/description-schema", responses={200: DescriptionSchema})
+def get_description_schema() -> dict[str, Any]:
+    """Show the JSON schema of a description of a server, for editors.  docs/servers.md explains each field."""
+    return Description.model_json_schema()
 
 
 @api.put("/model-configs/<path:model>", responses={200: ConfigView, **problems(400, 413, 415, 422)})

@@ -64,6 +64,11 @@ def _as_tuple(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else (value,)
 
 
+def _one_or_more(kind: Any) -> BeforeValidator:
+    """A list, or one without its brackets."""
+    return BeforeValidator(_as_tuple, json_schema_input_type=kind | list[kind])
+
+
 def _status(value: Any) -> int | str:
     if isinstance(value, str) and _STATUSES.fullmatch(value):
         return value
@@ -98,12 +103,12 @@ class _Data(BaseModel):
 class Condition(_Data):
     """When a rule applies: all that is given must hold.  Connection errors stand alone."""
 
-    status: Annotated[tuple[Status, ...], BeforeValidator(_as_tuple)] = ()  # 503, "5xx", "500-599"
+    status: Annotated[tuple[Status, ...], _one_or_more(int | str)] = ()  # 503, "5xx", "500-599"
     pointer: PointerText | None = None  # into the answer's JSON; alone: "is there"
-    value: Annotated[tuple[Scalar, ...], BeforeValidator(_as_tuple)] = ()  # at the pointer: one of these
+    value: Annotated[tuple[Scalar, ...], _one_or_more(Scalar)] = ()  # at the pointer: one of these
     text: PatternText | None = None  # a regular expression found in the first 4 KiB of the answer
     mentions_id: bool = False  # the answer's text contains the id that was asked for
-    connection: Annotated[tuple[Connection, ...], BeforeValidator(_as_tuple)] = ()
+    connection: Annotated[tuple[Connection, ...], _one_or_more(Connection)] = ()
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -291,7 +296,7 @@ class Description(_Data):
 
     mode: Literal["sync", "async", "auto", "callback"] = "auto"
     submit: Submit = Submit()
-    status: Annotated[tuple[StatusStep, ...], BeforeValidator(_as_tuple), Field(min_length=1, max_length=5)] = (
+    status: Annotated[tuple[StatusStep, ...], Field(min_length=1, max_length=5), _one_or_more(StatusStep)] = (
         StatusStep(),
     )
     result: Result | None = None

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import jsonschema
 import orjson
 import pytest
 
@@ -374,6 +375,15 @@ def test_a_push_about_a_result_that_is_read_once_is_left_to_the_worker(api, keep
     task = api.started()
     outcome = push.read(api.job(task.run.job.id), b'{"status": "done", "result": 1}')
     assert (outcome and outcome.kind) == read
+
+
+def test_an_editor_has_a_schema_that_takes_what_can_be_stored(api):
+    schema = api.client.get("/admin/description-schema").json
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for given in [*map(presets.get, presets.names()), {"status": {"rules": [RULE]}}, {"status": [{"rules": [RULE]}]}]:
+        assert [error.message for error in validator.iter_errors(given)] == []
+    assert not validator.is_valid({"sumbit": {}}) and not validator.is_valid({"mode": "later"})
 
 
 def test_every_preset_can_be_given(api):

@@ -12,6 +12,7 @@ from jobs import ledger
 from jobs.catalog import Catalog
 from jobs.config import ModelConfig
 from jobs.db import Database
+from jobs.secrets import Secret
 from jobs.states import State
 from jobs.store import Store
 from jobs.tenants import Tenants
@@ -284,3 +285,40 @@ def test_going_back_forgets_every_override_that_the_release_before_does_not_know
     _go_back(empty_url, "0001")
     (row,) = _content(engine)["models"]
     assert set(orjson.loads(row["overrides"])) == known - {"policy"}
+
+
+def test_the_release_before_goes_on_beside_descriptions(empty_url, engine):
+    """It configures, registers and starts without a word of them."""
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    catalog, store = Catalog(database), Store(database)
+    catalog.configure("zimg", {"preset": "x"}, T0, "{}")
+    job = a_queued_job(store)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE models SET overrides = :given"), {"given": '{"max_retries":5}'})
+        server = {"name": "gpu", "fleet": "zimg", "slots": 1, "state": "online", "created_ms": T0}
+        _write(connection, "servers", [server])
+        _write(connection, "endpoints", [{"server": "gpu", "model": "zimg", "url": "http://10.0.0.1/run"}])
+        connection.execute(text("UPDATE jobs SET state = 'running', why = 'started', attempt = 1, server = 'gpu'"))
+    now = catalog.snapshot()
+    assert (now.models["zimg"].config.max_retries, now.described_by("gpu", "zimg")) == (5, None)
+    assert store.get(job.id).described_by is None
+    database.close()
+
+
+def test_going_back_forgets_descriptions_and_secrets(empty_url, engine):
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    catalog = Catalog(database)
+    catalog.configure("zimg", {"preset": "x", "description": {}, "max_retries": 5}, T0, "{}")
+    catalog.register("zimg", "gpu", "http://10.0.0.1/run", 1, T0, overrides={"preset": "x"}, description="{}")
+    catalog.set_secret(Secret("KEY", None, "sealed", None, T0))
+    database.close()
+    _go_back(empty_url, "0007")
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT overrides FROM models")).scalar() == '{"max_retries": 5}'
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    now = Catalog(database).snapshot()
+    assert (now.described_by("gpu", "zimg"), now.secrets) == (None, {})
+    database.close()

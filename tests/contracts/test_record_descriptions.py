@@ -1,0 +1,127 @@
+"""Descriptions in versions, and sealed secrets, in both databases."""
+
+import pytest
+
+from jobs import descriptions
+from jobs.catalog import Catalog
+from jobs.descriptions import KEPT_MS
+from jobs.errors import NotFound
+from jobs.secrets import Secret
+from jobs.states import State, Why
+from tests.support.builders import SECOND, T0, a_queued_job, at_once
+
+LATER = T0 + SECOND
+
+
+@pytest.fixture
+def catalog(database):
+    return Catalog(database)
+
+
+def _version(catalog, body, **overrides):
+    described_by = catalog.configure("zimg", overrides, T0, body).described_by
+    assert described_by == descriptions.version_of(body)
+    return described_by
+
+
+def _start(store, job, described_by):
+    return store.start(job.id, "gpu1", "gpu1-slot0", "l w", T0, 0, described_by)
+
+
+def test_a_version_is_stored_once_and_read_by_its_name(database, catalog):
+    first = _version(catalog, '{"a":1}')
+    assert _version(catalog, '{"a":2}') != first == _version(catalog, '{"a":1}')
+    assert descriptions.read(database, first) == '{"a":1}'
+    assert descriptions.read(database, "none") is None
+
+
+def test_what_is_given_and_the_version_it_makes_stand_together(catalog):
+    version = _version(catalog, "{}", preset="x", max_retries=3)
+    model = catalog.snapshot().models["zimg"]
+    assert (model.overrides, model.described_by) == ({"preset": "x", "max_retries": 3}, version)
+    assert (model.config.preset, model.config.max_retries) == ("x", 3)
+    assert catalog.configure("zimg", {}, T0).described_by is None
+
+
+def test_a_registration_has_its_own_version_until_it_is_taken_away(catalog):
+    of_model = _version(catalog, '{"a":1}')
+    registered = ("zimg", "gpu1", "http://gpu1/", 1, T0)
+    catalog.register(*registered, overrides={"preset": "x"}, description='{"a":2}')
+    own = descriptions.version_of('{"a":2}')
+    assert catalog.snapshot().described_by("gpu1", "zimg") == own
+    catalog.register(*registered)
+    assert catalog.snapshot().described_by("gpu1", "zimg") == own, "what is not said stays"
+    catalog.register(*registered, overrides={})
+    assert catalog.snapshot().described_by("gpu1", "zimg") == of_model
+    assert catalog.snapshot().described_by("gpu2", "zimg") == of_model
+    assert catalog.snapshot().described_by("gpu1", "other") is None
+
+
+@pytest.mark.parametrize("why", [Why.LEASE_EXPIRED, Why.HANDED_BACK])
+def test_a_run_that_was_sent_keeps_its_version_and_one_that_was_not_takes_the_new(store, why):
+    sent, unsent = a_queued_job(store), a_queued_job(store)
+    for job in (sent, unsent):
+        assert _start(store, job, "v1").described_by == "v1"
+    store.note_remote(sent.id, 1, "r", T0)
+    for job in (sent, unsent):
+        assert store.settle(job.id, 1, why, T0).to is State.QUEUED
+    assert [_start(store, job, "v2").described_by for job in (sent, unsent)] == ["v1", "v2"]
+    assert store.get(sent.id).described_by == "v1"
+
+
+def test_a_run_elsewhere_takes_the_new_version(store):
+    job = a_queued_job(store)
+    _start(store, job, "v1")
+    store.note_remote(job.id, 1, "r", T0)
+    store.settle(job.id, 1, Why.LEASE_EXPIRED, T0)
+    run = store.start(job.id, "gpu2", "gpu2-slot0", "l w", T0, 0, None)
+    assert (run.remote_id, run.described_by) == (None, None)
+
+
+def test_a_run_that_the_server_has_lost_names_no_version_any_more(store):
+    job = a_queued_job(store)
+    _start(store, job, "v1")
+    store.note_remote(job.id, 1, "r", T0)
+    store.settle(job.id, 1, Why.SERVER_LOST, T0)
+    assert store.get(job.id).described_by is None
+
+
+def test_versions_that_nothing_names_are_removed_after_a_while_and_no_others(database, store, catalog):
+    running, queued, idle, back = (_version(catalog, f'{{"n":{n}}}') for n in range(4))
+    now = _version(catalog, '{"n":9}')
+    jobs = [a_queued_job(store), a_queued_job(store)]
+    for job, version in zip(jobs, (running, queued), strict=True):
+        _start(store, job, version)
+        store.note_remote(job.id, 1, "r", T0)
+    store.settle(jobs[1].id, 1, Why.LEASE_EXPIRED, T0)
+    assert descriptions.purge(database, T0) == 0
+    _version(catalog, '{"n":3}')
+    _version(catalog, '{"n":9}')
+    assert descriptions.purge(database, T0 + KEPT_MS - 1) == 0
+    assert descriptions.purge(database, T0 + KEPT_MS) == 1
+    there = {version for version in (running, queued, idle, back, now) if descriptions.read(database, version)}
+    assert there == {running, queued, back, now}
+    for job in jobs:
+        store.settle(job.id, 1, Why.FINISHED, T0, result="1")
+    assert descriptions.purge(database, T0 + 4 * KEPT_MS) == 1, "that which was named again counts anew"
+
+
+def test_the_same_version_stored_at_once_is_one(database, catalog):
+    at_once(*[lambda n=n: catalog.configure(f"m{n}", {}, T0, '{"same":1}') for n in range(4)])
+    assert descriptions.read(database, descriptions.version_of('{"same":1}')) == '{"same":1}'
+
+
+def test_secrets_are_part_of_the_catalog(catalog):
+    before = catalog.version()
+    secret = Secret("KEY", frozenset({"b", "a"}), "sealed", "acme", T0)
+    catalog.set_secret(secret)
+    assert catalog.snapshot().secrets == {"KEY": secret} and catalog.version() > before
+    other = Secret("KEY", None, "sealed anew", None, LATER)
+    catalog.set_secret(other)
+    assert catalog.snapshot().secrets == {"KEY": other}
+    assert not catalog.replace_seal(secret, "x") and catalog.replace_seal(other, "sealed again")
+    assert catalog.snapshot().secrets["KEY"].sealed == "sealed again"
+    catalog.remove_secret("KEY")
+    assert catalog.snapshot().secrets == {}
+    with pytest.raises(NotFound):
+        catalog.remove_secret("KEY")

@@ -17,7 +17,7 @@ from jobs.tenants import LONGEST_NAME, SHOWN
 from routing.policies.placement import VALUE
 from routing.submission import MODEL
 from tasks.servers import for_model
-from tasks.vault import LONGEST, NAME, SHORTEST
+from tasks.vault import LONGEST, NAME, SHORTEST, SIGNS
 
 Stands = Literal["online", "paused", "draining", "frozen"]
 Outlook = Literal["starting", "waiting", "later", "unknown"]
@@ -510,6 +510,9 @@ class WebhookSecretView(Model):
 _SECRET: Any = {"pattern": f"^{NAME}$"}
 
 
+_Named = Annotated[str, Field(max_length=128, json_schema_extra=MODEL_NAME)]
+
+
 class SecretPath(Model):
     name: str = Field(json_schema_extra=_SECRET)
 
@@ -519,10 +522,13 @@ class SecretBody(Asked):
 
     value: str = Field(
         description="Kept sealed, sent to servers, and shown to nobody.",
-        json_schema_extra={"minLength": SHORTEST, "maxLength": LONGEST, "writeOnly": True},
+        json_schema_extra={"minLength": SHORTEST, "maxLength": LONGEST, "pattern": f"^{SIGNS}$", "writeOnly": True},
     )
-    models: Annotated[list[Annotated[str, Field(max_length=128)]], Field(min_length=1, max_length=100)] | None = Field(
-        description="Whose descriptions may name it; null: those of all models.", examples=[["flux"]]
+    models: list[_Named] | None = Field(
+        description="Whose descriptions may name it; null: those of all models.",
+        min_length=1,
+        max_length=100,
+        examples=[["flux"]],
     )
 
 

@@ -21,6 +21,7 @@ from tasks.wiring import catalog, dispatcher
 log = structlog.get_logger(__name__)
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
+SIGNS = r"[ -~]+"  # what a header can carry
 SHORTEST, LONGEST = 8, 4096  # characters; a shorter one would be taken for itself wherever a text repeats its letters
 _NONCE = 12  # bytes
 
@@ -29,8 +30,8 @@ def seal(name: str, value: str) -> str:
     """The secret as the record keeps it.  Raises InvalidJob for what cannot be one."""
     if not re.fullmatch(NAME, name):
         raise InvalidJob("name", "name is a word of letters, digits and _, of at most 64, such as HF_TOKEN")
-    if not SHORTEST <= len(value) <= LONGEST or not value.isprintable():
-        raise InvalidJob("value", f"value has {SHORTEST} to {LONGEST} characters, none of them a line break or control")
+    if not SHORTEST <= len(value) <= LONGEST or not re.fullmatch(SIGNS, value):
+        raise InvalidJob("value", f"value has {SHORTEST} to {LONGEST} characters, all of printable ASCII")
     nonce = secrets.token_bytes(_NONCE)
     sealed = AESGCM(next(sealing_keys())).encrypt(nonce, value.encode(), name.encode())
     return base64.b64encode(nonce + sealed).decode()

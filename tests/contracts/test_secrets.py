@@ -19,7 +19,7 @@ from tests.unit.servers.scripted import Scripted, answer
 
 pytest_plugins = ("tests.support.api_fixtures",)
 
-VALUE = 'the "very" \\secret/ ✓'
+VALUE = 'the "very" \\secret/ !'
 NAMES_IT = {"description": {"submit": {"body": {"in": "{{payload}}", "key": "{{secret/KEY}}"}}}}
 
 
@@ -84,6 +84,7 @@ def test_a_secret_of_the_former_installation_secret_is_opened_while_that_is_told
         ("KEY", {"value": "short", "models": None}, "value"),
         ("KEY", {"value": "x" * 5000, "models": None}, "value"),
         ("KEY", {"value": "two\nlines of it", "models": None}, "value"),
+        ("KEY", {"value": "schlüssel", "models": None}, "value"),
         ("KEY", {"value": "a-long-value"}, "models"),
         ("KEY", {"value": "a-long-value", "models": []}, "models"),
         ("KEY", {"value": "a-long-value", "models": ["no model!"]}, "model"),

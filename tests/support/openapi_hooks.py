@@ -24,14 +24,20 @@ def fitting(body: Any) -> Any:
         kept = {name: value for name, value in body.items() if name not in _OF_THE_WORLD}
         return kept | {"model": MODEL, "payload": json.loads(json.dumps(body["payload"]).replace("\\u0000", ""))}
     if "endpoint" in body:
-        return body | {"endpoint": "http://gpu1:9001/generate", "model": MODEL, "server": "gpu1"}
+        kept = {name: value for name, value in body.items() if name not in _DESCRIBED}
+        return kept | {"endpoint": "http://gpu1:9001/generate", "model": MODEL, "server": "gpu1"}
     return {name: value for name, value in body.items() if name not in _PAIRED}
 
 
 _OF_THE_WORLD = frozenset({"callback_url", "ttl", "not_before", "idempotency_key", "constraints"})
-_PAIRED = frozenset({"poll_interval", "max_poll_time", "retry_backoff", "retry_backoff_max"}) | frozenset(
-    # Keys that are names, and paths that a server's description must be made of: the document does not say how.
-    {"weights", "tenant_slot_limits", "poll_endpoint_template", "id_field"}
+_DESCRIBED = frozenset({"preset", "description"})
+_PAIRED = (
+    _DESCRIBED
+    | frozenset({"poll_interval", "max_poll_time", "retry_backoff", "retry_backoff_max"})
+    | frozenset(
+        # Keys that are names, and paths that a server's description must be made of: the document does not say how.
+        {"weights", "tenant_slot_limits", "poll_endpoint_template", "id_field"}
+    )
 )
 
 

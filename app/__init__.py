@@ -10,4 +10,5 @@ describing   descriptions of servers, checked           paging       pages of li
 patience     waiting for a job to end                   probes       whether other parts answer
 metrics      figures for Prometheus                     config       settings
 addresses    of servers, as operators give them         kinds        of servers, read and written
+sealed       secrets by name, read and written
 """

@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from flask import Flask
 from flask_openapi import APIBlueprint
 
-from app import auth, context, errors, kinds, metrics, openapi, schemas
+from app import auth, context, errors, kinds, metrics, openapi, schemas, sealed
 from app.api import callback, dlq, docs, health, jobs, ledger, models, presets, queue, secrets, servers, tenants
 from app.config import AppSettings
 from app.context import Context
@@ -52,7 +52,7 @@ def create_app(settings: AppSettings | None = None) -> Flask:
         schemas.RegisterBody,
         schemas.StateBody,
         kinds.ProbeBody,
-        schemas.SecretBody,
+        sealed.SecretBody,
         schemas.ListQuery,
         schemas.WaitQuery,
     ):

@@ -17,7 +17,6 @@ from jobs.tenants import LONGEST_NAME, SHOWN
 from routing.policies.placement import VALUE
 from routing.submission import MODEL
 from tasks.servers import for_model
-from tasks.vault import LONGEST, NAME, SHORTEST, SIGNS
 
 Stands = Literal["online", "paused", "draining", "frozen"]
 Outlook = Literal["starting", "waiting", "later", "unknown"]
@@ -505,42 +504,6 @@ class WebhookSecretView(Model):
     secrets: list[str] = Field(description="`whsec_…`, the newest first; each message is signed with all of them.")
     rotation: int = Field(description="How often it was rotated.")
     former_until: str | None = Field(description="Until when a second secret, the one before, is signed with.")
-
-
-_SECRET: Any = {"pattern": f"^{NAME}$"}
-
-
-_Named = Annotated[str, Field(max_length=128, json_schema_extra=MODEL_NAME)]
-
-
-class SecretPath(Model):
-    name: str = Field(json_schema_extra=_SECRET)
-
-
-class SecretBody(Asked):
-    """A secret that descriptions of servers name: {{secret/NAME}}."""
-
-    value: str = Field(
-        description="Kept sealed, sent to servers, and shown to nobody.",
-        json_schema_extra={"minLength": SHORTEST, "maxLength": LONGEST, "pattern": f"^{SIGNS}$", "writeOnly": True},
-    )
-    models: list[_Named] | None = Field(
-        description="Whose descriptions may name it; null: those of all models.",
-        min_length=1,
-        max_length=100,
-        examples=[["flux"]],
-    )
-
-
-class SecretView(Model):
-    secret: str
-    models: list[str] | None = Field(description="null: all.")
-    set_by: str | None = Field(description="The tenant that set it.")
-    set_at: Time
-
-
-class SecretList(Model):
-    secrets: list[SecretView]
 
 
 class DescriptionSchema(Model):

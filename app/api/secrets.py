@@ -10,7 +10,7 @@ from app.admin import admin_blueprint
 from app.auth import tenant
 from app.context import dispatcher
 from app.openapi import described, problems
-from app.schemas import SecretBody, SecretList, SecretPath, SecretView
+from app.sealed import SecretBody, SecretList, SecretPath, SecretView
 from jobs.errors import Conflict, NotFound
 from jobs.record import now_ms
 from jobs.secrets import Secret

@@ -1,0 +1,44 @@
+"""What is read and written about secrets by name; see app.schemas."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from app.openapi import Model
+from app.schemas import MODEL_NAME, Asked, Time
+from tasks.vault import LONGEST, NAME, SHORTEST, SIGNS
+
+_SECRET: Any = {"pattern": f"^{NAME}$"}
+
+
+_Named = Annotated[str, Field(max_length=128, json_schema_extra=MODEL_NAME)]
+
+
+class SecretPath(Model):
+    name: str = Field(json_schema_extra=_SECRET)
+
+
+class SecretBody(Asked):
+    """A secret that descriptions of servers name: {{secret/NAME}}."""
+
+    value: str = Field(
+        description="Kept sealed, sent to servers, and shown to nobody.",
+        json_schema_extra={"minLength": SHORTEST, "maxLength": LONGEST, "pattern": f"^{SIGNS}$", "writeOnly": True},
+    )
+    models: list[_Named] | None = Field(
+        description="Whose descriptions may name it; null: those of all models.",
+        min_length=1,
+        max_length=100,
+        examples=[["flux"]],
+    )
+
+
+class SecretView(Model):
+    secret: str
+    models: list[str] | None = Field(description="null: all.")
+    set_by: str | None = Field(description="The tenant that set it.")
+    set_at: Time
+
+
+class SecretList(Model):
+    secrets: list[SecretView]

@@ -221,7 +221,7 @@ def _many_servers(stack: Stack, database: Database, job_id: str, ports: dict[str
 def _many_constraints(stack: Stack, database: Database, job_id: str, ports: dict[str, int]) -> None:
     for first in range(0, 20_000, 500):
         jobs = [{"model": "bench", "payload": {}, "constraints": {"memory": {"min": first + n}}} for n in range(500)]
-        requests.post(f"{stack.url}/queue/submit-batch", json={"jobs": jobs}, timeout=60).raise_for_status()
+        requests.post(f"{stack.url}/queue/submit-batch", json=jobs, timeout=60).raise_for_status()
 
 
 def _overdue(path: Path, crowd: int) -> None:

@@ -41,8 +41,8 @@ ROOM = [
         "slots behind those that were read move up when one is taken",
         "SLOT-2",
         "routing/lua/lib/offer.lua",
-        "  servers.read = servers.read - 1\n",
-        "",
+        "  servers.read, servers.left = servers.read - 1, servers.left - 1\n",
+        "  servers.left = servers.left - 1\n",
         (f"{SLOTS}test_slot_2_all_slots_of_a_server_are_found_however_many_others_became_free_between_them",),
     ),
     Mutant(

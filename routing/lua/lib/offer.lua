@@ -15,13 +15,16 @@ local READ_AT_ONCE = 64 -- free slots
 -- The servers with free slots, that which has been free longest first, each {name, entry, slots in that order, next};
 -- read as far as somebody asks: by nth_server.  A server stands here again when all its slots were taken before more of
 -- them were read.
-local function free_servers() return { by_name = {}, withheld = withheld_slots(), read = 0 } end
+local function free_servers()
+  return { by_name = {}, withheld = withheld_slots(), read = 0, left = 0, whole = false }
+end
 
 -- Whether there were more free slots.
 local function read_more(servers)
+  if servers.whole then return false end
   local slots = redis.call("ZRANGE", FREE, servers.read, servers.read + READ_AT_ONCE - 1)
   local by_name, withheld = servers.by_name, servers.withheld
-  servers.read = servers.read + #slots
+  servers.read, servers.whole = servers.read + #slots, #slots < READ_AT_ONCE
   for _, slot in ipairs(slots) do
     local name = server_of(slot)
     if by_name[name] == nil then
@@ -34,6 +37,7 @@ local function read_more(servers)
     elseif server then
       if not server.slots[server.next] then servers[#servers + 1] = server end
       table.insert(server.slots, slot)
+      servers.left = servers.left + 1
     end
   end
   return #slots > 0
@@ -49,8 +53,13 @@ local function take_slot(servers, server)
   local slot = server.slots[server.next]
   server.next = server.next + 1
   redis.call("ZREM", FREE, slot)
-  servers.read = servers.read - 1
+  servers.read, servers.left = servers.read - 1, servers.left - 1
   return slot
+end
+
+local function is_any_left(servers)
+  while servers.left == 0 and read_more(servers) do end
+  return servers.left > 0
 end
 
 -- Where the job at the head of a model's first lane stands among those of other models: by tier, then acceptance.
@@ -236,7 +245,7 @@ local function make_offers(offering, now)
   local groups = limit > 0 and is_open(now) and redis.call("HKEYS", GROUPS) or {}
   if #groups == 0 then return offers end
   local servers = free_servers()
-  if not nth_server(servers, 1) then return offers end
+  if not is_any_left(servers) then return offers end
   while #offers < limit and #groups > 0 do
     local first, made = #offers == 0 and offering.taker ~= "", nil
     if first then
@@ -247,7 +256,7 @@ local function make_offers(offering, now)
     end
     if not made then break end
     offers[#offers + 1] = made
-    groups = #offers < limit and redis.call("HKEYS", GROUPS) or {}
+    groups = #offers < limit and is_any_left(servers) and redis.call("HKEYS", GROUPS) or {}
   end
   return offers
 end

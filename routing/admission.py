@@ -45,7 +45,7 @@ class Admission:
     def _pass(self, submit: Submit, asks: Asks) -> None:
         """Through all gates that ask Redis this much.  Raises what the first of them refuses."""
         questions, refusal = self._questions(submit, asks)
-        answers = self._queues.ask([question.command for question in questions])
+        answers = self._queues.ask([question.command for question in questions]) if questions else []
         for question, answer in zip(questions, answers, strict=True):
             question.judge(answer)
         if refusal is not None:

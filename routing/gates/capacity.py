@@ -11,7 +11,7 @@ from routing.queues import Backlog
 
 
 def _check(submit: Submit, known: Known) -> Iterable[Question[Backlog]]:
-    for (name, tenant), more in submit.by_account().items():
+    for (name, tenant), more in submit.by_account.items():
         model, slots = known.fleet.model(name), known.fleet.snapshot().slots_of(name)
         limit = bound(model.config, slots)
         if limit is not None:

@@ -7,10 +7,10 @@ the time to wait) or InvalidJob (it could never be accepted as it is).  What it 
 with what to make of the answer: so all gates are asked in one round trip.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from jobs.record import NewJob
@@ -34,7 +34,7 @@ class Asks(Enum):
     """Something that counts the submit; so it is asked when nothing else refuses."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Submit:
     """Jobs that shall be accepted all or none.  `tenant`: who submits them, if the door knows; theirs may be others."""
 
@@ -42,9 +42,14 @@ class Submit:
     tenant: Tenant | None
     now_ms: int
 
+    @cached_property
     def by_account(self) -> dict[tuple[str, str], int]:
         """(model, tenant) -> how many jobs."""
-        return Counter((job.model, job.tenant) for job in self.jobs)
+        found: dict[tuple[str, str], int] = {}
+        for job in self.jobs:
+            account = job.model, job.tenant
+            found[account] = found.get(account, 0) + 1
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ _RETRY_S = 10.0
 
 
 def _check(submit: Submit, known: Known) -> Iterable[Question[Variety]]:
-    for name, tenant in submit.by_account():
+    for name, tenant in submit.by_account:
         needs = {job.needs for job in submit.jobs if job.needs and (job.model, job.tenant) == (name, tenant)}
         if needs:
             yield _question(known, known.fleet.model(name), tenant, needs)

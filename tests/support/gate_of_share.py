@@ -8,7 +8,7 @@ from routing.queues import Backlog
 
 
 def _check(submit: Submit, known: Known) -> Iterable[Question]:
-    for (name, tenant), more in submit.by_account().items():
+    for (name, tenant), more in submit.by_account.items():
         yield _question(known, name, tenant, more)
 
 

@@ -295,7 +295,7 @@ ROOM = [
         "return policies[name] or policies.default",
         "return policies[name]",
         (f"{PLACES}test_a_policy_that_only_another_release_knows_counts_as_none_until_another_is_chosen",),
-        still="tests/unit/jobs/test_config.py::test_the_defaults_are_those_of_s1",
+        still="tests/unit/jobs/test_config.py::test_the_defaults_are_what_they_were",
     ),
     # -- a Redis that is not what it was ----------------------------------------------------------------------
     Mutant(

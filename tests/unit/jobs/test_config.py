@@ -10,7 +10,7 @@ from jobs.config import ModelConfig, RecordSettings, understood
 NAN, INFINITE = float("nan"), float("inf")
 
 
-def test_the_defaults_are_those_of_s1():
+def test_the_defaults_are_what_they_were():
     config = ModelConfig()
     assert (config.model_type, config.poll_endpoint_template, config.id_field) == ("sync", None, None)
     assert (config.poll_interval, config.max_poll_time, config.max_retries) == (2.0, 600.0, 50)

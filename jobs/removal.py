@@ -4,14 +4,16 @@ A job whose webhook is owed stays until that is delivered or given up: the messa
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
-from sqlalchemy import ColumnElement, bindparam, delete, insert, select, update
+from sqlalchemy import ColumnElement, bindparam, case, delete, func, insert, select, update
 
 from jobs.db import Database, Transaction
 from jobs.errors import Conflict
 from jobs.models import counters, events, jobs, tellings, webhooks
 from jobs.moves import compared, stands
 from jobs.states import State
+from jobs.tail import REMOVED
 
 # A question asked of each job, not a set to be left out: for that PostgreSQL would read all messages.
 _OWES = (
@@ -63,11 +65,21 @@ def _remove(tx: Transaction, which: ColumnElement[bool]) -> int:
     rows = tx.connection.execute(delete(jobs).where(which).returning(jobs.c.id, jobs.c.state)).all()
     ids = [row.id for row in rows]
     if ids:
+        _note_removed(tx, ids)
         for table in (events, webhooks, tellings):
             tx.connection.execute(delete(table).where(table.c.job_id.in_(ids)))
     for state, number in sorted(Counter(row.state for row in rows).items()):
         count(tx, f"purged.{state}", number)
     return len(rows)
+
+
+def _note_removed(tx: Transaction, ids: Sequence[str]) -> None:
+    """Remember up to which event some are missing from now on: whoever reads on from before it is told."""
+    last = tx.connection.execute(select(func.max(events.c.id)).where(events.c.job_id.in_(ids))).scalar() or 0
+    higher = case((counters.c.value < last, last), else_=counters.c.value)
+    raised = update(counters).where(counters.c.name == REMOVED).values(value=higher)
+    if tx.connection.execute(raised).rowcount == 0:
+        tx.connection.execute(insert(counters), {"name": REMOVED, "value": last})
 
 
 def count(tx: Transaction, name: str, by: int = 1) -> None:

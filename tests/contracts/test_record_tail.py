@@ -1,0 +1,219 @@
+"""The outbox as it grows: each event is told once, in order, and none is passed over."""
+
+import random
+import threading
+
+import pytest
+from sqlalchemy import insert, text
+
+from jobs import tail
+from jobs.db import Database
+from jobs.models import events
+from jobs.states import State, Why
+from jobs.store import Error, Store
+from jobs.tail import Tail
+from tests.support.builders import SECOND, T0, a_job, a_queued_job, a_running_job, an_ended_job, at_once, eventually
+
+LATE = {"job_id": "late", "type": "job.enqueued", "at_ms": T0, "attempt": 0, "data": "{}"}
+
+
+@pytest.fixture
+def follower(database):
+    """A Tail that has begun."""
+    made = Tail(database)
+    made.begin()
+    return made
+
+
+def _told(follower):
+    return [(it.event.job_id, it.event.type) for it in follower.read()]
+
+
+def test_what_happened_before_is_not_told_and_what_happens_is_told_once(store, follower):
+    job = a_running_job(store).job
+    assert _told(follower) == [(job.id, "job.enqueued"), (job.id, "job.started")]
+    assert _told(follower) == []
+
+
+def test_an_event_is_told_with_its_job_and_the_server_of_its_attempt(store, follower):
+    run = a_running_job(store, server="gpu1", tenant="acme", tier=2)
+    store.settle(run.job.id, 1, Why.SERVER_ERROR, T0, error=Error("server_error", "no"), due_ms=T0 + SECOND)
+    store.promote_due(T0 + SECOND)
+    store.start(run.job.id, "gpu2", "gpu2/0", "another", T0 + SECOND)
+    store.settle(run.job.id, 2, Why.FINISHED, T0 + SECOND, result="{}")
+    told = follower.read()
+    assert {(it.model, it.tenant, it.tier) for it in told} == {("zimg", "acme", 2)}
+    assert [(it.event.type, it.server) for it in told] == [
+        ("job.enqueued", None),
+        ("job.started", "gpu1"),
+        ("job.delayed", "gpu1"),
+        ("job.enqueued", "gpu1"),
+        ("job.started", "gpu2"),
+        ("job.completed", "gpu2"),
+    ]
+    assert told[2].event.data["retry_in_ms"] == SECOND
+
+
+def test_pages_go_on_from_one_another(store, database):
+    jobs = [a_queued_job(store).id for _ in range(5)]
+    found, last, full = [], 0, True
+    while full:
+        page = tail.page(database, last, 2)
+        found += [it.event.job_id for it in page.entries]
+        last, full = page.last, page.full
+    assert found == jobs
+    assert [it.event.job_id for it in tail.page(database, 0, 10, jobs[3]).entries] == [jobs[3]]
+
+
+@pytest.mark.postgres
+def test_a_number_whose_transaction_commits_late_is_waited_for(postgres_url):
+    """Numbers become visible out of order there."""
+    database = Database(postgres_url)
+    store, follower = Store(database), Tail(database)
+    a_queued_job(store)
+    follower.begin()
+    with database.engine.connect() as late:
+        first = a_queued_job(store).id
+        late.begin()
+        late.execute(insert(events), LATE | {"job_id": first})
+        second = a_queued_job(store).id
+        assert [it.event.job_id for it in follower.read()] == [first]
+        assert follower.read() == []
+        late.commit()
+    assert [it.event.job_id for it in follower.read()] == [first, second]
+    database.close()
+
+
+@pytest.mark.postgres
+def test_a_number_that_was_rolled_back_holds_nothing_up(postgres_url):
+    database = Database(postgres_url)
+    store, follower = Store(database), Tail(database)
+    a_queued_job(store)
+    follower.begin()
+    with database.engine.connect() as gone:
+        gone.begin()
+        gone.execute(insert(events), LATE)
+        job = a_queued_job(store).id
+        assert follower.read() == []
+        gone.rollback()
+    assert [it.event.job_id for it in follower.read()] == [job]
+    database.close()
+
+
+@pytest.mark.postgres
+def test_who_writes_after_a_number_was_missed_holds_nothing_up(postgres_url):
+    database = Database(postgres_url)
+    store, follower = Store(database), Tail(database)
+    a_queued_job(store)
+    follower.begin()
+    with database.engine.connect() as gone, database.engine.connect() as later:
+        gone.begin()
+        gone.execute(insert(events), LATE)
+        job = a_queued_job(store).id
+        assert follower.read() == []
+        later.begin()
+        later.execute(insert(events), LATE)
+        gone.rollback()
+        assert [it.event.job_id for it in follower.read()] == [job]
+        later.rollback()
+    database.close()
+
+
+@pytest.mark.postgres
+def test_reading_begins_when_those_have_ended_that_were_writing(postgres_url):
+    database = Database(postgres_url)
+    store, follower = Store(database), Tail(database)
+    before = a_queued_job(store).id
+    begun = threading.Event()
+
+    def begin() -> None:
+        follower.begin()
+        begun.set()
+
+    with database.engine.connect() as late:
+        late.begin()
+        late.execute(insert(events), LATE | {"job_id": before})
+        thread = threading.Thread(target=begin)
+        thread.start()
+        eventually(lambda: _readers(database) > 0)
+        assert not begun.wait(0.1)
+        late.commit()
+        thread.join(10)
+    assert begun.is_set()
+    database.close()
+
+
+def _readers(database: Database) -> int:
+    query = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%pg_locks%'"
+    with database.read() as connection:
+        return int(connection.execute(text(query)).scalar() or 0)
+
+
+def test_under_many_writers_nothing_is_passed_over_and_nothing_is_told_twice(store, database, follower):
+    found: list[int] = []
+    done = threading.Event()
+
+    def write() -> None:
+        for _ in range(25):
+            run = a_running_job(store)
+            if random.random() < 0.5:
+                store.settle(run.job.id, 1, Why.FINISHED, T0, result="{}")
+            _fail(database)
+
+    def read() -> None:
+        while not done.is_set():
+            found.extend(it.event.id for it in follower.read(7))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    at_once(*[write] * 4)
+    eventually(lambda: follower.position == _last(database))
+    done.set()
+    reader.join(10)
+    while more := follower.read(1000):
+        found.extend(it.event.id for it in more)
+    with database.read() as connection:
+        assert found == sorted(connection.execute(text("SELECT id FROM events")).scalars())
+
+
+def _fail(database: Database) -> None:
+    """Take a number and give it back; on PostgreSQL it is missing from now on."""
+
+    def unit(tx):
+        Store(database)._accept(tx, a_job(), T0)
+        tx.flush()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        database.write(unit)
+
+
+def _last(database: Database) -> int:
+    with database.read() as connection:
+        return int(connection.execute(text("SELECT max(id) FROM events")).scalar() or 0)
+
+
+def test_what_lies_behind_is_complete_until_some_of_it_is_removed(store, database):
+    job = an_ended_job(store, State.DEAD)
+    first = tail.page(database, 0, 100).entries[0].event.id
+    a_queued_job(store)
+    last = tail.page(database, 0, 100).last
+    assert tail.is_complete(database, first)
+    store.delete_dead(job.id)
+    assert not tail.is_complete(database, first)
+    assert tail.is_complete(database, last)
+
+
+def test_a_position_that_the_record_never_had_is_not_complete(store, database):
+    a_queued_job(store)
+    assert not tail.is_complete(database, _last(database) + 1)
+
+
+def test_removing_older_jobs_later_lowers_nothing(store, database):
+    old = an_ended_job(store, State.DEAD)
+    new = an_ended_job(store, State.DEAD)
+    last = tail.page(database, 0, 100).last
+    store.delete_dead(new.id)
+    store.delete_dead(old.id)
+    assert tail.is_complete(database, last)
+    assert not tail.is_complete(database, last - 1)

@@ -31,8 +31,14 @@ class AppSettings(BaseSettings):
     """Largest body of a batch."""
     max_push_bytes: int = Field(16 << 20, gt=0)
     """Largest result that a server may push."""
-    web_threads: int = Field(64, ge=1, le=2000)
-    """Threads that answer requests in one process; half of them are for requests that wait for a job to end."""
+    web_threads: int = Field(32, ge=1, le=2000)
+    """Threads that answer requests in one process."""
+    max_waiting_requests: int = Field(1024, ge=0, le=100_000)
+    """Requests of one process that may wait for a job to end; with keys, one tenant may have half of them."""
+    max_streams: int = Field(1024, ge=0, le=100_000)
+    """Streams of events of one process."""
+    max_tenant_streams: int = Field(256, ge=0, le=100_000)
+    """Those that one tenant may have, where there are keys."""
     max_connections: int = Field(4096, ge=16, le=100_000)
     """Connections of one process; of more, those go that have been silent for longest."""
     max_buffered_bytes: int = Field(256 << 20, ge=32 << 20)
@@ -47,11 +53,6 @@ class AppSettings(BaseSettings):
     """Bytes a second that a body must keep up with, and an answer that is read."""
     send_timeout_s: float = Field(10.0, gt=0, le=300)
     """How long a client may read nothing of its answer."""
-
-    @property
-    def max_waiters(self) -> int:
-        """Requests of one process that may wait for a job to end."""
-        return self.web_threads // 2
 
     @cached_property
     def own_names(self) -> frozenset[str]:

@@ -6,7 +6,6 @@ from typing import cast
 from flask import current_app
 
 from app.config import AppSettings
-from app.patience import Patience
 from insight.estimates import Estimates
 from insight.places import Places
 from routing.dispatcher import Dispatcher
@@ -22,7 +21,6 @@ class Context:
     settings: AppSettings
     places: Places
     estimates: Estimates
-    patience: Patience
 
 
 def put(app_extensions: dict[str, object], context: Context) -> None:

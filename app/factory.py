@@ -6,10 +6,23 @@ from flask import Flask
 from flask_openapi import APIBlueprint
 
 from app import auth, context, errors, kinds, metrics, openapi, schemas, sealed
-from app.api import callback, dlq, docs, health, jobs, ledger, models, presets, queue, secrets, servers, tenants
+from app.api import (
+    callback,
+    dlq,
+    docs,
+    health,
+    jobs,
+    ledger,
+    models,
+    presets,
+    queue,
+    secrets,
+    servers,
+    streams,
+    tenants,
+)
 from app.config import AppSettings
 from app.context import Context
-from app.patience import Patience
 from insight.places import Places
 from jobs.tenants import Tenants
 from tasks import startup, wiring
@@ -17,6 +30,7 @@ from tasks import startup, wiring
 _APIS: tuple[APIBlueprint, ...] = (
     queue.api,
     jobs.api,
+    streams.api,
     callback.api,
     servers.api,
     presets.api,
@@ -43,7 +57,7 @@ def create_app(settings: AppSettings | None = None) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     estimates = wiring.estimates()
     places = Places(dispatcher.fleet, dispatcher.queues, estimates)
-    context.put(app.extensions, Context(dispatcher, settings, places, estimates, Patience(settings.max_waiters)))
+    context.put(app.extensions, Context(dispatcher, settings, places, estimates))
     app.extensions["slotkeeper_metrics"] = metrics.registry(dispatcher)
     errors.register(app)
     for body in (
@@ -55,6 +69,8 @@ def create_app(settings: AppSettings | None = None) -> Flask:
         sealed.SecretBody,
         schemas.ListQuery,
         schemas.WaitQuery,
+        schemas.StreamQuery,
+        schemas.JobStreamQuery,
     ):
         errors.know_fields(body.__name__, body.model_fields)
     auth.register(app, settings, Tenants(wiring.database()))

@@ -8,6 +8,7 @@ from jobs.record import Job
 from routing.submission import check_model_name
 
 CURSOR = "s[1-9][0-9]{0,18}"
+NUMBER = "(0|[1-9][0-9]{0,18})"
 _LARGEST = (1 << 63) - 1
 
 
@@ -23,6 +24,15 @@ def before(cursor: str | None) -> int | None:
     if not re.fullmatch(CURSOR, cursor, re.ASCII):
         raise InvalidJob("cursor", "cursor must be the next_cursor of the page before; leave it out for the first page")
     return min(int(cursor[1:]), _LARGEST)
+
+
+def last_seen(after: str | None) -> int | None:
+    """The event behind which a stream goes on.  Raises InvalidJob for what is no number of one."""
+    if after is None:
+        return None
+    if not re.fullmatch(NUMBER, after, re.ASCII):
+        raise InvalidJob("after", "after, and Last-Event-ID, must be the id of an event; leave it out to begin now")
+    return min(int(after), _LARGEST)
 
 
 def limits(model: str | None) -> str | None:

@@ -18,6 +18,7 @@ from jobs.record import Accepted, Job, Server, TenantState
 from jobs.rotations import Rotation
 from jobs.secrets import Secret
 from jobs.states import FINAL, Standing, State, Why
+from jobs.tail import Entry
 from jobs.tenants import Tenant
 from jobs.withheld import Withheld
 from routing import draining
@@ -176,6 +177,23 @@ def attempt(it: Attempt) -> dict[str, Any]:
         "outcome": it.outcome,
         "error": None if it.error is None else {"last_code": None, **it.error},
     }
+
+
+def happened(it: Entry) -> dict[str, Any]:
+    """An event of a job."""
+    event = it.event
+    told = {
+        "job_id": event.job_id,
+        "model": it.model,
+        "tenant": it.tenant,
+        "tier": it.tier,
+        "server": it.server,
+        "attempt": event.attempt,
+        "why": event.data.get("why"),
+        "at": time(event.at_ms),
+    }
+    retry_in_ms = event.data.get("retry_in_ms")
+    return told if retry_in_ms is None else told | {"retry_in_ms": retry_in_ms}
 
 
 def state(it: Server | Model | TenantState) -> dict[str, Any]:

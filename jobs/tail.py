@@ -94,7 +94,7 @@ class Tail:
         self._database = database
         dialect = database.engine.dialect.name
         self._writers = writers or (_writers if dialect == "postgresql" else _nobody)
-        self._secured = _Log(database) if dialect == "sqlite" else None
+        self._log = _Log(database) if dialect == "sqlite" else None
         self._doubt: _Doubt | None = None
         self.position = 0
 
@@ -113,6 +113,7 @@ class Tail:
                     raise RecordUnavailable("Somebody has been writing to the record for very long; try again.")
                 time.sleep(_ASK_AGAIN_S)
                 writing &= self._writers(connection)
+        self._secure()
         self.position = last
         return last
 
@@ -120,12 +121,17 @@ class Tail:
         """What is new.  Raises RecordUnavailable."""
         with self._database.read() as connection:
             rows = self._settled(connection, limit)
-            if rows and self._secured is not None:
-                self._secured.wait()  # A start may be lost by a power cut until the log is on the disk.
+            if rows:
+                self._secure()
             found = _entries(connection, rows)
         if rows:
             self.position = rows[-1].id
         return found
+
+    def _secure(self) -> None:
+        """What a power cut could take back is not told: its numbers would be given again."""
+        if self._log is not None:
+            self._log.wait()
 
     def _settled(self, connection: Connection, limit: int) -> Sequence[Row]:
         """Rows before which nothing can appear any more."""
@@ -151,8 +157,10 @@ class Tail:
 
 
 def page(database: Database, after: int, limit: int, job_id: str | None = None) -> Page:
-    """Entries after an event, of all jobs or of one.  `after` and what is read must lie before a Tail's position, but
-    for one job's: its events become visible in their order.  Raises RecordUnavailable."""
+    """Entries after an event, of all jobs or of one; sure to be all only up to a Tail's position.
+
+    Raises RecordUnavailable.
+    """
     with database.read() as connection:
         query, more = (_AFTER, {}) if job_id is None else (_OF_JOB, {"p_job": job_id})
         rows = _rows(connection, query, after, limit, **more)

@@ -7,6 +7,7 @@ from flask import request
 from app import views
 from app.auth import tenant
 from app.context import context, dispatcher
+from app.later import UntilEnded, leave
 from app.openapi import blueprint, described, problems
 from app.paging import after, before, limits
 from app.schemas import AttemptList, CancelAnswer, Explanation, JobDetail, JobList, JobPath, ListQuery, WaitQuery
@@ -24,13 +25,12 @@ api = blueprint("jobs", "Jobs", "/queue/jobs")
 def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
     """Show a job, with its place while it waits and its result when it has ended.
 
-    `wait`: answer only when it has ended, or after that many seconds.  Many requests that wait at once are
-    answered sooner: ask again.
+    `wait`: answer only when it has ended, or after that many seconds.  Where too many requests wait already, it is
+    answered at once: ask again.
     """
     job = own_job(path.job_id)
     if query.wait and job.finished_ms is None:
-        context().patience.wait(lambda: dispatcher().store.state_of(job.id), query.wait, request.environ)
-        job = own_job(path.job_id)
+        leave(request.environ, UntilEnded(job.id, query.wait))
     return views.job_detail(job, _place(job))
 
 

@@ -9,6 +9,9 @@ connection.py  one connection: heads, bodies, answers, and how long each may tak
 crowd.py       all connections, and the bytes that are held for each client; who gives way
 owners.py      whose request it is, before it is read
 hall.py        the threads, and the order in which clients get them
+feed.py        what happens to jobs, read from the record once for all who follow it or wait
+stream.py      one stream of events
+places.py      places that are bounded for each owner
 request.py     a request as it arrives          gateway.py  the same as WSGI has it, and the answer
 """
 

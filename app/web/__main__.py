@@ -12,7 +12,6 @@ from flask import Flask
 
 from app.config import AppSettings
 from app.factory import create_app
-from app.patience import Patience
 from app.web.connection import Connection
 from app.web.door import Door
 from app.web.owners import Owners
@@ -33,17 +32,17 @@ def main() -> NoReturn:
     sys.setswitchinterval(_TURN_S)  # No thread that reads a large body keeps the others waiting.
     startup.collect_rarely()
     owners = Owners(Tenants(wiring.database()) if settings.require_keys else None)
-    asyncio.run(_serve(app, settings, owners, app.extensions["slotkeeper"].patience))
+    asyncio.run(_serve(app, settings, owners))
     # Threads that are still at work would be waited for; the record is safe whenever this ends.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-async def _serve(app: Flask, settings: AppSettings, owners: Owners, patience: Patience) -> None:
+async def _serve(app: Flask, settings: AppSettings, owners: Owners) -> None:
     """Until a signal says to stop; then what is begun is answered first."""
     loop = asyncio.get_running_loop()
-    door = Door(app, settings, owners, loop, _places(settings.max_connections))
+    door = Door(app, settings, owners, loop, _places(settings.max_connections), wiring.database())
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -53,7 +52,6 @@ async def _serve(app: Flask, settings: AppSettings, owners: Owners, patience: Pa
     await stop.wait()
     server.close()
     door.stop()
-    patience.stop()
     until = loop.time() + _STOP_S
     while len(door.crowd) and loop.time() < until:
         await asyncio.sleep(0.02)

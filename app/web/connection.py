@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
@@ -13,6 +14,7 @@ from app.web.request import LONGEST_HEAD, LONGEST_TARGET, MOST_HEADERS, Request
 
 if TYPE_CHECKING:
     from app.web.door import Door
+    from app.web.stream import Stream
 
 _LONGEST_FRAMING = 64 << 10  # bytes of a chunked body that are no content, before it goes on
 _HEARD_OUT = 32 << 20  # bytes of a body that is refused; a client that cannot send on never reads why
@@ -20,6 +22,7 @@ _HEARD_OUT_S = 5.0
 _AT_ONCE = 32 << 10  # bytes taken from the system; what comes before its turn is kept as it is
 _PIECE = 1 << 10  # bytes read of heads at one go: many requests fit into few bytes, and each holds far more
 _LEFT_S = 5.0  # for which a client that sends no more may wait for a thread
+_MOST_UNSENT = 128 << 10  # bytes of a stream that its client has not read; then it is closed, and may come again
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -42,6 +45,9 @@ class Connection(asyncio.Protocol):
         self._closing = False
         self._hearing_out: float | None = None  # since when
         self._heard_out = 0  # bytes
+        self._stream: Stream | None = None  # that is being sent
+        self._when_sent: Callable[[], None] | None = None
+        self.when_left: Callable[[], None] = _nothing
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self._parser = HttpRequestParser(self)
 
@@ -68,6 +74,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._closing = True
         self._door.crowd.leave(self)
+        self.when_left()
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -94,6 +101,9 @@ class Connection(asyncio.Protocol):
         if self._unsent:
             self._unsent = 0
             self._end_request()
+        elif self._when_sent is not None:
+            then, self._when_sent = self._when_sent, None
+            then()
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -270,6 +280,57 @@ class Connection(asyncio.Protocol):
         if not self._unsent:
             self._end_request()
 
+    # -- streams ---------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return self._door.now()
+
+    def open_stream(self, request: Request, head: Answer, stream: "Stream") -> None:
+        """Answer with a body that has no end yet."""
+        if self._closing:
+            return
+        request.close = True
+        self._stream = stream
+        self._since = self._door.now()
+        self._transport.write(head.encode_head(request.version))
+
+    def send(self, data: bytes) -> None:
+        """More of the stream.  A client that has not read what came before is closed."""
+        if self._closing:
+            return
+        unsent = self._transport.get_write_buffer_size()
+        if unsent > _MOST_UNSENT:
+            self.give_way()
+            return
+        if not unsent:
+            self._since = self._door.now()
+        self._transport.write(data if self._requests[0].version == "1.0" else b"%x\r\n%b\r\n" % (len(data), data))
+
+    def when_sent(self, then: Callable[[], None]) -> None:
+        """Call `then` when the client has read all, or as good as."""
+        if self._transport.get_write_buffer_size():
+            self._when_sent = then
+        else:
+            then()
+
+    def end_stream(self) -> None:
+        if self._closing or self._stream is None:
+            return
+        self._stream = None
+        if self._requests[0].version != "1.0":
+            self._transport.write(b"0\r\n\r\n")
+        self._unsent = self._transport.get_write_buffer_size()
+        self._since = self._door.now()
+        if not self._unsent:
+            self._end_request()
+
+    def _watch_stream(self, stream: "Stream", now: float) -> None:
+        waits = self._transport.get_write_buffer_size() and now - self._since > self._door.settings.send_timeout_s
+        if waits or self.has_left:
+            self.give_way()
+        else:
+            stream.tick(now)
+
     def _end_request(self) -> None:
         self._door.crowd.release(self)
         request = self._requests.popleft()
@@ -296,6 +357,8 @@ class Connection(asyncio.Protocol):
         if self._hearing_out is not None:
             if now - self._hearing_out > _HEARD_OUT_S:
                 self.give_way()
+        elif self._stream is not None:
+            self._watch_stream(self._stream, now)
         elif self._unsent:
             self._watch_sending(now)
         elif self.is_served:
@@ -327,6 +390,10 @@ class Connection(asyncio.Protocol):
     def _close(self) -> None:
         self._closing = True
         self._transport.close()
+
+
+def _nothing() -> None:
+    pass
 
 
 _LARGE_HEAD = f"A head may have {MOST_HEADERS} headers, and {LONGEST_HEAD} bytes."

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING
 import structlog
 
 from app.config import AppSettings
-from app.patience import HAS_LEFT, MAY_WAIT
+from app.later import TAKES_OVER, Following, UntilEnded
 from app.web.crowd import Crowd
+from app.web.feed import Feed
 from app.web.gateway import Answer, Application, answer
 from app.web.hall import Errand, Lane
 from app.web.owners import Kind, Owner, Owners, TooManyKeys
+from app.web.places import Places
 from app.web.request import Request
+from app.web.stream import Stream
+from jobs.db import Database
 
 if TYPE_CHECKING:
     from app.web.connection import Connection
@@ -27,6 +31,7 @@ _KEYS_EVERY_S, _KEYS_REST = 5.0, 30
 _HEAVY = 256 << 10  # bytes of a body that takes long to read
 _MOST_WAITING = 1024  # requests of one owner
 _MOST_LOOKED_UP = 64  # keys at one address
+_STREAM_AGAIN_S = 5
 _PUSH = "/tasks/callback/"
 _LIVE = "/health/live"
 _KEYLESS = ("/health/", _PUSH, "/docs", "/openapi.json")
@@ -42,17 +47,20 @@ class Door:
         owners: Owners,
         loop: asyncio.AbstractEventLoop,
         most_connections: int,
+        record: Database,
     ) -> None:
         self._application, self.settings, self._owners, self._loop = application, settings, owners, loop
         self.crowd = Crowd(most_connections, settings.max_buffered_bytes)
         self.stopping = False
         self.now: Callable[[], float] = time.monotonic
-        waiting = settings.max_waiters
-        working = settings.web_threads - waiting
+        self._record, self._feed = record, Feed(record, self._soon)
+        working, waiting, streams = settings.web_threads, settings.max_waiting_requests, settings.max_streams
         # Who shows no key because none is asked for is alone; else half of them stay for the other tenants.
         owners_at_once = 2 if settings.require_keys else 1
         self._general = self._lane("web", working, working // owners_at_once)
-        self._waiting = self._lane("waiting", waiting, waiting // owners_at_once)
+        self._waiting = Places(waiting, waiting // owners_at_once)
+        self._streams = Places(streams, settings.max_tenant_streams if settings.require_keys else streams)
+        self._history = self._lane("history", 2, 1, streams)
         self._operators = self._lane("operators", 4, 4)
         self._heavy = self._lane("heavy", 1, 1)  # The parser keeps all other threads waiting; never two in a row.
         self._pushes = self._lane("pushes", 8, 6)
@@ -124,7 +132,16 @@ class Door:
         request.body = bytearray()
         owner = _payer(connection, request)
         lane = self._lane_of(request, owner, len(body))
-        request.environ |= {MAY_WAIT: lane is self._waiting, HAS_LEFT: lambda: connection.has_left}
+        request.environ[TAKES_OVER] = request.method == "GET"
+        if not self._enter(lane, connection, request, body, owner, whole=whole):
+            detail = "Too many of your requests wait already."
+            request.close = True  # Else the next that has come on this connection would be refused at once, too.
+            connection.answer(request, Answer.problem(429, "too_many_requests", detail, request.path, 1))
+
+    def _enter(
+        self, lane: Lane, connection: "Connection", request: Request, body: bytes, owner: str, *, whole: bool
+    ) -> bool:
+        """Have a thread ask the application.  False: too many requests of its owner wait already."""
 
         def work() -> None:
             request.begun = True
@@ -133,12 +150,65 @@ class Door:
             except Exception as error:  # The application answers its own; this is one of the server's.
                 log.error("request_failed", path=request.path, exc_info=error)
                 found = Answer.problem(500, "internal_error", "This is a fault of the server, and it is in its log.")
-            self._soon(_deliver, connection, request, found)
+            self._soon(self._deliver, connection, request, found)
 
-        if not lane.enter(Errand(owner, work, lambda: not connection.has_left)):
-            detail = "Too many of your requests wait already."
-            request.close = True  # Else the next that has come on this connection would be refused at once, too.
-            connection.answer(request, Answer.problem(429, "too_many_requests", detail, request.path, 1))
+        return lane.enter(Errand(owner, work, lambda: not connection.has_left))
+
+    def _deliver(self, connection: "Connection", request: Request, found: Answer) -> None:
+        try:
+            if isinstance(found.goes_on, UntilEnded):
+                self._wait(connection, request, found, found.goes_on)
+            elif isinstance(found.goes_on, Following):
+                self._stream(connection, request, found, found.goes_on)
+            else:
+                connection.answer(request, found)
+        except Exception as error:  # Else the connection would stay open, and unanswered, for good.
+            log.error("connection_failed", exc_info=error)
+            connection.give_way()
+
+    # -- requests that hold no thread ------------------------------------------------------------------------
+
+    def _wait(self, connection: "Connection", request: Request, found: Answer, until: UntilEnded) -> None:
+        """Ask the application once more when the job has ended, or the time is over."""
+        owner = _payer(connection, request)
+        if connection.has_left or self.stopping or not self._waiting.take(owner):
+            connection.answer(request, found)
+            return
+
+        def leave() -> None:
+            timer.cancel()
+            connection.when_left = _nothing
+            self._waiting.free(owner)
+            self._feed.forget(until.job_id, again)
+
+        def again() -> None:
+            leave()
+            assert request.environ is not None
+            request.environ[TAKES_OVER] = False
+            if not self._enter(self._general, connection, request, b"", owner, whole=True):
+                connection.answer(request, found)
+
+        request.begun = False
+        timer = self._loop.call_later(until.seconds, again)
+        connection.when_left = leave
+        self._feed.wait_for(until.job_id, again)
+
+    def _stream(self, connection: "Connection", request: Request, found: Answer, following: Following) -> None:
+        owner = _payer(connection, request)
+        if connection.has_left or self.stopping or not self._streams.take(owner):
+            detail = "As many streams are open as may be; close one, or ask for the jobs themselves now and then."
+            connection.answer(request, Answer.problem(429, "too_many_streams", detail, request.path, _STREAM_AGAIN_S))
+            return
+        stream = Stream(
+            owner, connection, request, found, following, self._feed, self._record, self._history, self._soon
+        )
+
+        def leave() -> None:
+            self._streams.free(owner)
+            stream.leave()
+
+        connection.when_left = leave
+        self._feed.follow(stream)
 
     def _lane_of(self, request: Request, owner: str, size: int) -> Lane:
         assert request.owner is not None
@@ -150,8 +220,6 @@ class Door:
             return self._strangers
         if size > _HEAVY:
             return self._heavy
-        if request.may_wait and self._waiting.has_room_for(owner):
-            return self._waiting
         if request.owner.kind is Kind.OPERATOR and not self._general.has_room:
             return self._operators
         return self._general
@@ -185,16 +253,13 @@ class Door:
     def stop(self) -> None:
         """Take no further requests; those that are being answered are."""
         self.stopping = True
+        self._feed.stop()
         for guest in self.crowd.guests():
             guest.close_if_idle()
 
 
-def _deliver(connection: "Connection", request: Request, found: Answer) -> None:
-    try:
-        connection.answer(request, found)
-    except Exception as error:  # Else the connection would stay open, and unanswered, for good.
-        log.error("connection_failed", exc_info=error)
-        connection.give_way()
+def _nothing() -> None:
+    pass
 
 
 def _payer(connection: "Connection", request: Request) -> str:

@@ -12,6 +12,7 @@ from urllib.parse import unquote_to_bytes
 import orjson
 from httptools import parse_url
 
+from app.later import GOES_ON, Following, UntilEnded
 from app.reading import WHOLE
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
@@ -33,6 +34,7 @@ class Answer:
     status: int
     headers: list[tuple[str, str]]
     body: bytes
+    goes_on: UntilEnded | Following | None = None
 
     @staticmethod
     def problem(status: int, code: str, detail: str, path: str = "", retry_after_s: int | None = None) -> "Answer":
@@ -47,8 +49,7 @@ class Answer:
 
     def encode(self, method: str, version: str, *, close: bool) -> bytes:
         """For the wire."""
-        lines = [f"HTTP/1.1 {self.status} {_phrase(self.status)}", f"Date: {formatdate(usegmt=True)}"]
-        lines += [f"{name}: {_one_line(value)}" for name, value in self.headers if name.lower() not in _OURS]
+        lines = self._first_lines()
         bodiless = self.status in _BODILESS
         if not bodiless:
             length = next((value for name, value in self.headers if name.lower() == "content-length"), None)
@@ -57,11 +58,26 @@ class Answer:
             lines.append("Connection: close")
         elif version == "1.0":
             lines.append("Connection: keep-alive")
-        head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
+        head = _head(lines)
         return head if bodiless or method == "HEAD" else head + self.body
+
+    def encode_head(self, version: str) -> bytes:
+        """For the wire, before a body that has no end yet."""
+        lines = self._first_lines()
+        if version != "1.0":
+            lines.append("Transfer-Encoding: chunked")
+        return _head([*lines, "Connection: close"])
+
+    def _first_lines(self) -> list[str]:
+        lines = [f"HTTP/1.1 {self.status} {_phrase(self.status)}", f"Date: {formatdate(usegmt=True)}"]
+        return lines + [f"{name}: {_one_line(value)}" for name, value in self.headers if name.lower() not in _OURS]
 
 
 _OURS = frozenset({"content-length", "connection", "transfer-encoding", "date"})
+
+
+def _head(lines: list[str]) -> bytes:
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
 
 
 def _one_line(value: str) -> str:
@@ -161,7 +177,7 @@ def answer(application: Application, environ: Mapping[str, Any], body: bytes, *,
     finally:
         if hasattr(result, "close"):
             result.close()
-    return Answer(told[0], told[1], content)
+    return Answer(told[0], told[1], content, given.get(GOES_ON))
 
 
 def _no_writing(_: bytes) -> None:

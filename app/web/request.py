@@ -83,11 +83,6 @@ class Request:
     def version(self) -> str:
         return str((self.environ or {}).get("SERVER_PROTOCOL", "HTTP/1.1")).removeprefix("HTTP/")
 
-    @property
-    def may_wait(self) -> bool:
-        """It may ask to be answered when a job has ended: its thread sleeps most of the time."""
-        return self.method in ("GET", "HEAD") and "wait=" in str((self.environ or {}).get("QUERY_STRING", ""))
-
     def refuse(self, answer: Answer) -> None:
         """Answer this, when its turn comes, and read no further."""
         if self.refusal is None and not self.served:

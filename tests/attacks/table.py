@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 API = "tests/contracts/test_api_"
 CONNECTION = "tests/unit/web/test_connection.py::"
+STREAMS = "tests/unit/web/test_streams.py::"
 CROWD = "tests/unit/web/test_crowd.py::"
 MALFORMED = "tests/faults/test_malformed.py::"
 REVOKES = "tests/faults/test_revokes.py::"
@@ -80,7 +81,7 @@ TABLE = [
         "no thread sleeps for them",
         (
             f"{CONNECTION}test_who_waits_for_a_thread_and_has_gone_is_not_worked_for",
-            "tests/unit/app/test_patience.py::test_who_has_left_is_not_waited_for_any_more",
+            f"{STREAMS}test_beyond_the_bound_nobody_waits_and_who_leaves_makes_room",
         ),
     ),
     Row(
@@ -188,8 +189,41 @@ TABLE = [
             f"{ATTACK}one tenant asks without pause",
             f"{ATTACK}anybody asks for the health",
             f"{CONNECTION}test_where_there_are_keys_no_owner_has_all_threads_or_all_places_for_waiting",
-            f"{CONNECTION}test_only_who_has_a_thread_for_that_may_wait",
+            f"{STREAMS}test_waiting_ends_with_the_job_and_holds_no_thread",
             "tests/unit/web/test_hall.py::test_no_owner_holds_more_than_its_share",
+        ),
+    ),
+    # -- streams -------------------------------------------------------------------------------------------------------
+    Row(
+        "streams",
+        "thousands of streams",
+        "beyond a tenant's bound, and that of all, they are refused with 429; none holds a thread",
+        "who leaves has freed its place",
+        (f"{STREAMS}test_a_tenant_and_all_have_so_many_streams_and_who_leaves_frees_its_own",),
+    ),
+    Row(
+        "streams",
+        "a client that does not read what it follows",
+        "it is closed when its buffer is full, and others get theirs",
+        "its buffer is free, and it may come again where it was",
+        (f"{STREAMS}test_who_does_not_read_is_closed_and_others_are_not_kept",),
+    ),
+    Row(
+        "streams",
+        "another tenant's events, by the stream of all, of a job, or from an id on",
+        "its own are all that it is told",
+        "another's job looks like none",
+        (f"{STREAMS}test_a_tenant_follows_its_own_jobs_and_an_administrator_all",),
+    ),
+    Row(
+        "streams",
+        "ids that are none, too old, or not given yet",
+        "they are refused with 422, or the gap is told",
+        "the stream goes on from now",
+        (
+            f"{STREAMS}test_what_cannot_be_followed_is_refused",
+            f"{STREAMS}test_where_some_are_not_there_any_more_the_stream_says_so_first",
+            f"{STREAMS}test_of_a_record_that_was_restored_a_later_id_is_a_gap",
         ),
     ),
     # -- receivers of webhooks -----------------------------------------------------------------------------------------

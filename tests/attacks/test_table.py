@@ -14,6 +14,7 @@ def test_each_door_is_in_the_table() -> None:
         "bodies",
         "keys",
         "tenants",
+        "streams",
         "webhooks' receivers",
         "servers' answers",
         "push",

@@ -1,6 +1,5 @@
 """Looking at jobs, waiting for them, canceling them."""
 
-import threading
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from jobs.states import State, Why
 from jobs.store import Error
 from routing.policies.verdict import Verdict
 from tests.support.api import Api
-from tests.support.builders import T0, a_job_in, an_ended_job, eventually
+from tests.support.builders import T0, a_job_in, an_ended_job
 
 pytest_plugins = ("tests.support.api_fixtures",)
 
@@ -112,25 +111,12 @@ def test_attempts_tell_each_start_and_its_end(api: Api) -> None:
 # -- waiting ---------------------------------------------------------------------------------------------------
 
 
-def test_waiting_ends_with_the_job(api: Api) -> None:
-    api.model()
-    job_id = api.submitted()
-    answers: list[Any] = []
-    waiter = threading.Thread(target=lambda: answers.append(_get(api, job_id, wait=30)))
-    waiter.start()
-    eventually(lambda: api.client.application.extensions["slotkeeper"].patience._room._value < 32)
-    api.dispatcher.cancel(job_id)
-    waiter.join(5)
-    assert answers[0].json["status"] == "canceled"
-
-
 def test_a_job_that_has_ended_is_not_waited_for(api: Api) -> None:
     job = an_ended_job(api.dispatcher.store)
     assert _get(api, job.id, wait=60).json["status"] == "completed"
 
 
-@pytest.mark.parametrize("settings", [{"WEB_THREADS": "1"}])
-def test_where_no_thread_can_wait_all_are_answered_at_once(api: Api, settings: dict[str, str]) -> None:
+def test_by_another_server_than_web_all_are_answered_at_once(api: Api) -> None:
     api.model()
     assert _get(api, api.submitted(), wait=60).json["status"] == "queued"
 

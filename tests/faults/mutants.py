@@ -47,6 +47,7 @@ from tests.faults.mutants_scripts import SCRIPTS
 from tests.faults.mutants_secrets import SECRETS
 from tests.faults.mutants_servers import REFERENCE_SERVER
 from tests.faults.mutants_spoken import SPOKEN
+from tests.faults.mutants_streams import STREAMS
 from tests.faults.mutants_upkeep import UPKEEP
 from tests.house.tree import PACKAGES
 
@@ -70,6 +71,7 @@ MUTANTS = [
     *SCRIPTS,
     *SECRETS,
     *REST,
+    *STREAMS,
     # -- the record ------------------------------------------------------------------------------------------
     Mutant(
         "a transition asks for no state",

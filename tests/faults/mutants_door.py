@@ -167,15 +167,6 @@ DOOR = [
         still=f"{CONNECTION}test_an_answer_to_head_has_no_body",
     ),
     Mutant(
-        "any thread may sleep",
-        "turns",
-        "app/patience.py",
-        "if not environ.get(MAY_WAIT, True):",
-        "if False:",
-        ("tests/unit/app/test_patience.py::test_whose_thread_is_not_for_waiting_does_not",),
-        still="tests/unit/app/test_patience.py::test_who_has_left_is_not_waited_for_any_more",
-    ),
-    Mutant(
         "one tenant waits in all places",
         "turns",
         "app/web/door.py",

@@ -20,7 +20,3 @@ def test_the_network_is_served_with_keys_only():
     AppSettings(host="0.0.0.0", require_keys=True).check()
     with pytest.raises(ValueError, match=r"SLOTKEEPER_HOST=0.0.0.0 .* SLOTKEEPER_REQUIRE_KEYS=true"):
         AppSettings(host="0.0.0.0").check()
-
-
-def test_half_of_the_threads_stay_free_of_waiting():
-    assert [AppSettings(web_threads=n).max_waiters for n in (1, 2, 16)] == [0, 1, 8]

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from app.config import AppSettings
-from app.patience import MAY_WAIT
 from app.web.connection import Connection
 from app.web.door import Door
 from app.web.gateway import Answer
 from app.web.owners import Owners
+from jobs.db import Database
 from jobs.tenants import Tenant, hash_key
 from tests.support.stack import eventually
 
@@ -25,12 +25,11 @@ CRLF = b"\r\n"
 GET = b"GET /a HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /a HTTP/1.1\r\nHost: x\r\n"
 GATE = threading.Event()
-WAITED: list[bool] = []
+RECORD = Database("sqlite:///file:nobody")  # Nobody asks it.
 HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 def _echo(environ: dict[str, Any], start: Any) -> list[bytes]:
-    WAITED.append(environ[MAY_WAIT])
     if environ["PATH_INFO"] == "/gate":
         GATE.wait(20)
     body = environ["wsgi.input"].read().decode("latin-1")
@@ -54,7 +53,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.fixture(scope="module")
 def door(loop: asyncio.AbstractEventLoop) -> Door:
-    return Door(_echo, AppSettings(require_keys=False), Owners(None), loop, 100)
+    return Door(_echo, AppSettings(require_keys=False), Owners(None), loop, 100, RECORD)
 
 
 @pytest.fixture(scope="module")
@@ -251,17 +250,6 @@ def test_an_answer_that_cannot_be_written_ends_its_connection_and_no_other(
     assert _statuses(_talk(address, GET + CRLF)) == [200]
 
 
-@pytest.mark.parametrize(
-    "target, may",
-    [("/a?wait=9", True), ("/a?b=c&wait=9", True), ("/a?w%61it=9", False), ("/a?WAIT=9", False), ("/a", False)],
-)
-@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
-def test_only_who_has_a_thread_for_that_may_wait(address: tuple[str, int], target: str, may: bool, method: str) -> None:
-    WAITED.clear()
-    _talk(address, f"{method} {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-    assert [may and method != "POST"] == WAITED
-
-
 def test_a_body_hides_no_request(address: tuple[str, int]) -> None:
     body = HIDDEN
     answers = _talk(address, POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
@@ -331,7 +319,8 @@ def test_what_latin_1_cannot_say_is_no_error() -> None:
 def test_where_there_are_keys_no_owner_has_all_threads_or_all_places_for_waiting(
     loop: asyncio.AbstractEventLoop, require_keys: bool, share: int
 ) -> None:
-    door = Door(_echo, AppSettings(require_keys=require_keys, web_threads=64), Owners(None), loop, 100)
+    settings = AppSettings(require_keys=require_keys, web_threads=32, max_waiting_requests=32)
+    door = Door(_echo, settings, Owners(None), loop, 100, RECORD)
     assert (door._general.share, door._waiting.share) == (share, share)
 
 
@@ -350,7 +339,7 @@ def test_made_up_keys_are_not_in_the_way_of_good_ones_and_nobody_is_a_stranger_f
     loop: asyncio.AbstractEventLoop, address: tuple[str, int], door: Door
 ) -> None:
     GATE.clear()
-    keyed = Door(_echo, AppSettings(require_keys=True), Owners(_Record()), loop, 200)
+    keyed = Door(_echo, AppSettings(require_keys=True), Owners(_Record()), loop, 200, RECORD)
     keyed.tick = lambda: None  # type: ignore[method-assign]
     keyed._read_keys()
     made = asyncio.run_coroutine_threadsafe(loop.create_server(lambda: Connection(keyed), "127.0.0.1", 0), loop)

@@ -1,0 +1,57 @@
+"""What a view leaves to the server that called it, so that no thread is held: an answer for later, or a stream.
+
+The process `web` says in the WSGI environment that it takes over; any other server gets what can be said at once.
+"""
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from jobs.tail import Entry
+
+TAKES_OVER = "slotkeeper.takes_over"
+"""In the WSGI environment: whether the server goes on where a view leaves off."""
+GOES_ON = "slotkeeper.goes_on"
+"""There: how it goes on, a view says; an UntilEnded or a Following."""
+
+
+@dataclass(frozen=True, slots=True)
+class UntilEnded:
+    """Ask the view once more when this job has ended, or after so many seconds."""
+
+    job_id: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Whose events are told; None, or nothing named: all."""
+
+    tenant: str | None = None
+    models: frozenset[str] = frozenset()
+    types: frozenset[str] = frozenset()
+    job_id: str | None = None
+
+    def includes(self, entry: Entry) -> bool:
+        return (
+            self.tenant in (None, entry.tenant)
+            and self.job_id in (None, entry.event.job_id)
+            and (not self.models or entry.model in self.models)
+            and (not self.types or entry.event.type in self.types)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """Go on with these events behind the answer's head.  `after`: the last that the client has; None: from now on."""
+
+    wanted: Wanted
+    after: int | None
+
+
+def leave(environ: MutableMapping[str, Any], how: UntilEnded | Following) -> bool:
+    """Have the server go on.  False: it cannot."""
+    if not environ.get(TAKES_OVER):
+        return False
+    environ[GOES_ON] = how
+    return True

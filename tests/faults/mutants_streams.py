@@ -1,0 +1,131 @@
+"""Guards of streams and of waiting."""
+
+from tests.faults.mutant import Mutant
+
+TAIL = "tests/contracts/test_record_tail.py::"
+STREAM = "tests/unit/web/test_streams.py::"
+READ = f"{TAIL}test_what_happened_before_is_not_told_and_what_happens_is_told_once"
+FOLLOWED = f"{STREAM}test_a_stream_begins_now_and_tells_what_is_wanted"
+
+STREAMS = [
+    Mutant(
+        "a number that commits late is passed over",
+        "no event is passed over",
+        "jobs/tail.py",
+        "        if self._doubt.writers:\n            return rows[:sure]",
+        "        if False:\n            return rows[:sure]",
+        (f"{TAIL}test_a_number_whose_transaction_commits_late_is_waited_for",),
+        still=READ,
+    ),
+    Mutant(
+        "whoever writes now is waited for, too",
+        "no event is held up",
+        "jobs/tail.py",
+        "self._doubt.writers &= self._writers(connection)",
+        "self._doubt.writers = self._writers(connection)",
+        (f"{TAIL}test_who_writes_after_a_number_was_missed_holds_nothing_up",),
+        still=READ,
+    ),
+    Mutant(
+        "reading begins while somebody writes",
+        "no event is passed over",
+        "jobs/tail.py",
+        "            while writing:",
+        "            while False:",
+        (f"{TAIL}test_reading_begins_when_those_have_ended_that_were_writing",),
+        still=READ,
+    ),
+    Mutant(
+        "nobody knows that events were removed",
+        "a gap is told",
+        "jobs/removal.py",
+        "        _note_removed(tx, ids)\n",
+        "",
+        (f"{STREAM}test_where_some_are_not_there_any_more_the_stream_says_so_first",),
+        still=FOLLOWED,
+    ),
+    Mutant(
+        "removing older jobs hides that newer ones were",
+        "a gap is told",
+        "jobs/removal.py",
+        "case((counters.c.value < last, last), else_=counters.c.value)",
+        "last",
+        (f"{TAIL}test_removing_older_jobs_later_lowers_nothing",),
+        still=READ,
+    ),
+    Mutant(
+        "an id that there never was is one",
+        "a gap is told",
+        "jobs/tail.py",
+        "return removed <= after <= max(last, removed)",
+        "return removed <= after",
+        (f"{STREAM}test_of_a_record_that_was_restored_a_later_id_is_a_gap",),
+        still=FOLLOWED,
+    ),
+    Mutant(
+        "a tenant follows all",
+        "tenants are apart",
+        "app/api/streams.py",
+        "Wanted(None if mine.admin else mine.name,",
+        "Wanted(None,",
+        (f"{STREAM}test_a_tenant_follows_its_own_jobs_and_an_administrator_all",),
+        still=FOLLOWED,
+    ),
+    Mutant(
+        "what was read from the record is told once more",
+        "every event once",
+        "app/web/stream.py",
+        "it for it in found if it.number <= self._target and",
+        "it for it in found if",
+        (f"{STREAM}test_what_happens_while_the_record_is_read_is_told_once_and_in_order",),
+        still=FOLLOWED,
+    ),
+    Mutant(
+        "what happened while the record was read is forgotten",
+        "no event is passed over",
+        "app/web/stream.py",
+        "        self._kept.extend(part)\n",
+        "",
+        (f"{STREAM}test_what_happens_while_the_record_is_read_is_told_once_and_in_order",),
+        still=FOLLOWED,
+    ),
+    Mutant(
+        "streams have no bound",
+        "bounds",
+        "app/web/places.py",
+        "if len(self) >= self.most or self._taken[owner] >= self.share:",
+        "if False:",
+        (f"{STREAM}test_a_tenant_and_all_have_so_many_streams_and_who_leaves_frees_its_own",),
+        still=FOLLOWED,
+    ),
+    Mutant(
+        "who does not read is sent more and more",
+        "bounds",
+        "app/web/connection.py",
+        "if unsent > _MOST_UNSENT:",
+        "if False:",
+        (f"{STREAM}test_who_does_not_read_is_closed_and_others_are_not_kept",),
+        still=FOLLOWED,
+    ),
+    Mutant(
+        "who leaves keeps its place",
+        "bounds",
+        "app/web/connection.py",
+        "        self.when_left()\n",
+        "",
+        (
+            f"{STREAM}test_a_tenant_and_all_have_so_many_streams_and_who_leaves_frees_its_own",
+            f"{STREAM}test_beyond_the_bound_nobody_waits_and_who_leaves_makes_room",
+        ),
+        still=FOLLOWED,
+    ),
+    Mutant(
+        "a job that ended before anybody waited is waited for",
+        "waiting ends with the job",
+        "app/web/feed.py",
+        "        self._asked.put(job_id)  # It may have ended before.\n",
+        "",
+        (f"{STREAM}test_a_job_that_ended_just_before_is_not_waited_for",),
+        still=FOLLOWED,
+    ),
+]

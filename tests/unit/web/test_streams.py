@@ -1,0 +1,485 @@
+"""Streams and waiting over real sockets: every event once, none missing, and no thread is held."""
+
+import asyncio
+import json
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from app.config import AppSettings
+from app.web import stream as streaming
+from app.web.connection import Connection
+from app.web.door import Door
+from app.web.owners import Owners
+from jobs.db import Database
+from jobs.record import now_ms
+from jobs.states import State, Why
+from jobs.store import Store
+from jobs.tenants import Tenants
+from tests.support.api import Api
+from tests.support.builders import T0, a_queued_job, a_running_job, an_ended_job, eventually
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+KEYS = {"REQUIRE_KEYS": "true"}
+
+
+@dataclass
+class Served:
+    """The API behind a door of its own."""
+
+    api: Api
+    door: Door
+    loop: asyncio.AbstractEventLoop
+    address: tuple[str, int]
+
+    @property
+    def store(self) -> Store:
+        return self.api.dispatcher.store
+
+    def ask(self, path: str, headers: dict[str, str] | None = None, version: str = "1.1") -> socket.socket:
+        one = socket.create_connection(self.address, 20)
+        told = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        one.sendall(f"GET {path} HTTP/{version}\r\nHost: localhost\r\n{told}\r\n".encode())
+        return one
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.door.stop)
+
+
+@contextmanager
+def _serve(api: Api) -> Iterator[Served]:
+    settings = AppSettings()
+    owners = Owners(Tenants(api.database) if settings.require_keys else None)
+    loop = asyncio.new_event_loop()
+    door = Door(api.client.application, settings, owners, loop, 3000, api.database)
+    server = loop.run_until_complete(loop.create_server(lambda: Connection(door), "127.0.0.1", 0))
+    loop.call_soon(door.tick)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    served = Served(api, door, loop, server.sockets[0].getsockname())
+    try:
+        yield served
+    finally:
+        served.stop()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        server.close()
+        loop.close()
+
+
+@pytest.fixture
+def served(api: Api) -> Iterator[Served]:
+    with _serve(api) as found:
+        yield found
+
+
+@dataclass
+class Told:
+    """One event of a stream."""
+
+    id: int | None = None
+    type: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class Reader:
+    """A client of a stream."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._file = connection.makefile("rb")
+        self.status = int(self._file.readline().split()[1])
+        self.headers = dict(self._header_lines())
+        self.last: int | None = None
+        self._text = b""
+        self.ended = False
+
+    def _header_lines(self) -> Iterator[tuple[str, str]]:
+        while (line := self._file.readline().strip().decode()) != "":
+            name, _, value = line.partition(": ")
+            yield name.lower(), value
+
+    def _more(self) -> bool:
+        size = int(self._file.readline() or b"0", 16)
+        self._text += self._file.read(size)
+        self._file.readline()
+        self.ended = size == 0
+        return not self.ended
+
+    def events(self) -> Iterator[Told]:
+        """Until the stream ends."""
+        while True:
+            while b"\n\n" in self._text:
+                block, _, self._text = self._text.partition(b"\n\n")
+                told = self._event(block.decode())
+                if told is not None:
+                    yield told
+            if not self._more():
+                return
+
+    def _event(self, block: str) -> Told | None:
+        told = Told()
+        for line in block.splitlines():
+            name, _, value = line.partition(": ")
+            if name == "id":
+                told.id = self.last = int(value)
+            elif name == "event":
+                told.type = value
+            elif name == "data":
+                told.data = json.loads(value)
+        return told if told.type else None
+
+    def next(self) -> Told:
+        return next(self.events())
+
+    def until_open(self) -> "Reader":
+        while self.last is None:
+            assert self._more()
+            while b"\n\n" in self._text:
+                block, _, self._text = self._text.partition(b"\n\n")
+                self._event(block.decode())
+        return self
+
+    def close(self) -> None:
+        self._file.close()
+        self.connection.close()
+
+
+def _types(reader: Reader) -> list[str]:
+    return [it.type for it in reader.events()]
+
+
+def _followers(served: Served) -> int:
+    return len(served.door._streams)
+
+
+# -- one job -------------------------------------------------------------------------------------------------
+
+
+def test_a_jobs_stream_tells_it_from_the_beginning_and_ends_with_it(served: Served) -> None:
+    run = a_running_job(served.store, tenant="local", tier=2)
+    reader = Reader(served.ask(f"/queue/jobs/{run.job.id}/stream"))
+    assert (reader.status, reader.headers["content-type"]) == (200, "text/event-stream")
+    assert (reader.headers["cache-control"], reader.headers["x-accel-buffering"]) == ("no-store", "no")
+    assert [reader.next().type, reader.next().type] == ["job.enqueued", "job.started"]
+    served.store.settle(run.job.id, 1, Why.FINISHED, T0, result="{}")
+    told = reader.next()
+    expected = {"job_id": run.job.id, "model": "zimg", "tenant": "local", "tier": 2, "server": "gpu1", "attempt": 1}
+    assert told.type == "job.completed"
+    assert told.data == expected | {"why": "finished", "at": "2027-01-15T08:00:00.000Z"}
+    assert list(reader.events()) == []
+    assert reader.ended
+
+
+def test_a_job_that_was_revived_goes_on(served: Served) -> None:
+    job = an_ended_job(served.store, State.DEAD)
+    served.store.revive(job.id, T0)
+    reader = Reader(served.ask(f"/queue/jobs/{job.id}/stream"))
+    assert [reader.next().type for _ in range(4)][2:] == ["job.dlq", "job.enqueued"]
+    served.store.end_waiting(job.id, Why.CANCEL_REQUESTED, T0)
+    assert _types(reader) == ["job.canceled"]
+
+
+def test_who_has_seen_the_end_of_a_job_is_told_that_there_is_no_more(served: Served) -> None:
+    job = an_ended_job(served.store)
+    reader = Reader(served.ask(f"/queue/jobs/{job.id}/stream"))
+    assert _types(reader)[-1] == "job.completed"
+    assert Reader(served.ask(f"/queue/jobs/{job.id}/stream?after={reader.last}")).status == 204
+
+
+def test_of_http_1_0_there_are_no_chunks(served: Served) -> None:
+    job = an_ended_job(served.store)
+    with served.ask(f"/queue/jobs/{job.id}/stream", version="1.0") as one:
+        answer = b"".join(iter(lambda: one.recv(1 << 16), b""))
+    assert b"transfer-encoding" not in answer.lower()
+    assert answer.count(b"\nevent: ") == 3
+
+
+# -- all -----------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_begins_now_and_tells_what_is_wanted(served: Served) -> None:
+    a_queued_job(served.store)
+    reader = Reader(served.ask("/stream?model=flux&model=sdxl&type=job.enqueued")).until_open()
+    a_running_job(served.store, model="flux")
+    a_queued_job(served.store, model="zimg")
+    last = a_queued_job(served.store, model="sdxl")
+    told = [reader.next(), reader.next()]
+    assert [(it.type, it.data["model"]) for it in told] == [("job.enqueued", "flux"), ("job.enqueued", "sdxl")]
+    assert told[1].data["job_id"] == last.id
+
+
+@pytest.mark.parametrize("settings", [KEYS])
+def test_a_tenant_follows_its_own_jobs_and_an_administrator_all(served: Served, settings: dict[str, str]) -> None:
+    acme, rival, boss = (served.api.tenant(name, admin=name == "boss") for name in ("acme", "rival", "boss"))
+    of_acme, of_boss = (Reader(served.ask("/stream", key)).until_open() for key in (acme, boss))
+    theirs, own = (a_queued_job(served.store, tenant=name).id for name in ("rival", "acme"))
+    assert of_acme.next().data["job_id"] == own
+    assert [of_boss.next().data["job_id"], of_boss.next().data["job_id"]] == [theirs, own]
+    assert Reader(served.ask(f"/queue/jobs/{theirs}/stream", acme)).status == 404
+    assert Reader(served.ask(f"/queue/jobs/{theirs}/stream", rival)).status == 200
+    assert Reader(served.ask("/stream?after=0", acme)).next().data["job_id"] == own
+    assert Reader(served.ask("/stream")).status == 401
+
+
+@pytest.mark.parametrize(
+    "target", ["/stream?after=x", "/stream?after=-1", "/stream?type=job.lost", "/stream?model=%20"]
+)
+def test_what_cannot_be_followed_is_refused(served: Served, target: str) -> None:
+    assert Reader(served.ask(target)).status == 422
+
+
+# -- coming again ----------------------------------------------------------------------------------------------
+
+
+def test_who_comes_again_goes_on_behind_what_it_has_seen(served: Served) -> None:
+    reader = Reader(served.ask("/stream")).until_open()
+    first = a_queued_job(served.store).id
+    assert reader.next().data["job_id"] == first
+    reader.close()
+    second = a_queued_job(served.store).id
+    for given in ({"Last-Event-ID": str(reader.last)}, None):
+        again = Reader(served.ask("/stream" if given else f"/stream?after={reader.last}", given))
+        assert again.next().data["job_id"] == second
+        again.close()
+
+
+def test_where_some_are_not_there_any_more_the_stream_says_so_first(served: Served) -> None:
+    dead = an_ended_job(served.store, State.DEAD)
+    served.store.delete_dead(dead.id)
+    job = a_queued_job(served.store).id
+    reader = Reader(served.ask("/stream?after=1"))
+    assert (told := reader.next()).type == "stream.gap" and told.data["after"] == 1
+    assert reader.next().data["job_id"] == job
+
+
+def test_of_a_record_that_was_restored_a_later_id_is_a_gap(served: Served) -> None:
+    a_queued_job(served.store)
+    reader = Reader(served.ask("/stream?after=1000"))
+    assert reader.next().type == "stream.gap"
+    job = a_queued_job(served.store).id
+    assert reader.next().data["job_id"] == job
+
+
+@pytest.mark.timeout(120)
+def test_a_stream_that_is_cut_a_hundred_times_tells_every_event_and_its_client_knows_doubles(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "_PAGE", 7)
+    _cut_again_and_again(served, served.store.database)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.postgres
+def test_so_it_is_on_postgresql(api: Api, postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "_PAGE", 7)
+    record = Database(postgres_url)
+    api.dispatcher.store.database = record
+    with _serve(api) as served:
+        _cut_again_and_again(served, record)
+    record.close()
+
+
+def _cut_again_and_again(served: Served, database: Database) -> None:
+    chance = random.Random(7)
+    stopping = threading.Event()
+    reader = Reader(served.ask("/stream")).until_open()
+    first, last = reader.last, reader.last
+    assert first is not None
+
+    def write() -> None:
+        store = Store(database)
+        while not stopping.wait(0.002):
+            run = a_running_job(store)
+            store.settle(run.job.id, 1, Why.FINISHED, T0, result="{}")
+            with suppress(ZeroDivisionError):
+                database.write(_fails)
+
+    writers = [threading.Thread(target=write) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    found: list[int] = []
+    for cut in range(100):
+        for _ in range(chance.randrange(6)):
+            found.append(reader.next().id or 0)
+        last = max(found, default=first)
+        if cut % 3 == 0:
+            last = max(last - chance.randrange(5), first)  # Its client has lost some that it was sent.
+        reader.close()
+        reader = Reader(served.ask("/stream", {"Last-Event-ID": str(last)}))
+    stopping.set()
+    for writer in writers:
+        writer.join()
+    with database.read() as connection:
+        rows = connection.exec_driver_sql(f"SELECT id FROM events WHERE id > {first} ORDER BY id").scalars().all()
+    while not found or max(found) < rows[-1]:
+        found.append(reader.next().id or 0)
+    reader.close()
+    assert sorted(set(found)) == list(rows)
+
+
+def _fails(tx: Any) -> None:
+    tx.events.append({"job_id": "none", "type": "job.enqueued", "at_ms": now_ms(), "attempt": 0, "data": "{}"})
+    tx.flush()
+    raise ZeroDivisionError
+
+
+def test_what_happens_while_the_record_is_read_is_told_once_and_in_order(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "_PAGE", 2)
+    real, gate, asked = streaming.tail.page, threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> Any:
+        asked.set()
+        gate.wait(20)
+        return real(*given)
+
+    reader = Reader(served.ask("/stream")).until_open()  # The feed is awake from now on.
+    jobs = [a_queued_job(served.store).id for _ in range(5)]
+    assert [reader.next().data["job_id"] for _ in jobs] == jobs
+    monkeypatch.setattr(streaming.tail, "page", slow)
+    again = Reader(served.ask("/stream?after=0"))
+    assert asked.wait(20)
+    jobs += [a_queued_job(served.store).id for _ in range(3)]
+    assert [reader.next().data["job_id"] for _ in range(3)] == jobs[5:]
+    gate.set()
+    assert [again.next().data["job_id"] for _ in jobs] == jobs
+    jobs.append(a_queued_job(served.store).id)
+    assert again.next().data["job_id"] == jobs[-1]
+
+
+# -- bounds ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [KEYS | {"MAX_TENANT_STREAMS": "2", "MAX_STREAMS": "3"}])
+def test_a_tenant_and_all_have_so_many_streams_and_who_leaves_frees_its_own(
+    served: Served, settings: dict[str, str]
+) -> None:
+    acme, rival = served.api.tenant("acme"), served.api.tenant("rival")
+    first, second = (Reader(served.ask("/stream", acme)).until_open() for _ in range(2))
+    refused = Reader(served.ask("/stream", acme))
+    assert refused.status == 429 and refused.headers["retry-after"]
+    third = Reader(served.ask("/stream", rival)).until_open()
+    assert Reader(served.ask("/stream", rival)).status == 429
+    first.close()
+    eventually(lambda: _followers(served) == 2)
+    assert Reader(served.ask("/stream", acme)).status == 200
+    second.close()
+    third.close()
+
+
+def test_who_does_not_read_is_closed_and_others_are_not_kept(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.web.connection._MOST_UNSENT", 2000)
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        slow.connect(served.address)
+        slow.sendall(b"GET /stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        eventually(lambda: _followers(served) == 1)
+        transport = next(it for it in served.door.crowd.guests())._transport  # type: ignore[attr-defined]
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1024)
+        reader = Reader(served.ask("/stream")).until_open()
+        jobs = [a_queued_job(served.store, model="m" * 100).id for _ in range(200)]
+        assert [reader.next().data["job_id"] for _ in jobs] == jobs
+        more = iter(int, 1)
+        eventually(lambda: (a_queued_job(served.store), next(more), _followers(served) == 1)[-1])
+
+
+def test_a_silent_stream_is_heard_of_and_its_id_goes_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "HEARTBEAT_S", 0.1)
+    reader = Reader(served.ask("/stream?model=flux")).until_open()
+    before = reader.last
+    assert before is not None
+    a_queued_job(served.store)
+    while reader.last == before:
+        assert reader._more()
+        while b"\n\n" in reader._text:
+            block, _, reader._text = reader._text.partition(b"\n\n")
+            assert reader._event(block.decode()) is None
+    assert reader.last == before + 1
+
+
+def test_nobody_reads_the_record_when_nobody_listens(served: Served) -> None:
+    reader = Reader(served.ask("/stream")).until_open()
+    assert served.door._feed._wanted.is_set()
+    reader.close()
+    eventually(lambda: not served.door._feed._wanted.is_set())
+    again = Reader(served.ask("/stream")).until_open()
+    job = a_queued_job(served.store).id
+    assert again.next().data["job_id"] == job
+
+
+def test_a_process_that_stops_ends_its_streams(served: Served) -> None:
+    reader = Reader(served.ask("/stream")).until_open()
+    served.stop()
+    assert list(reader.events()) == []
+    assert reader.ended
+
+
+# -- waiting ---------------------------------------------------------------------------------------------------
+
+
+def _answer(one: socket.socket) -> dict[str, Any]:
+    with one, one.makefile("rb") as file:
+        size = 0
+        while (line := file.readline().strip().lower()) != b"":
+            if line.startswith(b"content-length: "):
+                size = int(line.partition(b": ")[2])
+        found: dict[str, Any] = json.loads(file.read(size))
+        return found
+
+
+def _waiting(served: Served) -> int:
+    return len(served.door._waiting)
+
+
+@pytest.mark.parametrize("settings", [{"WEB_THREADS": "2"}])
+def test_waiting_ends_with_the_job_and_holds_no_thread(served: Served, settings: dict[str, str]) -> None:
+    served.api.model()
+    jobs = [served.api.submitted() for _ in range(20)]
+    asked = [served.ask(f"/queue/jobs/{job}?wait=30") for job in jobs]
+    eventually(lambda: _waiting(served) == 20)
+    assert served.door._general.busy == 0
+    for job in jobs:
+        served.api.dispatcher.cancel(job)
+    assert [_answer(one)["status"] for one in asked] == ["canceled"] * 20
+    assert _waiting(served) == 0
+
+
+def test_a_job_that_ended_just_before_is_not_waited_for(served: Served) -> None:
+    job = an_ended_job(served.store)
+    ended = threading.Event()
+    served.loop.call_soon_threadsafe(served.door._feed.wait_for, job.id, ended.set)
+    assert ended.wait(10)
+
+
+def test_waiting_ends_when_its_time_is_over(served: Served) -> None:
+    served.api.model()
+    assert _answer(served.ask(f"/queue/jobs/{served.api.submitted()}?wait=0.1"))["status"] == "queued"
+    assert _waiting(served) == 0
+
+
+@pytest.mark.parametrize("settings", [{"MAX_WAITING_REQUESTS": "1"}])
+def test_beyond_the_bound_nobody_waits_and_who_leaves_makes_room(served: Served, settings: dict[str, str]) -> None:
+    served.api.model()
+    job = served.api.submitted()
+    first = served.ask(f"/queue/jobs/{job}?wait=30")
+    eventually(lambda: _waiting(served) == 1)
+    assert _answer(served.ask(f"/queue/jobs/{job}?wait=30"))["status"] == "queued"
+    first.close()
+    eventually(lambda: _waiting(served) == 0)
+
+
+def test_who_waits_when_the_process_stops_is_answered(served: Served) -> None:
+    served.api.model()
+    one = served.ask(f"/queue/jobs/{served.api.submitted()}?wait=30")
+    eventually(lambda: _waiting(served) == 1)
+    served.stop()
+    assert _answer(one)["status"] == "queued"

@@ -24,6 +24,7 @@ from tests.support.stack import Stack
 _SUBMITS = 500
 _FOLLOWS_ALL = 10  # one of so many
 _AT_ONCE = 50
+_LEFT_S = 8.0  # until it is noticed that they have left
 
 
 def main() -> None:
@@ -81,6 +82,7 @@ def _beside(web: http.client.HTTPConnection, port: int, job: str, streams: int, 
     enough.set()
     heard = told.get(timeout=60)
     crowd.join()
+    time.sleep(_LEFT_S)
     expected = _SUBMITS * len(range(0, streams, _FOLLOWS_ALL))
     sys.stdout.write(f"{heard} events were told, of {expected}\n")
     return took

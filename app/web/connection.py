@@ -91,8 +91,8 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """The client sends no more; whether it may still read."""
         self._ended = self._door.now()
-        if self._hearing_out is not None:
-            return False
+        if self._hearing_out is not None or self._stream is not None:
+            return False  # Who follows a stream and sends no more has left: its place is for others.
         self._go_on()
         return True
 

@@ -36,9 +36,9 @@ class AppSettings(BaseSettings):
     max_waiting_requests: int = Field(1024, ge=0, le=100_000)
     """Requests of one process that may wait for a job to end; with keys, one tenant may have half of them."""
     max_streams: int = Field(1024, ge=0, le=100_000)
-    """Streams of events of one process."""
+    """Open streams of events of one process."""
     max_tenant_streams: int = Field(256, ge=0, le=100_000)
-    """Those that one tenant may have, where there are keys."""
+    """Open streams of one tenant, where there are keys."""
     max_connections: int = Field(4096, ge=16, le=100_000)
     """Connections of one process; of more, those go that have been silent for longest."""
     max_buffered_bytes: int = Field(256 << 20, ge=32 << 20)

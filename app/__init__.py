@@ -7,7 +7,7 @@ reading      JSON, strictly                             batch        many jobs a
 errors       every refusal as a problem                 openapi      the document
 context      what views share                           admin        what administrators' views share
 describing   descriptions of servers, checked           paging       pages of lists
-patience     waiting for a job to end                   probes       whether other parts answer
+later        what a view leaves to the server           probes       whether other parts answer
 metrics      figures for Prometheus                     config       settings
 addresses    of servers, as operators give them         kinds        of servers, read and written
 sealed       secrets by name, read and written

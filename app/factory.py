@@ -69,8 +69,8 @@ def create_app(settings: AppSettings | None = None) -> Flask:
         sealed.SecretBody,
         schemas.ListQuery,
         schemas.WaitQuery,
-        schemas.StreamQuery,
-        schemas.JobStreamQuery,
+        streams.StreamQuery,
+        streams.JobStreamQuery,
     ):
         errors.know_fields(body.__name__, body.model_fields)
     auth.register(app, settings, Tenants(wiring.database()))

@@ -5,14 +5,13 @@ What a field may hold beyond its type is checked once, by the use case, which na
 
 from collections.abc import Collection
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
 from app.openapi import Model
-from app.paging import CURSOR, NUMBER
+from app.paging import CURSOR
 from jobs.config import ModelConfig
-from jobs.events import TYPES
 from jobs.states import State
 from jobs.tenants import LONGEST_NAME, SHOWN
 from routing.policies.placement import VALUE
@@ -23,10 +22,6 @@ Stands = Literal["online", "paused", "draining", "frozen"]
 Outlook = Literal["starting", "waiting", "later", "unknown"]
 Breaker = Literal["closed", "open", "half_open", "probing"]
 OpenedBy = Literal["failures", "rate", "probe"]
-if TYPE_CHECKING:
-    EventType = str
-else:
-    EventType = Literal[tuple(sorted(TYPES.values()))]
 Time = Annotated[str, WithJsonSchema({"type": "string", "format": "date-time"})]
 
 _Priority = Annotated[
@@ -56,7 +51,6 @@ _REASON: Any = Field(None, max_length=500, description="Why; shown wherever the 
 MODEL_NAME: Any = {"pattern": f"^{MODEL}$"}
 _VALUE: Any = {"pattern": f"^{VALUE}$"}
 _CURSOR: Any = {"pattern": f"^{CURSOR}$"}
-_AFTER = "The last `id` that the client has: go on behind it.  The header Last-Event-ID says the same, and comes first."
 _Object = Annotated[Any, WithJsonSchema({"type": "object"})]
 _One: dict[str, Any] = {
     "anyOf": [
@@ -299,27 +293,6 @@ class JobPath(Model):
 
 class WaitQuery(Model):
     wait: float = Field(0, ge=0, le=60, description="Seconds to wait for the job to end before answering.")
-
-
-class JobStreamQuery(Model):
-    after: str | None = Field(None, max_length=19, description=_AFTER, json_schema_extra={"pattern": f"^{NUMBER}$"})
-
-
-class StreamQuery(JobStreamQuery):
-    model: list[str] = Field([], max_length=100, description="Only of these models.")
-    type: list[EventType] = Field([], max_length=20, description="Only of these types.")
-
-
-class StreamEvent(Model):
-    job_id: str
-    model: str
-    tenant: str
-    tier: int
-    server: str | None = Field(description="Of that attempt; null before the first.")
-    attempt: int = Field(description="Starts so far.")
-    why: str = Field(description="As of a job.")
-    at: Time
-    retry_in_ms: int | None = Field(None, description="Only of a job that waits for its next attempt.")
 
 
 class ListQuery(Model):

@@ -4,6 +4,7 @@ The life of a job
     states       states, reasons, and the table of transitions     record    the values that are handed around
     moves        what each transition changes: one UPDATE each      store     the only writer of a job's state
     events       one for each transition                            outbox    the same, read forward
+    tail         the same as it grows, nothing passed over
     idempotency  which job a client's key names                     removal   deleting for good
     listings     searches that answer many jobs                     ledger    the balance of all jobs
     webhooks, tellings  ends that somebody shall hear of            withheld  slots whose server has not let go

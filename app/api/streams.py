@@ -1,17 +1,49 @@
 """Events as they happen, as server-sent events.  A tenant follows its own jobs, who may administer all."""
 
+from typing import TYPE_CHECKING, Literal
+
 from flask import Response, request
+from pydantic import Field
 
 from app.api.jobs import own_job
 from app.auth import tenant
 from app.context import dispatcher
 from app.later import Following, Wanted, leave
-from app.openapi import blueprint, headers, problems
-from app.paging import last_seen, limits
-from app.schemas import JobPath, JobStreamQuery, StreamEvent, StreamQuery
+from app.openapi import Model, blueprint, headers, problems
+from app.paging import NUMBER, last_seen, limits
+from app.schemas import JobPath, Time
 from jobs import tail
+from jobs.events import TYPES
 
 api = blueprint("streams", "Streams")
+
+if TYPE_CHECKING:
+    EventType = str
+else:
+    EventType = Literal[tuple(sorted(TYPES.values()))]
+_AFTER = "The last `id` that the client has: go on behind it.  The header Last-Event-ID says the same, and comes first."
+
+
+class JobStreamQuery(Model):
+    after: str | None = Field(None, max_length=19, description=_AFTER, json_schema_extra={"pattern": f"^{NUMBER}$"})
+
+
+class StreamQuery(JobStreamQuery):
+    model: list[str] = Field([], max_length=100, description="Only of these models.")
+    type: list[EventType] = Field([], max_length=20, description="Only of these types.")
+
+
+class StreamEvent(Model):
+    job_id: str
+    model: str
+    tenant: str
+    tier: int
+    server: str | None = Field(description="Of that attempt; null before the first.")
+    attempt: int = Field(description="Starts so far.")
+    why: str = Field(description="As of a job.")
+    at: Time
+    retry_in_ms: int | None = Field(None, description="Only of a job that waits for its next attempt.")
+
 
 _KIND = "text/event-stream"
 _EVENTS = {"description": "Events without an end", "content": {_KIND: {"schema": StreamEvent.model_json_schema()}}}

@@ -16,6 +16,7 @@ STREAMS = [
         "        if False:\n            return rows[:sure]",
         (f"{TAIL}test_a_number_whose_transaction_commits_late_is_waited_for",),
         still=READ,
+        postgres=True,
     ),
     Mutant(
         "whoever writes now is waited for, too",
@@ -25,6 +26,7 @@ STREAMS = [
         "self._doubt.writers = self._writers(connection)",
         (f"{TAIL}test_who_writes_after_a_number_was_missed_holds_nothing_up",),
         still=READ,
+        postgres=True,
     ),
     Mutant(
         "reading begins while somebody writes",
@@ -34,6 +36,7 @@ STREAMS = [
         "            while False:",
         (f"{TAIL}test_reading_begins_when_those_have_ended_that_were_writing",),
         still=READ,
+        postgres=True,
     ),
     Mutant(
         "nobody knows that events were removed",

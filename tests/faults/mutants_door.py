@@ -160,9 +160,9 @@ DOOR = [
         "an error in an answer leaves its connection open",
         "bounds",
         "app/web/door.py",
-        """        log.error("connection_failed", exc_info=error)
-        connection.give_way()""",
-        "        pass",
+        """            log.error("connection_failed", exc_info=error)
+            connection.give_way()""",
+        "            pass",
         (f"{CONNECTION}test_an_answer_that_cannot_be_written_ends_its_connection_and_no_other",),
         still=f"{CONNECTION}test_an_answer_to_head_has_no_body",
     ),

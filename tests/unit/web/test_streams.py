@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from sqlalchemy import insert
 
 from app.config import AppSettings
 from app.web import stream as streaming
@@ -18,6 +19,7 @@ from app.web.connection import Connection
 from app.web.door import Door
 from app.web.owners import Owners
 from jobs.db import Database
+from jobs.models import events
 from jobs.record import now_ms
 from jobs.states import State, Why
 from jobs.store import Store
@@ -284,6 +286,26 @@ def test_so_it_is_on_postgresql(api: Api, postgres_url: str, monkeypatch: pytest
     api.dispatcher.store.database = record
     with _serve(api) as served:
         _cut_again_and_again(served, record)
+    record.close()
+
+
+@pytest.mark.postgres
+def test_what_is_seen_before_its_turn_is_not_told_before_its_turn(api: Api, postgres_url: str) -> None:
+    """Numbers become visible out of order there; whoever was told the later one would never hear of the earlier."""
+    record = Database(postgres_url)
+    api.dispatcher.store.database = record
+    first = a_queued_job(Store(record)).id
+    with _serve(api) as served, record.engine.connect() as late:
+        awake = Reader(served.ask("/stream")).until_open()  # The feed is awake from now on.
+        late.begin()
+        row = {"job_id": first, "type": "job.started", "at_ms": T0, "attempt": 1, "data": "{}"}
+        late.execute(insert(events), row)
+        a_queued_job(Store(record))
+        reader = Reader(served.ask("/stream?after=0"))
+        assert reader.next().data["job_id"] == first
+        late.commit()
+        assert [reader.next().type for _ in range(2)] == ["job.started", "job.enqueued"]
+        awake.close()
     record.close()
 
 

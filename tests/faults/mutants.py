@@ -52,7 +52,7 @@ from tests.faults.mutants_upkeep import UPKEEP
 from tests.house.tree import PACKAGES
 
 REPO = Path(__file__).resolve().parents[2]
-_COPIED = (*PACKAGES, "tests", "celeryconfig.py", "setup.cfg")
+_COPIED = (*PACKAGES, "tests", "docs", "celeryconfig.py", "setup.cfg")
 _LONGEST_S = 180
 
 MUTANTS = [

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ REPO = Path(__file__).resolve().parents[2]
 APPS = Path(__file__).parent / "apps"
 VENVS = Path(os.environ.get("SLOTKEEPER_LIVE_HOME") or REPO / "var" / "live")
 _STARTS_WITHIN_S = 120.0
+_ENDS_WITHIN_S = 15
 
 
 def prompt(word: str, sleep: float = 0) -> dict[str, Any]:
@@ -224,7 +225,11 @@ def _started(live: Live, binaries: Path) -> Iterator[str]:
             _wait_for(url + live.ready, child)
             yield url
         finally:
-            os.killpg(child.pid, signal.SIGKILL)
+            child.terminate()  # Some start processes in sessions of their own, which only they can end.
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_ENDS_WITHIN_S)
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
 
 
 def _wait_for(url: str, child: "subprocess.Popen[bytes]") -> None:

@@ -140,9 +140,9 @@ def described(model: type[BaseModel], description: str, kinds: Iterable[str] = (
     return {"description": description, "content": dict.fromkeys(kinds, schema)}
 
 
-def headers(longest: int = LONGEST_KEY, **described: str) -> dict[str, Any]:
+def headers(longest: int = LONGEST_KEY, form: str = SHOWN, **described: str) -> dict[str, Any]:
     """openapi_extensions for optional headers that a view reads by itself: Some_Header="what it is for"."""
-    schema = {"type": "string", "minLength": 1, "maxLength": longest, "pattern": f"^{SHOWN}$"}
+    schema = {"type": "string", "minLength": 1, "maxLength": longest, "pattern": f"^{form}$"}
     return {
         _HEADERS: [
             {"name": name.replace("_", "-"), "in": "header", "description": text, "schema": schema}

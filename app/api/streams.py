@@ -1,6 +1,6 @@
 """Events as they happen, as server-sent events.  A tenant follows its own jobs, who may administer all."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from flask import Response, request
 from pydantic import Field
@@ -11,7 +11,7 @@ from app.context import dispatcher
 from app.later import Following, Wanted, leave
 from app.openapi import Model, blueprint, headers, problems
 from app.paging import NUMBER, last_seen, limits
-from app.schemas import JobPath, Time
+from app.schemas import MODEL_NAME, JobPath, Time
 from jobs import tail
 from jobs.events import TYPES
 
@@ -24,12 +24,15 @@ else:
 _AFTER = "The last `id` that the client has: go on behind it.  The header Last-Event-ID says the same, and comes first."
 
 
+_ModelName = Annotated[str, Field(max_length=128, json_schema_extra=MODEL_NAME)]
+
+
 class JobStreamQuery(Model):
     after: str | None = Field(None, max_length=19, description=_AFTER, json_schema_extra={"pattern": f"^{NUMBER}$"})
 
 
 class StreamQuery(JobStreamQuery):
-    model: list[str] = Field([], max_length=100, description="Only of these models.")
+    model: list[_ModelName] = Field([], max_length=100, description="Only of these models.")
     type: list[EventType] = Field([], max_length=20, description="Only of these types.")
 
 
@@ -47,7 +50,7 @@ class StreamEvent(Model):
 
 _KIND = "text/event-stream"
 _EVENTS = {"description": "Events without an end", "content": {_KIND: {"schema": StreamEvent.model_json_schema()}}}
-_LAST = headers(19, Last_Event_ID="The last `id` that the client has; browsers send it by themselves.")
+_LAST = headers(19, NUMBER, Last_Event_ID="The last `id` that the client has; browsers send it by themselves.")
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 

@@ -1,7 +1,8 @@
 """What maintenance owes to many at once: nothing of one fleet, server or job holds up the others."""
 
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from routing.keys import Keys
 from routing.outcome import Kind
 from routing.policies.identity import ServerReport
 from routing.scripts import Scripts
+from routing.signatures import Command
 from tasks import beat, maintenance, rounds
 from tasks.celery_app import celery
 from tasks.rounds import Rounds
@@ -112,12 +114,12 @@ def test_idle_fleets_cost_a_sweep_no_read_of_their_own(stage, monkeypatch) -> No
     for _ in range(5):
         stage.submit("idle0")
     reconcile.sweep(stage.dispatcher)
-    scripts: list[str] = []
+    alone: list[str] = []
     run = Scripts.run
-    monkeypatch.setattr(Scripts, "run", lambda self, name, *args: scripts.append(name) or run(self, name, *args))
+    monkeypatch.setattr(Scripts, "run", lambda self, it: alone.append(it.target.script) or run(self, it))
     said = _statements(stage, lambda: reconcile.sweep(stage.dispatcher))
     assert len([it for it in said if "FROM jobs" in it]) <= 3, "not one for each fleet"
-    assert set(scripts) <= {"offer"} and len(scripts) <= 1, "only the fleet in which jobs wait is asked alone"
+    assert set(alone) <= {"offer"} and len(alone) <= 1, "only the fleet in which jobs wait is asked alone"
 
 
 @pytest.fixture
@@ -190,11 +192,16 @@ def test_however_many_fleets_are_idle_their_leases_are_not_read(stage, crowd, mo
     crowd(20)
     reconcile.sweep(stage.dispatcher)
     stage.submit("idle3")
-    read: list[str] = []
-    run_all = Scripts.run_all
-    monkeypatch.setattr(Scripts, "run_all", lambda self, name, calls: read.extend(calls) or run_all(self, name, calls))
+    asked: list[Command[Any]] = []
+    run_each = Scripts.run_each
+
+    def noted(self: Scripts, commands: Mapping[str, Command[Any]]) -> Any:
+        asked.extend(commands.values())
+        return run_each(self, commands)
+
+    monkeypatch.setattr(Scripts, "run_each", noted)
     leases = stage.dispatcher.leases.all_of([f"idle{n}" for n in range(20)])
-    assert [fleet for fleet, _ in read] == ["idle3"]
+    assert [re.findall("{(.*)}", command.target.keys[0]) for command in asked] == [["idle3"]]
     assert {fleet: len(held) for fleet, held in leases.items() if held} == {"idle3": 1} and len(leases) == 20
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from jobs.events import attempts
 from jobs.models import jobs
-from jobs.record import Event, Job, NewJob, Server, Waiting, new_job_id, now_ms
+from jobs.record import Event, Job, NewJob, Waiting, new_job_id, now_ms
 from jobs.states import State, Why
 from tests.support.builders import T0, a_job
 
@@ -52,11 +52,6 @@ def test_times_are_milliseconds():
 def test_ids_are_uuids_of_version_seven():
     assert [len(part) for part in new_job_id().split("-")] == [8, 4, 4, 4, 12]
     assert new_job_id()[14] == "7"
-
-
-def test_slots_are_named_after_their_server():
-    server = Server("zimg-api4", "zimg", 2, "online", {}, T0)
-    assert server.slot_names == ["zimg-api4-slot0", "zimg-api4-slot1"]
 
 
 def test_a_job_that_has_not_started_has_no_attempts():

@@ -167,7 +167,8 @@ def test_whatever_ends_it_leaves_no_process_and_no_folder(tmp_path, number):
         process.wait()
     until(lambda: valkey_below(tmp_path) is None, "the end of the Valkey")
     if number != signal.SIGKILL:
-        assert (process.returncode, said) == (130, "Stopped; nothing is left running.\n")
+        # Where Ctrl-C comes while Python executes a text, it ends by the signal, which a shell calls 130, too.
+        assert process.returncode in (130, -signal.SIGINT) and said == "Stopped; nothing is left running.\n"
         assert list(tmp_path.iterdir()) == []
 
 

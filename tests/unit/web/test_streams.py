@@ -398,7 +398,10 @@ def test_a_tenant_and_all_have_so_many_streams_and_who_leaves_frees_its_own(
     third.close()
 
 
-def test_who_does_not_read_is_closed_and_others_are_not_kept(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("settings", [{"SEND_TIMEOUT_S": "300"}])
+def test_who_does_not_read_is_closed_and_others_are_not_kept(
+    served: Served, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("app.web.connection._MOST_UNSENT", 2000)
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
@@ -477,6 +480,7 @@ def test_waiting_ends_with_the_job_and_holds_no_thread(served: Served, settings:
 
 def test_a_job_that_ended_just_before_is_not_waited_for(served: Served) -> None:
     job = an_ended_job(served.store)
+    Reader(served.ask("/stream")).until_open()  # The record is being read already, from behind the job's end.
     ended = threading.Event()
     served.loop.call_soon_threadsafe(served.door._feed.wait_for, job.id, ended.set)
     assert ended.wait(10)

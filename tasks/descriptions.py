@@ -145,7 +145,8 @@ def _faults(error: ValidationError, own: Any) -> list[Fault]:
         within = one.get("ctx", {}).get("at", "") if one["type"] == "placed" else ""
         pointer = "/description" + _followed(one["loc"], own) + within
         found.setdefault(pointer, Fault(pointer, _sentence(one)))
-    return list(found.values())
+    # What is wrong with a part is said at its innermost place: a list whose items are wrong is not also too short.
+    return [fault for at, fault in found.items() if not any(other.startswith(f"{at}/") for other in found)]
 
 
 def _followed(loc: Sequence[str | int], document: Any) -> str:

@@ -10,12 +10,11 @@ import click
 
 from cli.common import json_option, print_json, print_table
 from client.terminal import one_line, say
+from trials.conform import ABILITIES
 
 if TYPE_CHECKING:
     from trials.conform.run import Verdict
     from trials.conform.stage import Served
-
-_ABILITIES = click.Choice(("cancel", "idempotency", "ids"))
 
 
 @click.command()
@@ -25,7 +24,7 @@ _ABILITIES = click.Choice(("cancel", "idempotency", "ids"))
 @click.option(
     "--direct-queue", default=10, show_default=True, type=click.IntRange(0, 1000), help="Calls that may wait."
 )
-@click.option("--without", multiple=True, type=_ABILITIES, help="What it does not promise; repeat it.")
+@click.option("--without", multiple=True, type=click.Choice(ABILITIES), help="What it does not promise; repeat it.")
 @click.option("--only", multiple=True, metavar="NAME", help="This check alone; repeat it.")
 @click.option("--restart", metavar="COMMAND", help="A shell command that kills the server and starts it again.")
 @click.option("--gate-host", default="127.0.0.1", show_default=True, help="How the server reaches this machine.")

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 else:
     EventType = Literal[tuple(sorted(TYPES.values()))]
 _AFTER = "The last `id` that the client has: go on behind it.  The header Last-Event-ID says the same, and comes first."
-
-
 _ModelName = Annotated[str, Field(max_length=128, json_schema_extra=MODEL_NAME)]
 
 

@@ -14,7 +14,6 @@ from trials.conform.gate import Gate, Held
 ENDED = {"success": "completed", "completed": "completed", "done": "completed", "canceled": "canceled"}
 ENDED |= {"failed": "failed", "error": "failed"}
 DEADLINE_S = 15.0
-ABILITIES = ("cancel", "idempotency", "ids")
 
 _numbers = itertools.count(1)
 

@@ -9,7 +9,6 @@ local function withheld_slots()
 end
 
 local LOOKED_AT = 16 -- classes, lanes of each, and jobs of each lane, of which one may probe
-
 local READ_AT_ONCE = 64 -- free slots
 
 -- The servers with free slots, that which has been free longest first, each {name, entry, slots in that order, next};

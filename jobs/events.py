@@ -1,19 +1,18 @@
 """Events: one row for each transition, written in the transition's own transaction (JOB-2).
 
 The table is an outbox: whoever relays events reads it in order of `id`.  The trail of a job's attempts is
-read from it too, so that no fact stands in two places.
+read from it too (insight/attempts.py), so that no fact stands in two places.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from sqlalchemy import Connection, bindparam, select
 
-from jobs.db import Transaction
+from database import fate
+from database.db import Transaction
+from database.prepared import Prepared, Rows
 from jobs.models import events
-from jobs.prepared import Prepared
 from jobs.record import Event
 from jobs.states import State
 
@@ -28,75 +27,67 @@ TYPES: dict[State, str] = {
     State.DEAD: "job.dlq",
 }
 
-_TRANSITIONS = frozenset(TYPES.values())
-_OF_JOB = Prepared(select(events).where(events.c.job_id == bindparam("job_id")).order_by(events.c.id))
+_EVENTS = Rows(events, is_witness=True)
+TRANSITIONS = frozenset(TYPES.values())
+_NOTHING_ELSE: dict[str, Any] = dict.fromkeys(("model", "tenant", "tier", "server", "actor"))
+_IS_TRANSITION = events.c.actor.is_(None)
+_OF_JOB = Prepared(select(events).where(events.c.job_id == bindparam("job_id"), _IS_TRANSITION).order_by(events.c.id))
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One start of a job and what came of it.  `ended_ms` None: it is still running."""
+class Concerned(Protocol):
+    """A job, as far as its events tell of it."""
 
-    attempt: int
-    server: str | None
-    slot: str | None
-    started_ms: int
-    ended_ms: int | None
-    outcome: str | None
-    error: dict[str, Any] | None
-
-
-def append(transaction: Transaction, job_id: str, to: State, at_ms: int, attempt: int, data: dict[str, Any]) -> None:
-    """Have the event of one transition written before the transaction commits."""
-    transaction.events.append(row_of(job_id, to, at_ms, attempt, data))
+    @property
+    def id(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def tier(self) -> int: ...
 
 
-def row_of(job_id: str, to: State, at_ms: int, attempt: int, data: dict[str, Any]) -> dict[str, Any]:
-    """The event of one transition, as it stands in the table."""
-    return {
-        "job_id": job_id,
-        "type": TYPES[to],
-        "at_ms": at_ms,
-        "attempt": attempt,
-        "data": orjson.dumps(data).decode(),
-    }
+def append(
+    transaction: Transaction,
+    job: Concerned,
+    to: State,
+    at_ms: int,
+    attempt: int,
+    data: dict[str, Any],
+    server: str | None = None,
+) -> None:
+    """Have the event of one transition written before the transaction commits.  `server`: where the job is, or was."""
+    about = {"model": job.model, "tenant": job.tenant, "tier": job.tier, "server": server, "actor": None}
+    insert(transaction, mark_of(job.id, to, at_ms, attempt, data) | about)
+
+
+def mark_of(job_id: str, to: State, at_ms: int, attempt: int, data: dict[str, Any]) -> dict[str, Any]:
+    """By what the event of one transition is told from all others: columns of the table."""
+    return {"job_id": job_id, "type": TYPES[to], "at_ms": at_ms, "attempt": attempt, "data": text_of(data)}
+
+
+def wrote(connection: Connection, job_id: str, to: State, at_ms: int, attempt: int, data: dict[str, Any]) -> bool:
+    """Whether this very event is in the record.  It says who did what, when and under which token."""
+    return fate.wrote(connection, fate.Witness(events, mark_of(job_id, to, at_ms, attempt, data)))
 
 
 def note(transaction: Transaction, subject: str, type_: str, at_ms: int, data: dict[str, Any]) -> None:
-    """Have an event written that is no transition."""
-    row = {"job_id": subject, "type": type_, "at_ms": at_ms, "attempt": 0, "data": orjson.dumps(data).decode()}
-    transaction.events.append(row)
+    """Have an event written that is no transition, and nobody's act."""
+    row = {"job_id": subject, "type": type_, "at_ms": at_ms, "attempt": 0, "data": text_of(data)}
+    insert(transaction, row | _NOTHING_ELSE)
+
+
+def insert(transaction: Transaction, row: dict[str, Any]) -> None:
+    """Have a row of the table written before the transaction commits; all of them name all columns."""
+    transaction.insert(_EVENTS, row)
+
+
+def text_of(data: dict[str, Any]) -> str:
+    """Data of an event, as it is stored."""
+    return orjson.dumps(data).decode()
 
 
 def of_job(connection: Connection, job_id: str) -> list[Event]:
-    """All events of a job, oldest first."""
+    """All transitions of a job, oldest first."""
     rows = _OF_JOB.all(connection, {"job_id": job_id})
     return [Event(r.id, r.job_id, r.type, r.at_ms, r.attempt, orjson.loads(r.data)) for r in rows]
-
-
-def attempts(trail: Iterable[Event]) -> list[Attempt]:
-    """Fold a job's events into its attempts, oldest first."""
-    found: list[Attempt] = []
-    started: Event | None = None
-    for event in trail:
-        if event.type == TYPES[State.RUNNING]:
-            if started is not None:
-                found.append(_attempt(started, None))
-            started = event
-        elif started is not None and event.type in _TRANSITIONS:
-            found.append(_attempt(started, event))
-            started = None
-    if started is not None:
-        found.append(_attempt(started, None))
-    return found
-
-
-def _attempt(started: Event, ended: Event | None) -> Attempt:
-    return Attempt(
-        attempt=started.attempt,
-        server=started.data.get("server"),
-        slot=started.data.get("slot"),
-        started_ms=started.at_ms,
-        ended_ms=ended.at_ms if ended else None,
-        outcome=ended.data.get("why") if ended else None,
-        error=ended.data.get("error") if ended else None,
-    )

@@ -5,9 +5,10 @@ from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, bindparam, delete, insert, or_, select
 
-from jobs.errors import IdempotencyConflict
+from database.prepared import Prepared
+from foundation.errors import IdempotencyConflict
 from jobs.models import idempotency_keys, jobs
-from jobs.prepared import Prepared
+from jobs.names import NameClosed
 from jobs.record import NewJob
 
 Row: TypeAlias = Any
@@ -17,9 +18,9 @@ _KNOWN = Prepared(
     select(idempotency_keys.c.job_id, idempotency_keys.c.fingerprint, idempotency_keys.c.expires_ms).where(_THIS_KEY)
 )
 # Not its times: they are counted from now, and a message may come again much later.
-_REQUEST = ("model", "payload", "tenant", "callback_url", "needs")
+_REQUEST = ("model", "payload", "tenant", "callback_url", "constraints")
 _ASKED = Prepared(
-    select(jobs.c.id, jobs.c.seq, jobs.c.state, *(jobs.c[name] for name in _REQUEST)).where(
+    select(jobs.c.id, jobs.c.seq, jobs.c.state, *(jobs.c[name].label(name) for name in _REQUEST)).where(
         jobs.c.id == bindparam("p_id")
     )
 )
@@ -34,10 +35,10 @@ _FORGET = Prepared(
 _BIND = Prepared(insert(idempotency_keys), [column.name for column in idempotency_keys.c])
 
 
-def job_of(connection: Connection, job: NewJob, now: int) -> str | None:
+def job_of(connection: Connection, job: NewJob, now_ms: int) -> str | None:
     """Id of the job that this one's key names; None: the key is free.  Raises IdempotencyConflict."""
     known = _look(connection, job)
-    if known is None or known.expires_ms <= now:
+    if known is None or known.expires_ms <= now_ms:
         return None
     if known.fingerprint != job.fingerprint:
         raise IdempotencyConflict(
@@ -48,21 +49,27 @@ def job_of(connection: Connection, job: NewJob, now: int) -> str | None:
 
 
 def same_request(connection: Connection, job: NewJob) -> Row:
-    """The job that has this id already.  Raises IdempotencyConflict if something else was asked for under it."""
+    """The job that has this id already.
+
+    Raises IdempotencyConflict: something else was asked for under it; NameClosed: there is none, so that is why it was
+    not accepted.
+    """
     row = _ASKED.first(connection, {"p_id": job.id})
+    if row is None:
+        raise NameClosed(f"No jobs are accepted under the name {job.model!r} any more.", model=job.model)
     for name in _REQUEST:
         if getattr(row, name) != getattr(job, name):
             raise IdempotencyConflict(
-                f"There is a job {job.id!r} already, with another {name}; "
+                f"There is a job {job.id!r} already, which differs in its {name}; "
                 "send the same request again, or take a new id.",
                 job_id=job.id,
             )
     return row
 
 
-def bind(connection: Connection, job: NewJob, now: int, expires_ms: int, gone: str | None) -> None:
+def bind(connection: Connection, job: NewJob, now_ms: int, expires_ms: int, gone: str | None) -> None:
     """Let the key name this job from now on, instead of one whose window is over, or that is `gone`."""
-    _FORGET.count(connection, _whose(job) | {"p_now": now, "p_gone": gone})
+    _FORGET.count(connection, _whose(job) | {"p_now": now_ms, "p_gone": gone})
     row = {
         "tenant": job.tenant,
         "key": job.idempotency_key,
@@ -73,15 +80,15 @@ def bind(connection: Connection, job: NewJob, now: int, expires_ms: int, gone: s
     _BIND.count(connection, row)
 
 
-def all_known(connection: Connection, new: Sequence[NewJob], now: int) -> bool:
+def all_known(connection: Connection, new: Sequence[NewJob], now_ms: int) -> bool:
     """Whether each of these has a key that was used within the window."""
     found = (_look(connection, job) if job.idempotency_key is not None else None for job in new)
-    return all(row is not None and row.expires_ms > now for row in found)
+    return all(row is not None and row.expires_ms > now_ms for row in found)
 
 
-def forget_expired(connection: Connection, now: int) -> int:
+def forget_expired(connection: Connection, now_ms: int) -> int:
     """Remove the keys whose window is over; answers how many."""
-    return connection.execute(delete(idempotency_keys).where(idempotency_keys.c.expires_ms <= now)).rowcount
+    return connection.execute(delete(idempotency_keys).where(idempotency_keys.c.expires_ms <= now_ms)).rowcount
 
 
 def _look(connection: Connection, job: NewJob) -> Row:

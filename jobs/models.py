@@ -3,14 +3,10 @@
 Migrations change these on disk; tests/migrations holds the two together.
 """
 
-from typing import Any
-
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
     Column,
-    Float,
-    ForeignKey,
     Index,
     Integer,
     MetaData,
@@ -19,7 +15,7 @@ from sqlalchemy import (
     text,
 )
 
-from jobs.states import ACTIVE, Standing, State
+from jobs.states import ACTIVE, State
 
 metadata = MetaData(
     naming_convention={
@@ -35,7 +31,7 @@ metadata = MetaData(
 _Serial = BigInteger().with_variant(Integer, "sqlite")
 
 
-def _one_of(column: str, words: list[str]) -> str:
+def one_of(column: str, words: list[str]) -> str:
     return f"{column} IN ({', '.join(repr(str(word)) for word in words)})"
 
 
@@ -44,23 +40,15 @@ QUEUED = "state = 'queued'"
 """Condition of the index of queued jobs; see MAY_EXPIRE."""
 _QUEUED = text(QUEUED)
 _DUE = text("due_ms IS NOT NULL")
-IS_ACTIVE = _one_of("state", sorted(ACTIVE))
+IS_ACTIVE = one_of("state", sorted(ACTIVE))
 MAY_EXPIRE = f"deadline_ms IS NOT NULL AND {IS_ACTIVE}"
 """Condition of the index of deadlines: a query that shall use it says the same."""
 _MAY_EXPIRE = text(MAY_EXPIRE)
 _FINISHED = text("finished_ms IS NOT NULL")
 _PENDING = text("state = 'pending'")
-
-
-def _standing() -> tuple[Column[Any] | CheckConstraint, ...]:
-    """Columns of what can be paused: since when, by whom and why it stands as it does."""
-    return (
-        Column("state", Text, nullable=False, server_default=Standing.ONLINE.value),
-        Column("reason", Text),
-        Column("changed_by", Text),
-        Column("changed_ms", BigInteger),
-        CheckConstraint(_one_of("state", [s.value for s in Standing]), name="state"),
-    )
+_GIVEN_UP = text("state = 'given_up'")
+_IS_ACT = text("actor IS NOT NULL")
+_IN_BATCH = text("batch IS NOT NULL")
 
 
 jobs = Table(
@@ -96,9 +84,11 @@ jobs = Table(
     Column("envelope", Text),
     Column("payload", Text, nullable=False),
     Column("result", Text),
-    Column("needs", Text, nullable=False, server_default=_EMPTY),  # constraints, as routing writes them
-    Column("described_by", Text),  # how its run's server is spoken to; see jobs/descriptions.py
-    CheckConstraint(_one_of("state", [s.value for s in State]), name="state"),
+    Column("needs", Text, key="constraints", nullable=False, server_default=_EMPTY),  # in routing's canonical text
+    Column("described_by", Text),  # how its run's server is spoken to; see registry/descriptions.py
+    Column("traceparent", Text),  # in which trace it was submitted; see foundation/traces.py
+    Column("batch", Text),  # what it was submitted in at once with others
+    CheckConstraint(one_of("state", [s.value for s in State]), name="state"),
     CheckConstraint("tier BETWEEN 1 AND 9", name="tier"),
     Index("ix_jobs_state_seq", "state", "seq"),
     Index("ix_jobs_tenant_seq", "tenant", "seq"),
@@ -107,11 +97,16 @@ jobs = Table(
     Index("ix_jobs_due", "due_ms", sqlite_where=_DUE, postgresql_where=_DUE),
     Index("ix_jobs_deadline", "deadline_ms", sqlite_where=_MAY_EXPIRE, postgresql_where=_MAY_EXPIRE),
     Index("ix_jobs_finished", "finished_ms", sqlite_where=_FINISHED, postgresql_where=_FINISHED),
+    Index("ix_jobs_batch_seq", "batch", "seq", sqlite_where=_IN_BATCH, postgresql_where=_IN_BATCH),
+    Index("ix_jobs_tenant_batch", "tenant", "batch", sqlite_where=_IN_BATCH, postgresql_where=_IN_BATCH),
     sqlite_autoincrement=True,
     # Each job is changed thrice and then rests: by its defaults PostgreSQL would look at a fifth, and a tenth, of
     # all that ever ended before it cleans up and counts again.
     postgresql_with={"autovacuum_vacuum_scale_factor": 0.02, "autovacuum_analyze_scale_factor": 0.01},
 )
+
+JOB_COLUMNS = tuple(column.label(column.key) for column in jobs.c)
+"""All of a job, named as the code names it, which is not always as the database does."""
 
 events = Table(
     "events",
@@ -122,6 +117,14 @@ events = Table(
     Column("at_ms", BigInteger, nullable=False),
     Column("attempt", Integer, nullable=False),
     Column("data", Text, nullable=False),
+    # What it concerned then: its job may have been removed since.  Null: nothing of the kind, or it was written by a
+    # release that did not say so.
+    Column("model", Text),
+    Column("tenant", Text),
+    Column("tier", Integer),
+    Column("server", Text),
+    Column("actor", Text),  # who has done it; null: nobody, it is a transition
+    Index("ix_events_acts", "id", sqlite_where=_IS_ACT, postgresql_where=_IS_ACT),
     sqlite_autoincrement=True,
 )
 
@@ -134,13 +137,14 @@ webhooks = Table(
     Column("status", Text, nullable=False),  # the state that the job ended in
     Column("state", Text, nullable=False),  # pending, delivered, given_up
     Column("tries", Integer, nullable=False, server_default="0"),
-    Column("next_ms", BigInteger, nullable=False),
+    Column("next_ms", BigInteger, nullable=False),  # given up: when that was; 0: not known
     Column("last_status", Integer),
     Column("last_error", Text),
     Column("created_ms", BigInteger, nullable=False),
     Column("delivered_ms", BigInteger),
-    CheckConstraint(_one_of("state", ["pending", "delivered", "given_up"]), name="state"),
+    CheckConstraint(one_of("state", ["pending", "delivered", "given_up"]), name="state"),
     Index("ix_webhooks_next", "next_ms", sqlite_where=_PENDING, postgresql_where=_PENDING),
+    Index("ix_webhooks_given_up", "created_ms", "id", sqlite_where=_GIVEN_UP, postgresql_where=_GIVEN_UP),
 )
 
 # Ends of jobs that came with an envelope, until those who wait outside have been told.
@@ -181,73 +185,18 @@ idempotency_keys = Table(
     Column("expires_ms", BigInteger, nullable=False, index=True),
 )
 
-models = Table(
-    "models",
+# Names of models under which no job is accepted into the record; see jobs/names.py.
+closed_models = Table(
+    "closed_models",
     metadata,
     Column("name", Text, primary_key=True),
-    Column("fleet", Text, nullable=False),
-    Column("overrides", Text, nullable=False, server_default="{}"),
-    Column("created_ms", BigInteger, nullable=False),
-    *_standing(),
+    Column("because", Text, nullable=False),
+    Column("now_called", Text),
+    Column("until_ms", BigInteger),  # renamed: until when submits under it are taken for the new name; null: for good
+    Column("changed_by", Text),
+    Column("changed_ms", BigInteger, nullable=False),
+    CheckConstraint(one_of("because", ["removing", "removed", "renamed"]), name="because"),
 )
-
-servers = Table(
-    "servers",
-    metadata,
-    Column("name", Text, primary_key=True),
-    Column("fleet", Text, nullable=False),
-    Column("slots", Integer, nullable=False),
-    Column("created_ms", BigInteger, nullable=False),
-    Column("attributes", Text, nullable=False, server_default="{}"),  # JSON: text -> text or number
-    Column("weight", Float, nullable=False, server_default="1"),
-    *_standing(),
-    CheckConstraint("slots > 0", name="slots"),
-    CheckConstraint("weight > 0 AND weight <= 1000", name="weight"),
-)
-
-endpoints = Table(
-    "endpoints",
-    metadata,
-    Column("server", Text, ForeignKey("servers.name", ondelete="CASCADE"), primary_key=True),
-    Column("model", Text, ForeignKey("models.name"), primary_key=True),
-    Column("url", Text, nullable=False),
-    Column("overrides", Text, nullable=False, server_default="{}"),  # JSON: what differs there from the model's own
-)
-
-# How servers are spoken to; see jobs/descriptions.py.  A row never changes but in `idle_ms`.
-descriptions = Table(
-    "descriptions",
-    metadata,
-    Column("version", Text, primary_key=True),  # of the body
-    Column("body", Text, nullable=False),
-    Column("created_ms", BigInteger, nullable=False),
-    Column("idle_ms", BigInteger),  # since when nothing names it
-)
-
-# What descriptions name and nobody is shown; see jobs/secrets.py.
-secrets = Table(
-    "secrets",
-    metadata,
-    Column("name", Text, primary_key=True),
-    Column("models", Text),  # JSON: those whose descriptions may name it; null: all
-    Column("sealed", Text, nullable=False),
-    Column("set_by", Text),
-    Column("set_ms", BigInteger, nullable=False),
-)
-
-tenants = Table(
-    "tenants",
-    metadata,
-    Column("name", Text, primary_key=True),
-    Column("key_hash", Text, nullable=False, unique=True),
-    Column("admin", Integer, nullable=False, server_default="0"),
-    Column("rate_per_s", Integer),
-    Column("burst", Integer),
-    Column("created_ms", BigInteger, nullable=False),
-)
-
-# Tenants that do not stand online; one needs no key to be here.
-tenant_states = Table("tenant_states", metadata, Column("name", Text, primary_key=True), *_standing())
 
 # How many jobs were accepted, in parts to be added up.  On PostgreSQL a trigger (migration 0007) adds a part with each
 # INSERT into `jobs`; on SQLite this is empty, and the jobs' numbers tell.

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 from sqlalchemy import ColumnElement, Connection, Text, Update, bindparam, case, literal_column, update
 from sqlalchemy.sql.dml import ReturningUpdate
 
+from database.prepared import Prepared
 from jobs.models import jobs
-from jobs.prepared import Prepared
 from jobs.states import TRANSITIONS, Budget, Edge, State, Why, edge
 
 Row: TypeAlias = Any
@@ -26,7 +26,7 @@ WAITING_COLUMNS = (
     jobs.c.tier,
     jobs.c.tenant,
     jobs.c.created_ms,
-    jobs.c.needs,
+    jobs.c.constraints.label("constraints"),
 )
 _MOVED_COLUMNS = (
     *WAITING_COLUMNS,
@@ -41,6 +41,8 @@ _MOVED_COLUMNS = (
     jobs.c.callback_url,
     jobs.c.envelope,
     jobs.c.described_by,
+    jobs.c.traceparent,
+    jobs.c.server,
 )
 # A worker may die and its job go on at the server: these transitions keep what is needed to resume it.
 _KEEPS_REMOTE = frozenset({Why.LEASE_EXPIRED, Why.HANDED_BACK})

@@ -3,20 +3,19 @@
 Times are integers, milliseconds since the epoch, UTC; their names end in `_ms`.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import uuid_utils
 
-from jobs.clock import clock
+from foundation.clock import clock
 from jobs.states import State, Why
 
 TIER_MOST_URGENT, TIER_DEFAULT, TIER_LEAST_URGENT = 1, 5, 9
 
 
 def now_ms() -> int:
-    """The time by the common clock (jobs/clock.py), in milliseconds since the epoch."""
+    """The time by the common clock (foundation/clock.py), in milliseconds since the epoch."""
     return clock.now_ms()
 
 
@@ -46,7 +45,9 @@ class NewJob:
     fingerprint: str = ""  # hash of the request, compared when the key is used again
     source: str = "rest"
     envelope: str | None = None  # JSON: whom its end concerns outside (Celery's links, chord, chain)
-    needs: str = ""  # constraints in routing's canonical text; empty: any server will do
+    constraints: str = ""  # in routing's canonical text; empty: any server will do
+    traceparent: str | None = None  # checked; None: it came in nobody's trace
+    batch: str | None = None  # what it came in; None: it came alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Waiting:
     tier: int
     tenant: str
     created_ms: int = 0
-    needs: str = ""
+    constraints: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class Run:
     cancel_requested: bool
     envelope: str | None = None
     described_by: str | None = None  # how its server is spoken to; None: by the slot protocol
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class Job:
     slot: str | None
     lease: str | None
     remote_id: str | None
+    sent_ms: int | None  # as of its run
     cancel_requested_ms: int | None
     callback_url: str | None
     source: str
@@ -128,13 +131,15 @@ class Job:
     envelope: str | None = None
     payload: str | None = None
     result: str | None = None
-    needs: str = ""
+    constraints: str = ""
     described_by: str | None = None  # as of its run
+    traceparent: str | None = None
+    batch: str | None = None
 
     @property
     def waiting(self) -> Waiting:
         """The part of it that the waiting room must know."""
-        return Waiting(self.id, self.seq, self.model, self.tier, self.tenant, self.created_ms, self.needs)
+        return Waiting(self.id, self.seq, self.model, self.tier, self.tenant, self.created_ms, self.constraints)
 
     @property
     def attempts(self) -> int:
@@ -174,32 +179,3 @@ class Webhook:
     url: str
     status: State
     tries: int
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """An inference process: its slots, its state, and the endpoint of each model that it serves."""
-
-    name: str
-    fleet: str
-    slots: int
-    state: str  # a Standing
-    endpoints: dict[str, str]  # model -> URL
-    created_ms: int
-    attributes: Mapping[str, str | float] = field(default_factory=dict)  # what it declares: {"gpu": "A100"}
-    weight: float = 1.0  # above 0, to 1000: how gladly it is chosen
-    reason: str | None = None
-    changed_by: str | None = None
-    changed_ms: int | None = None
-    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # model -> how it is spoken to for that
-
-
-@dataclass(frozen=True, slots=True)
-class TenantState:
-    """A tenant that does not stand online: since when, by whom and why."""
-
-    name: str
-    state: str  # a Standing
-    reason: str | None = None
-    changed_by: str | None = None
-    changed_ms: int | None = None

@@ -33,21 +33,6 @@ FINAL = frozenset({State.COMPLETED, State.FAILED, State.EXPIRED, State.CANCELED,
 ACTIVE = frozenset(State) - FINAL
 
 
-class Standing(StrEnum):
-    """Whether a server, a model or a tenant takes part; all but the first let nothing new start."""
-
-    ONLINE = "online"
-    PAUSED = "paused"
-    DRAINING = "draining"
-    FROZEN = "frozen"
-
-
-STOPPED = frozenset({Standing.PAUSED, Standing.FROZEN})
-"""Of a model or tenant: nothing of it is started."""
-CLOSED = frozenset({Standing.DRAINING, Standing.FROZEN})
-"""Of a model or tenant: no new jobs are accepted."""
-
-
 class Why(StrEnum):
     """The reason of a transition; stored with the job and with its event."""
 

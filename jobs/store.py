@@ -5,29 +5,22 @@ find; its row count is the answer.  The event and, at the end of a job, the webh
 transaction.  What may follow what is read from states.TRANSITIONS and nowhere else.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from operator import attrgetter
+from typing import Any, Protocol, TypeAlias
 
-from sqlalchemy import (
-    Executable,
-    Select,
-    bindparam,
-    case,
-    func,
-    select,
-    text,
-    update,
-)
+from sqlalchemy import Select, bindparam, case, func, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from jobs import events, fate, idempotency, listings, moves, removal, tellings, webhooks, withheld
-from jobs.db import Database, Transaction, Write
-from jobs.errors import IdempotencyConflict
-from jobs.models import IS_ACTIVE, MAY_EXPIRE, jobs
+from database.db import Database, Transaction, Write
+from database.prepared import Prepared
+from foundation.errors import IdempotencyConflict
+from jobs import events, idempotency, listings, moves, names, owed, withheld
+from jobs.counters import count
+from jobs.models import IS_ACTIVE, JOB_COLUMNS, MAY_EXPIRE, jobs
 from jobs.moves import UNFINISHED, WAITING_COLUMNS, Move, stands
-from jobs.prepared import Prepared
 from jobs.record import Accepted, Brief, Event, Job, NewJob, Run, Waiting, storable
 from jobs.states import State, Why, edge
 from jobs.withheld import Withholding
@@ -47,7 +40,6 @@ class Moved:
     job: Waiting
     to: State
     attempt: int
-    webhook_id: str | None
     telling_id: str | None = None  # what those who wait outside are owed, if any do
 
 
@@ -60,12 +52,12 @@ class Error:
 
 
 @dataclass(frozen=True, slots=True)
-class _Act:
+class _Step:
     """A transition that is wanted."""
 
     state: State
     why: Why
-    now: int
+    now_ms: int
     params: dict[str, Any]  # of its statement
     data: dict[str, Any] = field(default_factory=dict)  # for its event
 
@@ -75,15 +67,25 @@ class _Act:
         return {"why": self.why, **self.data}
 
 
-def _canceled(act: _Act) -> _Act:
+class Note(Protocol):
+    """Who asks for a change has this written beside it, in its transaction, if it is made."""
+
+    def __call__(self, tx: Transaction, /, **about: str) -> None: ...
+
+
+def _no_note(_: Transaction, /, **about: str) -> None:
+    """Nobody asks for it."""
+
+
+def _canceled(step: _Step) -> _Step:
     """What is done instead to a job that shall be canceled."""
     error = Error("canceled", "Canceled; its run came to no result.")
-    params = {name: act.params[name] for name in ("p_id", "p_attempt")} | _fields(error=error)
-    return replace(act, why=Why.CANCEL_REQUESTED, data=_event_data(error), params=params)
+    params = {name: step.params[name] for name in ("p_id", "p_attempt")} | _fields(error=error)
+    return replace(step, why=Why.CANCEL_REQUESTED, data=_event_data(error), params=params)
 
 
 def _waiting(row: Row) -> Waiting:
-    return Waiting(row.id, row.seq, row.model, row.tier, row.tenant, row.created_ms, row.needs)
+    return Waiting(row.id, row.seq, row.model, row.tier, row.tenant, row.created_ms, row.constraints)
 
 
 _NOTE_REMOTE = Prepared(
@@ -102,13 +104,13 @@ _REQUEST_CANCEL = Prepared(
     update(jobs)
     .where(jobs.c.id == bindparam("p_id"), stands(State.RUNNING))
     .values(cancel_requested_ms=func.coalesce(jobs.c.cancel_requested_ms, bindparam("p_now")))
+    .returning(jobs.c.model, jobs.c.tenant, jobs.c.server, jobs.c.cancel_requested_ms)
 )
 _THIS = jobs.c.id == bindparam("p_id")
 _CANCEL_WANTED = Prepared(select(jobs.c.cancel_requested_ms).where(_THIS))
 _BRIEF = Prepared(select(jobs.c.id, jobs.c.seq, jobs.c.state).where(_THIS))
-_WHOLE = Prepared(select(jobs).where(_THIS))
+_WHOLE = Prepared(select(*JOB_COLUMNS).where(_THIS))
 _HEADERS = Prepared(select(jobs.c.model, jobs.c.tier, jobs.c.failures, jobs.c.envelope).where(_THIS))
-_COUNT = Prepared(select(func.count()).select_from(jobs).where(jobs.c.state == bindparam("p_state")))
 _DUE = select(jobs.c.seq).where(jobs.c.due_ms <= bindparam("p_now")).order_by(jobs.c.due_ms, jobs.c.seq)
 # In the words of their index, without which it may not be used.  SQLite has to be told what is rare: without statistics
 # it takes all active jobs for few.
@@ -117,13 +119,17 @@ _IS_OVERDUE = {
     "sqlite": text(f"likelihood({_PASSED}, 0.0001) AND deadline_ms IS NOT NULL AND likely({IS_ACTIVE})"),
     "postgresql": text(f"{_PASSED} AND {MAY_EXPIRE}"),
 }
-_NEW = (
-    *("id", "model", "state", "why", "tier", "tenant", "created_ms", "due_ms", "deadline_ms"),
-    *("callback_url", "source", "envelope", "payload", "needs"),
+# What a new row has from what was asked for, and what it has of its own.
+_ASKED = (
+    *("id", "model", "tier", "tenant", "deadline_ms", "callback_url", "source", "envelope", "payload"),
+    *("constraints", "traceparent", "batch"),
 )
+_asked_of = attrgetter(*_ASKED)
+_NEW = (*_ASKED, "state", "why", "created_ms", "due_ms")
+_ROW = select(*(bindparam(name, type_=jobs.c[name].type) for name in _NEW)).where(~names.CLOSED.exists())
 _INSERT = {
     dialect.__name__.rpartition(".")[2]: Prepared(
-        dialect.insert(jobs).on_conflict_do_nothing(index_elements=["id"]).returning(jobs.c.seq), _NEW
+        dialect.insert(jobs).from_select(_NEW, _ROW).on_conflict_do_nothing(index_elements=["id"]).returning(jobs.c.seq)
     )
     for dialect in (sqlite, postgresql)
 }
@@ -135,25 +141,25 @@ class Store:
     def __init__(self, database: Database, idempotency_window_s: int = 86_400) -> None:
         self.database = database
         self._window_ms = idempotency_window_s * 1000
-        self._unheard: dict[tuple[str, int], list[_Act]] = {}
+        self._unheard: dict[tuple[str, int], list[_Step]] = {}
         """Run -> its settles of which is not known whether they were stored."""
         self._is_overdue = _IS_OVERDUE[database.engine.dialect.name]
         self._insert = _INSERT[database.engine.dialect.name]
 
     # -- accepting -------------------------------------------------------------------------------------------
 
-    def submit(self, new: Sequence[NewJob], now: int) -> list[Accepted]:
+    def submit(self, new: Sequence[NewJob], now_ms: int) -> list[Accepted]:
         """Accept all of `new` or none of them; one answer each, in order.
 
         A job whose id, or (tenant, Idempotency-Key) within the window, is known already is not accepted again.
-        Raises IdempotencyConflict when the id or the key came with another request, RecordUnavailable.
+        Raises IdempotencyConflict when the id or the key came with another request, NameClosed, RecordUnavailable.
         """
 
         def unit(tx: Transaction) -> list[Accepted] | IdempotencyConflict:
             accepted: list[Accepted] = []
             for job in new:
                 try:
-                    accepted.append(self._accept(tx, job, now))
+                    accepted.append(self._accept(tx, job, now_ms))
                 except IdempotencyConflict as conflict:
                     if accepted or conflict.facts["job_id"] == job.id:
                         raise  # What has been written of the others, or of its key, is to be undone.
@@ -162,33 +168,32 @@ class Store:
 
         return self.database.write(unit)
 
-    def knows(self, new: Sequence[NewJob], now: int) -> bool:
+    def knows(self, new: Sequence[NewJob], now_ms: int) -> bool:
         """Whether each of these has an Idempotency-Key that was used within the window."""
         with self.database.read() as connection:
-            return idempotency.all_known(connection, new, now)
+            return idempotency.all_known(connection, new, now_ms)
 
-    def _accept(self, tx: Transaction, job: NewJob, now: int) -> Accepted:
+    def _accept(self, tx: Transaction, job: NewJob, now_ms: int) -> Accepted:
         if job.idempotency_key is not None:
-            known = self._claim_key(tx, job, now)
+            known = self._claim_key(tx, job, now_ms)
             if known is not None:
                 return known
         why = Why.SUBMITTED if job.not_before_ms is None else Why.SCHEDULED
         to = edge(None, why).to
-        seq = self._insert.scalar(tx.connection, _new_row(job, why, to, now))
-        if seq is None:  # the same id again: a doubled message
-            removal.count(tx, "doubled")  # It took a number all the same, which the ledger must not miss.
+        seq = self._insert.scalar(tx.connection, _new_row(job, why, to, now_ms))
+        if seq is None:  # the same id again: a doubled message; or a name that is closed
+            count(tx, "doubled")  # It took a number all the same, which the ledger must not miss.
             return _accepted(idempotency.same_request(tx.connection, job))
-        data = {"why": why, "model": job.model, "tier": job.tier, "tenant": job.tenant}
-        events.append(tx, job.id, to, now, 0, data)
+        events.append(tx, job, to, now_ms, 0, {"why": why})
         return Accepted(job.id, seq, to)
 
-    def _claim_key(self, tx: Transaction, job: NewJob, now: int) -> Accepted | None:
+    def _claim_key(self, tx: Transaction, job: NewJob, now_ms: int) -> Accepted | None:
         """Bind the key to this job in its transaction, or find the job that it is bound to."""
-        known = idempotency.job_of(tx.connection, job, now)
+        known = idempotency.job_of(tx.connection, job, now_ms)
         row = _BRIEF.first(tx.connection, {"p_id": known}) if known is not None else None
         if row is not None:
             return _accepted(row)
-        idempotency.bind(tx.connection, job, now, now + self._window_ms, gone=known)
+        idempotency.bind(tx.connection, job, now_ms, now_ms + self._window_ms, gone=known)
         return None
 
     # -- transitions -----------------------------------------------------------------------------------------
@@ -199,7 +204,7 @@ class Store:
         server: str,
         slot: str,
         lease: str,
-        now: int,
+        now_ms: int,
         offer: int = 0,
         described_by: str | None = None,
     ) -> Run | None:
@@ -207,33 +212,32 @@ class Store:
 
         `described_by`: the version of the description by which its server is spoken to, unless a run is resumed.
         """
-        return self.database.do(self.starting(job_id, server, slot, lease, now, offer, described_by))
+        return self.database.do(self.starting(job_id, server, slot, lease, now_ms, offer, described_by))
 
     def starting(
-        self, job_id: str, server: str, slot: str, lease: str, now: int, offer: int, described_by: str | None = None
+        self, job_id: str, server: str, slot: str, lease: str, now_ms: int, offer: int, described_by: str | None = None
     ) -> Write[Run | None]:
         """The write of `start`."""
-        data = {"server": server, "slot": slot, "offer": offer}
         placed = {"p_id": job_id, "p_server": server, "p_slot": slot, "p_lease": lease, "p_described_by": described_by}
-        act = _Act(State.QUEUED, Why.STARTED, now, placed, data)
+        step = _Step(State.QUEUED, Why.STARTED, now_ms, placed, {"server": server, "slot": slot, "offer": offer})
 
         def unit(tx: Transaction) -> Run | None:
-            row = self._transition(tx, act)
+            row = self._transition(tx, step)
             return None if row is None else _run(row, server, slot)
 
         # A start is no promise: after a power cut the job is queued again, as it is after any crash.
         return Write(unit, relaxed=True)
 
-    def settle(self, job_id: str, attempt: int, why: Why, now: int, **ends: Any) -> Moved | None:
+    def settle(self, job_id: str, attempt: int, why: Why, now_ms: int, **ends: Any) -> Moved | None:
         """End the run `attempt` for the reason `why`, see `settling`; None: it is over already, nothing was changed."""
-        return self.database.do(self.settling(job_id, attempt, why, now, **ends))
+        return self.database.do(self.settling(job_id, attempt, why, now_ms, **ends))
 
     def settling(
         self,
         job_id: str,
         attempt: int,
         why: Why,
-        now: int,
+        now_ms: int,
         *,
         result: str | None = None,
         error: Error | None = None,
@@ -250,83 +254,93 @@ class Store:
         if why is Why.SERVER_ERROR and due_ms is None:
             raise ValueError("due_ms is missing: a delayed job without it would never be queued again")
         params = {"p_id": job_id, "p_attempt": attempt} | _fields(result, error, due_ms)
-        act = _Act(State.RUNNING, why, now, params, _event_data(error, due_ms, now))
-        instead = _canceled(act) if edge(State.RUNNING, why).to in UNFINISHED else None
+        step = _Step(State.RUNNING, why, now_ms, params, _event_data(error, due_ms, now_ms))
+        instead = _canceled(step) if edge(State.RUNNING, why).to in UNFINISHED else None
         run = job_id, attempt
 
         def unit(tx: Transaction) -> Moved | None:
             if (unheard := self._stored_unheard(tx, run)) is not None:
                 return unheard
             if withhold is not None:
-                withheld.note(tx, job_id, attempt, now, withhold)
-            moved = self._moved(tx, act) or self._moved_if_canceled(tx, instead)
+                withheld.note(tx, job_id, attempt, now_ms, withhold)
+            moved = self._moved(tx, step) or self._moved_if_canceled(tx, instead)
             if withhold is not None and withhold.resumes and moved is not None and moved.to is State.QUEUED:
                 withheld.drop(tx, job_id, attempt)
             return moved
 
         return Write(
-            unit, heard=lambda: self._unheard.pop(run, None), unheard=lambda: self._remember(run, act, instead)
+            unit, heard=lambda: self._unheard.pop(run, None), unheard=lambda: self._remember(run, step, instead)
         )
 
-    def _moved_if_canceled(self, tx: Transaction, act: _Act | None) -> Moved | None:
-        if act is None or _CANCEL_WANTED.scalar(tx.connection, act.params) is None:
+    def _moved_if_canceled(self, tx: Transaction, step: _Step | None) -> Moved | None:
+        if step is None or _CANCEL_WANTED.scalar(tx.connection, step.params) is None:
             return None
-        return self._moved(tx, act)
+        return self._moved(tx, step)
 
-    def _remember(self, run: tuple[str, int], *acts: _Act | None) -> None:
-        self._unheard[run] = [*self._unheard.get(run, ()), *filter(None, acts)]
+    def _remember(self, run: tuple[str, int], *steps: _Step | None) -> None:
+        self._unheard[run] = [*self._unheard.get(run, ()), *filter(None, steps)]
         if len(self._unheard) > _MOST_UNHEARD:
             del self._unheard[next(iter(self._unheard))]
 
     def _stored_unheard(self, tx: Transaction, run: tuple[str, int]) -> Moved | None:
         """What one of our own earlier settles of this run has stored after all."""
         job_id, attempt = run
-        for act in self._unheard.get(run, ()):
-            to = edge(act.state, act.why).to
-            if fate.wrote(tx.connection, events.row_of(job_id, to, act.now, attempt, act.told)):
+        for step in self._unheard.get(run, ()):
+            to = edge(step.state, step.why).to
+            if events.wrote(tx.connection, job_id, to, step.now_ms, attempt, step.told):
                 (row,) = _WHOLE.all(tx.connection, {"p_id": job_id})
-                as_it_was = row._replace(attempt=attempt)
-                return self._ended(Transaction(tx.connection), as_it_was, to, act.now)  # It owes already what it owes.
+                as_it_was = row._replace(attempt=attempt)  # It owes already what it owes.
+                return self._ended(Transaction(tx.connection), as_it_was, to, step.now_ms)
         return None
 
-    def end_waiting(self, job_id: str, why: Why, now: int, error: Error | None = None) -> Moved | None:
+    def end_waiting(
+        self, job_id: str, why: Why, now_ms: int, error: Error | None = None, note: Note = _no_note
+    ) -> Moved | None:
         """End a queued or delayed job (CANCEL_REQUESTED, DEADLINE_PASSED); None: it is neither."""
 
         def unit(tx: Transaction) -> Moved | None:
             params, data = {"p_id": job_id} | _fields(error=error), _event_data(error)
             for state in (State.QUEUED, State.DELAYED):
-                moved = self._moved(tx, _Act(state, why, now, params, data))
+                moved = self._moved(tx, _Step(state, why, now_ms, params, data))
                 if moved is not None:
+                    note(tx, model=moved.job.model, tenant=moved.job.tenant)
                     return moved
             return None
 
         return self.database.write(unit)
 
-    def request_cancel(self, job_id: str, now: int) -> bool:
+    def request_cancel(self, job_id: str, now_ms: int, note: Note = _no_note) -> bool:
         """Note beside a running job that it shall be canceled.  False: it is not running."""
-        return self.database.write(lambda tx: _REQUEST_CANCEL.count(tx.connection, {"p_id": job_id, "p_now": now}) == 1)
 
-    def note_remote(self, job_id: str, attempt: int, remote_id: str, now: int) -> bool:
+        def unit(tx: Transaction) -> bool:
+            row = _REQUEST_CANCEL.first(tx.connection, {"p_id": job_id, "p_now": now_ms})
+            if row is not None and row.cancel_requested_ms == now_ms:  # Else it was asked for before.
+                note(tx, model=row.model, tenant=row.tenant, server=row.server)
+            return row is not None
+
+        return self.database.write(unit)
+
+    def note_remote(self, job_id: str, attempt: int, remote_id: str, now_ms: int) -> bool:
         """Store the server's own id of the job, before the first poll.  False: this run is over."""
-        return self.database.do(self.noting_remote(job_id, attempt, remote_id, now))
+        return self.database.do(self.noting_remote(job_id, attempt, remote_id, now_ms))
 
-    def noting_remote(self, job_id: str, attempt: int, remote_id: str, now: int) -> Write[bool]:
+    def noting_remote(self, job_id: str, attempt: int, remote_id: str, now_ms: int) -> Write[bool]:
         """The write of `note_remote`."""
-        params = {"p_id": job_id, "p_attempt": attempt, "p_remote_id": remote_id, "p_now": now}
+        params = {"p_id": job_id, "p_attempt": attempt, "p_remote_id": remote_id, "p_now": now_ms}
         return Write(lambda tx: _NOTE_REMOTE.count(tx.connection, params) == 1)
 
-    def promote_due(self, now: int, limit: int = 1000) -> list[Waiting]:
+    def promote_due(self, now_ms: int, limit: int = 1000) -> list[Waiting]:
         """Queue the delayed jobs whose time has come, soonest first; answer those that this call queued."""
 
         def unit(tx: Transaction) -> list[Waiting]:
-            seqs = [row.seq for row in _locked(tx, _DUE, now, limit)]
-            rows = self._transitions(tx, moves.MANY, _Act(State.DELAYED, Why.DUE, now, {"p_seqs": seqs}))
+            seqs = [row.seq for row in _locked(tx, _DUE, now_ms, limit)]
+            rows = self._transitions(tx, moves.MANY, _Step(State.DELAYED, Why.DUE, now_ms, {"p_seqs": seqs}))
             found = {row.seq: _waiting(row) for row in rows}
             return [found[seq] for seq in seqs]
 
-        return self.database.write(unit) if self._any(_DUE, now) else []
+        return self.database.write(unit) if self._any(_DUE, now_ms) else []
 
-    def expire_overdue(self, now: int, limit: int = 1000, withhold: Withholding | None = None) -> list[Moved]:
+    def expire_overdue(self, now_ms: int, limit: int = 1000, withhold: Withholding | None = None) -> list[Moved]:
         """End jobs whose deadline has passed, waiting and running alike, the longest overdue first.
 
         Answers those that this call ended, at most `limit`, all in one transaction.  None: there are no more, or
@@ -337,52 +351,59 @@ class Store:
 
         def unit(tx: Transaction) -> list[Moved]:
             overdue = defaultdict[State, list[int]](list)
-            for row in _locked(tx, due, now, limit):
+            for row in _locked(tx, due, now_ms, limit):
                 overdue[State(row.state)].append(row.seq)
-            return [moved for state, seqs in overdue.items() for moved in self._expire(tx, state, seqs, now, withhold)]
+            return [it for state, seqs in overdue.items() for it in self._expire(tx, state, seqs, now_ms, withhold)]
 
-        return self.database.write(unit) if self._any(due, now) else []
+        return self.database.write(unit) if self._any(due, now_ms) else []
 
     def _expire(
-        self, tx: Transaction, state: State, seqs: Sequence[int], now: int, withhold: Withholding | None
+        self, tx: Transaction, state: State, seqs: Sequence[int], now_ms: int, withhold: Withholding | None
     ) -> list[Moved]:
         if state is State.RUNNING and withhold is not None:
-            withheld.note_many(tx, seqs, now, withhold)
+            withheld.note_many(tx, seqs, now_ms, withhold)
         error = Error("deadline_passed", f"Its deadline passed while it was {state}.")
         params = {"p_seqs": seqs} | _fields(error=error)
-        act = _Act(state, Why.DEADLINE_PASSED, now, params, _event_data(error))
-        return [self._ended(tx, row, State.EXPIRED, now) for row in self._transitions(tx, moves.MANY, act)]
+        step = _Step(state, Why.DEADLINE_PASSED, now_ms, params, _event_data(error))
+        return [self._ended(tx, row, State.EXPIRED, now_ms) for row in self._transitions(tx, moves.MANY, step)]
 
-    def _any(self, query: Select[Any], now: int) -> bool:
+    def _any(self, query: Select[Any], now_ms: int) -> bool:
         """Whether there is anything to do: a look that keeps nobody from writing."""
         with self.database.read() as connection:
-            return connection.execute(query.limit(1), {"p_now": now}).first() is not None
+            return connection.execute(query.limit(1), {"p_now": now_ms}).first() is not None
 
-    def revive(self, job_id: str, now: int) -> Waiting | None:
-        """Queue a dead job again, with fresh budgets, at its own place; None: it is not dead."""
-        act = _Act(State.DEAD, Why.REVIVED, now, {"p_id": job_id})
-        row = self.database.write(lambda tx: self._transition(tx, act))
-        return None if row is None else _waiting(row)
+    def revive(self, job_id: str, now_ms: int, note: Note = _no_note) -> Waiting | None:
+        """Queue a dead job again, with fresh budgets, at its own place; None: it is not dead.  Raises NameClosed."""
+        step = _Step(State.DEAD, Why.REVIVED, now_ms, {"p_id": job_id})
 
-    def _moved(self, tx: Transaction, act: _Act) -> Moved | None:
-        row = self._transition(tx, act)
-        return None if row is None else self._ended(tx, row, edge(act.state, act.why).to, act.now)
+        def unit(tx: Transaction) -> Waiting | None:
+            if (row := self._transition(tx, step)) is None:
+                return None
+            row = row._replace(model=names.revived(tx, job_id, row.model))
+            note(tx, model=row.model, tenant=row.tenant)
+            return _waiting(row)
 
-    def _ended(self, tx: Transaction, row: Row, to: State, now: int) -> Moved:
-        """What has been done to a job; at its end it owes from now on what its clients wait for."""
-        webhook_id = webhooks.owe(tx, row, to, now)
-        telling_id = tellings.owe(tx, row, to, now)
-        return Moved(_waiting(row), to, row.attempt, webhook_id, telling_id)
+        return self.database.write(unit)
 
-    def _transition(self, tx: Transaction, act: _Act) -> Row | None:
-        return next(iter(self._transitions(tx, moves.ONE, act)), None)
+    def _moved(self, tx: Transaction, step: _Step) -> Moved | None:
+        """Perform a transition, and what follows from it; None: the job does not stand where it begins."""
+        row = self._transition(tx, step)
+        return None if row is None else self._ended(tx, row, edge(step.state, step.why).to, step.now_ms)
 
-    def _transitions(self, tx: Transaction, how: Mapping[tuple[State, Why], Move], act: _Act) -> Sequence[Row]:
+    def _ended(self, tx: Transaction, row: Row, to: State, now_ms: int) -> Moved:
+        """A transition that has been performed; at a job's end what its clients wait for is owed from now on."""
+        owed.webhook(tx, row, to, now_ms)
+        return Moved(_waiting(row), to, row.attempt, owed.telling(tx, row, to, now_ms))
+
+    def _transition(self, tx: Transaction, step: _Step) -> Row | None:
+        return next(iter(self._transitions(tx, moves.ONE, step)), None)
+
+    def _transitions(self, tx: Transaction, how: Mapping[tuple[State, Why], Move], step: _Step) -> Sequence[Row]:
         """The one place that changes states: guarded by them, with an event beside each."""
-        move = how[(act.state, act.why)]
-        rows = move.jobs(tx.connection, act.params | {"p_now": act.now})
+        move = how[(step.state, step.why)]
+        rows = move.jobs(tx.connection, step.params | {"p_now": step.now_ms})
         for row in rows:
-            events.append(tx, row.id, move.edge.to, act.now, row.attempt, act.told)
+            events.append(tx, row, move.edge.to, step.now_ms, row.attempt, step.told, row.server)
         return rows
 
     # -- reading ---------------------------------------------------------------------------------------------
@@ -391,7 +412,7 @@ class Store:
         """The whole job, with payload and result."""
         with self.database.read() as connection:
             row = _WHOLE.first(connection, {"p_id": job_id})
-        return None if row is None else _job(row)
+        return None if row is None else job_of(row)
 
     def state_of(self, job_id: str) -> State | None:
         """Only where the job stands: cheap enough to be asked again and again."""
@@ -401,9 +422,8 @@ class Store:
 
     def briefs(self, job_ids: Sequence[str]) -> dict[str, Brief]:
         """Where these jobs stand, in one look; those that there are not are left out."""
-        query = select(*_BRIEF_COLUMNS).where(jobs.c.id.in_(job_ids))
         with self.database.read() as connection:
-            rows = connection.execute(query).all()
+            rows = connection.execute(select(*_BRIEF_COLUMNS).where(jobs.c.id.in_(job_ids))).all()
         return {
             it.id: Brief(_waiting(it), State(it.state), it.attempt, it.lease, it.cancel_requested_ms is not None)
             for it in rows
@@ -415,21 +435,6 @@ class Store:
             row = _HEADERS.first(connection, {"p_id": job_id})
         return None if row is None else tuple(row)
 
-    def find(
-        self,
-        *,
-        state: State | None = None,
-        model: str | None = None,
-        tenant: str | None = None,
-        before_seq: int | None = None,
-        limit: int = 50,
-    ) -> list[Job]:
-        """Jobs without payload and result, newest first; `before_seq` is the cursor: the last one's `seq`.
-
-        See listings.newest for what it reads.
-        """
-        return self._jobs(listings.newest(state, model, tenant, before_seq).limit(limit))
-
     def running(self) -> list[Job]:
         """All running jobs, in order of acceptance."""
         return self._jobs(listings.RUNNING)
@@ -439,10 +444,7 @@ class Store:
 
         For each model one look into an index of queued jobs alone: a model without any costs nothing.
         """
-        queries: Sequence[Executable] = [listings.QUEUED_OF_ALL]
-        if models is not None:
-            most = listings.MOST_MODELS
-            queries = [listings.queued_of(models[n : n + most]) for n in range(0, len(models), most)]
+        queries = [listings.QUEUED_OF_ALL] if models is None else listings.queued_of(models)
         params = {"p_after": after_seq, "p_limit": limit}
         with self.database.read() as connection:
             found = [_waiting(row) for query in queries for row in connection.execute(query, params)]
@@ -450,80 +452,32 @@ class Store:
 
     def having_queued(self, models: Sequence[str]) -> set[str]:
         """Those of these models that have queued jobs; a look at the first of each."""
-        most = listings.MOST_MODELS
-        queries = [listings.queued_of(models[n : n + most]) for n in range(0, len(models), most)]
+        queries = listings.queued_of(models)
         with self.database.read() as connection:
             return {row.model for query in queries for row in connection.execute(query, {"p_after": 0, "p_limit": 1})}
-
-    def overdue(self, now: int, limit: int = 1000) -> list[Job]:
-        """Jobs that have not ended although their deadline has passed."""
-        return self._jobs(listings.LISTED.where(self._is_overdue).limit(limit), {"p_now": now})
 
     def events_of(self, job_id: str) -> list[Event]:
         """The job's events, oldest first."""
         with self.database.read() as connection:
             return events.of_job(connection, job_id)
 
-    def queued_by_model(self) -> Counter[str]:
-        """How many jobs of each model are queued."""
-        with self.database.read() as connection:
-            return Counter(dict(tuple(row) for row in connection.execute(listings.QUEUED_BY_MODEL)))
-
-    def count(self, state: State) -> int:
-        """How many jobs stand in this state; it reads an entry of an index for each."""
-        with self.database.read() as connection:
-            return int(_COUNT.scalar(connection, {"p_state": state.value}))
-
-    def counts(self) -> dict[State, int]:
-        """How many jobs stand in each state, counted one by one; ledger.standing answers in milliseconds."""
-        with self.database.read() as connection:
-            found = {State(state): count for state, count in connection.execute(listings.COUNTS)}
-        return {state: found.get(state, 0) for state in State}
-
     def _jobs(self, query: Select[Any], params: Mapping[str, Any] | None = None) -> list[Job]:
         with self.database.read() as connection:
-            return [_job(row) for row in connection.execute(query, params)]
+            return [job_of(row) for row in connection.execute(query, params)]
 
-    # -- removing --------------------------------------------------------------------------------------------
-
-    def forget_keys(self, now: int) -> int:
+    def forget_keys(self, now_ms: int) -> int:
         """Remove the Idempotency-Keys whose window is over; answers how many."""
-        return self.database.write(lambda tx: idempotency.forget_expired(tx.connection, now))
-
-    def purge(self, ended_before_ms: int, limit: int = 500) -> int:
-        """Remove jobs that ended before that time, and what hangs on them; answers how many.
-
-        A job whose webhook is still owed stays until that is delivered or given up (HOOK-1).
-        """
-        return removal.purge(self.database, ended_before_ms, limit)
-
-    def delete_dead(self, job_id: str) -> bool:
-        """Remove a dead job for good.  False: it is not dead.  Raises Conflict while its webhook is owed (HOOK-1)."""
-        return removal.delete_dead(self.database, job_id)
+        return self.database.write(lambda tx: idempotency.forget_expired(tx.connection, now_ms))
 
 
-def _locked(tx: Transaction, query: Select[Any], now: int, limit: int) -> Sequence[Row]:
+def _locked(tx: Transaction, query: Select[Any], now_ms: int, limit: int) -> Sequence[Row]:
     """Rows that nobody else can change any more before we commit; those that somebody is changing are left out."""
-    return tx.connection.execute(query.limit(limit).with_for_update(skip_locked=True), {"p_now": now}).all()
+    return tx.connection.execute(query.limit(limit).with_for_update(skip_locked=True), {"p_now": now_ms}).all()
 
 
-def _new_row(job: NewJob, why: Why, to: State, now: int) -> dict[str, Any]:
-    return {
-        "id": job.id,
-        "model": job.model,
-        "state": to.value,
-        "why": why.value,
-        "tier": job.tier,
-        "tenant": job.tenant,
-        "created_ms": now,
-        "due_ms": job.not_before_ms,
-        "deadline_ms": job.deadline_ms,
-        "callback_url": job.callback_url,
-        "source": job.source,
-        "envelope": job.envelope,
-        "payload": job.payload,
-        "needs": job.needs,
-    }
+def _new_row(job: NewJob, why: Why, to: State, now_ms: int) -> dict[str, Any]:
+    own = {"state": to.value, "why": why.value, "created_ms": now_ms, "due_ms": job.not_before_ms}
+    return dict(zip(_ASKED, _asked_of(job), strict=True)) | own
 
 
 def _fields(result: str | None = None, error: Error | None = None, due_ms: int | None = None) -> dict[str, Any]:
@@ -535,12 +489,12 @@ def _fields(result: str | None = None, error: Error | None = None, due_ms: int |
     }
 
 
-def _event_data(error: Error | None, due_ms: int | None = None, now: int = 0) -> dict[str, Any]:
+def _event_data(error: Error | None, due_ms: int | None = None, now_ms: int = 0) -> dict[str, Any]:
     data: dict[str, Any] = {}
     if error is not None:
         data["error"] = {"code": error.code, "message": storable(error.message, _MAX_ERROR)}
     if due_ms is not None:
-        data["retry_in_ms"] = max(0, due_ms - now)
+        data["retry_in_ms"] = max(0, due_ms - now_ms)
     return data
 
 
@@ -564,10 +518,12 @@ def _run(row: Row, server: str, slot: str) -> Run:
         cancel_requested=row.cancel_requested_ms is not None,
         envelope=row.envelope,
         described_by=row.described_by,
+        traceparent=row.traceparent,
     )
 
 
-def _job(row: Row) -> Job:
+def job_of(row: Row) -> Job:
+    """A row of the table, or some of its columns."""
     found = row._asdict()
     return Job(
         **{name: found[name] for name in Job.__dataclass_fields__ if name in found and name not in {"state", "why"}},

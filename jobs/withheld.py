@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 
 from sqlalchemy import Integer, bindparam, delete, insert, select, update
 
-from jobs.db import Database, Transaction
+from database.db import Database, Transaction
+from database.prepared import Prepared
 from jobs.models import jobs, withheld
 from jobs.moves import stands
-from jobs.prepared import Prepared
 from jobs.states import State
 
 Row: TypeAlias = Any
@@ -78,15 +78,15 @@ _FORGET = Prepared(delete(withheld).where(*_THIS))
 _QUIET = update(withheld).where(*_THIS).values(quiet_ms=bindparam("p_quiet"))
 
 
-def note(tx: Transaction, job_id: str, attempt: int, now: int, it: Withholding) -> None:
+def note(tx: Transaction, job_id: str, attempt: int, now_ms: int, it: Withholding) -> None:
     """Withhold the slot of a run that is about to end in this transaction."""
-    given = {"p_id": job_id, "p_attempt": attempt, "p_reason": it.reason, "p_now": now, "p_until": it.until_ms}
+    given = {"p_id": job_id, "p_attempt": attempt, "p_reason": it.reason, "p_now": now_ms, "p_until": it.until_ms}
     _NOTE.count(tx.connection, given)
 
 
-def note_many(tx: Transaction, seqs: Sequence[int], now: int, it: Withholding) -> None:
+def note_many(tx: Transaction, seqs: Sequence[int], now_ms: int, it: Withholding) -> None:
     """The same for running jobs, which this transaction has locked, by their acceptance numbers."""
-    given = {"p_seqs": list(seqs), "p_reason": it.reason, "p_now": now, "p_until": it.until_ms}
+    given = {"p_seqs": list(seqs), "p_reason": it.reason, "p_now": now_ms, "p_until": it.until_ms}
     tx.connection.execute(_NOTE_MANY, given)
 
 

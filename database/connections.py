@@ -1,0 +1,33 @@
+"""What connections to both databases share: how long anything may take, and what errors do not tell."""
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+CONNECT_S = 5
+POOL_S = 2.0
+SILENT: dict[str, Any] = {"hide_parameters": True}  # or the texts of errors would hold payloads
+
+_clock = threading.local()
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Whatever this thread asks of PostgreSQL meanwhile takes no longer in all: then the connection is given up.
+
+    On SQLite, what begins meanwhile waits no longer for others who write.
+    """
+    before = getattr(_clock, "until", math.inf)
+    _clock.until = min(before, time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        _clock.until = before
+
+
+def left() -> float:
+    """Seconds of the block in `within` that are left; infinite outside of any."""
+    return float(getattr(_clock, "until", math.inf)) - time.monotonic()

@@ -1,0 +1,94 @@
+"""The connection on which a process writes, kept from one transaction to the next.
+
+There is one committer in a process, so one connection is enough, and none has to be fetched, tried and put back.
+
+On SQLite a commit waits for the disk while it keeps all others from writing, in every process.  So this connection
+commits without waiting, and the log it has written to is waited for afterwards, as SQLite would have done itself.
+"""
+
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy import Connection, Engine
+
+from database import engines
+
+_sync = getattr(os, "fdatasync", os.fsync)  # macOS has no other
+
+
+class _Log:
+    """SQLite's log, open for as long as somebody may wait for it: only so does the system tell of an error it met."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+        self._failed = False
+
+    def sync(self, engine: Engine) -> None:
+        """Raises OSError.  After that the disk would say yes to what is lost: first all is written anew."""
+        if self._failed:
+            with engine.execution_options(**engines.READS["sqlite"]).connect() as connection:
+                engines.rewrite(connection)
+            self._failed = False
+        try:
+            _sync(self._file)
+        except OSError:
+            self._failed = True
+            raise
+
+
+class Writer:
+    """Lends the connection to one at a time.  `is_quick`: what it is asked it answers without waiting for anybody."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.is_quick = engine.dialect.name == "sqlite"
+        self._kept: Connection | None = None
+        self._log: _Log | None = None
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection]:
+        """The connection.  Whatever is raised with it in use gives it up: the next one is as good as new."""
+        connection, self._kept = self._kept or self._connect(), None
+        try:
+            yield connection
+        except BaseException as error:
+            if engines.is_busy(error):  # Nothing was begun on it.
+                self._keep(connection)
+            else:
+                engines.end_writer(connection)
+            raise
+        self._keep(connection)
+
+    def _keep(self, connection: Connection) -> None:
+        if connection.invalidated or self._kept is not None:
+            engines.end_writer(connection)
+        else:
+            self._kept = connection
+
+    def _connect(self) -> Connection:
+        connection = self._engine.connect()
+        try:
+            log = engines.make_writer(connection)
+            self._log = None if log is None else _Log(log)
+        except BaseException:
+            engines.end_writer(connection)
+            raise
+        return connection
+
+    def sync(self) -> None:
+        """Wait until all that was committed so far survives a power cut.  Raises OSError: whether it does is not known.
+
+        What a COMMIT on PostgreSQL has answered does so already.
+        """
+        log = self._log
+        if log is not None:
+            log.sync(self._engine)
+
+    def close(self) -> None:
+        """Give the connection back, if nobody has it just now."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            engines.end_writer(kept)

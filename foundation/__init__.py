@@ -1,0 +1,11 @@
+"""foundation: what every room stands on.
+
+    errors       broken promises and refusals, each with a code     config   where the record is, how long it may take
+    clock        one time for all processes                         exact    JSON with whole numbers of any length
+    home         private folders                                    once     what is made once in a process
+    logs, light  log lines, and structlog without what it need not load
+    traces       which trace a job is in, and the names of its spans
+    crash        points between two effects, at which tests kill the process
+
+It knows no job, no database and no Redis.
+"""

@@ -1,0 +1,83 @@
+"""Broken promises and refusals, each with a stable code, the facts, and the remedy.
+
+An expected "no" (a lost lease, an empty queue) is a value, not one of these.
+"""
+
+
+class SlotkeeperError(Exception):
+    """Base of every error that a caller may be shown.  The docstring of a subclass is its title."""
+
+    code = "error"
+    retry_after_s: float | None = None
+
+    def __init__(self, detail: str, **facts: object) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.facts = facts
+
+
+class InvalidRequest(SlotkeeperError):
+    """The request cannot be accepted as it is."""
+
+    code = "invalid_job"  # the word that clients have always had for it
+
+    def __init__(self, field: str, detail: str) -> None:
+        super().__init__(detail, field=field)
+        self.field = field
+
+
+class InvalidJob(InvalidRequest):
+    """The job cannot be accepted as it is."""
+
+
+class UnknownModel(InvalidJob):
+    """No such model is registered."""
+
+    code = "unknown_model"
+
+
+class JobNotFound(SlotkeeperError):
+    """No such job."""
+
+    code = "job_not_found"
+
+
+class NotFound(SlotkeeperError):
+    """No such thing."""
+
+    code = "not_found"
+
+
+class Conflict(SlotkeeperError):
+    """The present state does not allow this."""
+
+    code = "conflict"
+
+
+class IdempotencyConflict(Conflict):
+    """This Idempotency-Key was used for another request."""
+
+    code = "idempotency_conflict"
+
+
+class TooMany(SlotkeeperError):
+    """More than the limits allow at present."""
+
+    code = "too_many_requests"
+
+    def __init__(self, detail: str, retry_after_s: float, **facts: object) -> None:
+        super().__init__(detail, **facts)
+        self.retry_after_s = retry_after_s
+
+
+class RecordUnavailable(SlotkeeperError):
+    """The database cannot be reached; nothing was stored."""
+
+    code = "record_unavailable"
+    retry_after_s = 2.0
+
+
+class RecordUncertain(RecordUnavailable):
+    """The database did not answer; whether it stored the request is not known."""
+
+    code = "record_uncertain"

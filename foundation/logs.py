@@ -1,0 +1,193 @@
+"""Logs: one line for each event, bounded in length, and without what clients and servers have sent.
+
+    2026-11-22T03:51:20.123Z info    room_rebuilt fleet=zimg jobs=0
+    {"at":"2026-11-22T03:51:20.123Z","level":"info","event":"room_rebuilt","fleet":"zimg","jobs":0}
+
+Ours and those of the libraries leave by the same handler, on standard error.  Of an error that nobody expected the
+line has its kind and the places that it went through.  What it says is left out, unless its kind can only speak of
+our own code: the text of a ValueError may be a client's prompt.  So are arguments and results in Celery's lines, and
+whatever a library appends in further lines.  At the level DEBUG nothing is left out.
+
+What a line is about (job, tenant, trace) is said once by who begins with it, and stands in all lines of that context.
+"""
+
+import logging
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, MutableMapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO, TypeAlias
+
+import orjson
+import structlog
+
+Form: TypeAlias = Literal["console", "json"]
+
+LONGEST_VALUE = 300  # characters
+LONGEST_LINE = 4000
+_MOST_FACTS, _SHORT_VALUE = 20, 60  # of a line that would be too long
+_PLACES = 12  # of an error: the innermost, where it was raised
+_OURS = (
+    *("foundation", "database", "jobs", "registry", "outbox", "scripting", "routing", "admission", "audit"),
+    *("dispatch", "upkeep", "insight", "tasks", "app", "client", "local", "trials", "cli"),
+    *("migrations", "reference_server", "__main__"),
+)
+_LEFT_OUT = frozenset({"args", "kwargs", "exc", "traceback", "return_value"})  # of what Celery says of a task
+# Their texts name attributes, files and addresses; those of other errors may hold anything.
+_SPEAK_OF_CODE = (OSError, ImportError, AttributeError, NameError, TypeError, RuntimeError, MemoryError)
+_about: ContextVar[Mapping[str, Any] | None] = ContextVar("about", default=None)
+
+
+def about(**facts: Any) -> None:
+    """What all lines of this context are about from now on, and no longer what was said before."""
+    _about.set(facts)
+
+
+def configure(level: int | str = logging.WARNING, form: Form = "console") -> None:
+    """Let all that this process logs leave as such lines: ours from INFO on, that of the libraries from `level` on."""
+    handler = _StandardError()
+    handler.setFormatter(_Lines() if form == "console" else _JsonLines())
+    root = logging.getLogger()
+    root.handlers = [it for it in root.handlers if not isinstance(it, _StandardError)] + [handler]
+    root.setLevel(level)
+    for name in _OURS:
+        logging.getLogger(name).setLevel(min(root.level, logging.INFO))
+    structlog.configure(
+        processors=[structlog.stdlib.filter_by_level, _say_about, _summarize_error, _hand_over],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
+    )
+    threading.excepthook = _thread_failed
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to what is standard error at that moment."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+class _Lines(logging.Formatter):
+    """A record as one line for people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        event, facts = _event(record)
+        said = " ".join([event, *(f"{key}={_value(value)}" for key, value in facts.items())])
+        return _cut(f"{_at(record)} {record.levelname.lower():<7} {_visible(said)}", LONGEST_LINE)
+
+
+class _JsonLines(logging.Formatter):
+    """A record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        event, facts = _event(record)
+        head = {"at": _at(record), "level": record.levelname.lower(), "event": _shown(event, LONGEST_VALUE)}
+        line = _json(head | {key: _plain(value, LONGEST_VALUE) for key, value in facts.items() if key not in head})
+        if len(line) > LONGEST_LINE:
+            few = list(facts.items())[:_MOST_FACTS]
+            head["event"] = _shown(event, _SHORT_VALUE)
+            line = _json(head | {key: _plain(value, _SHORT_VALUE) for key, value in few if key not in head})
+        return line
+
+
+def _at(record: logging.LogRecord) -> str:
+    at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+    return f"{at.removesuffix('+00:00')}Z"
+
+
+def _event(record: logging.LogRecord) -> tuple[str, dict[str, Any]]:
+    """What it says, and its facts; a library's line has none but its error."""
+    facts: dict[str, Any] | None = getattr(record, "facts", None)
+    if facts is not None:
+        return record.getMessage(), facts
+    said = record.getMessage() if _is_ours(record) or _is_verbose() else _said(record)
+    error = record.exc_info[1] if record.exc_info else None
+    return said, {} if error is None else {"error": summary(error)}
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.name.partition(".")[0] in _OURS
+
+
+def _plain(value: object, longest: int) -> object:
+    is_plain = value is None or isinstance(value, bool | float) or (isinstance(value, int) and value.bit_length() < 64)
+    return value if is_plain else _shown(str(value), longest)
+
+
+def _shown(text: str, longest: int) -> str:
+    return _cut(_visible(_cut(text, longest)), longest)
+
+
+def _json(line: dict[str, object]) -> str:
+    return orjson.dumps(line).decode()
+
+
+def _said(record: logging.LogRecord) -> str:
+    """What a library says, without what it only quotes."""
+    if isinstance(record.args, Mapping):
+        kept = {name: "…" if name in _LEFT_OUT else value for name, value in record.args.items()}
+        return (str(record.msg).strip() % kept).partition("\n")[0]
+    template = str(record.msg).strip()
+    if "\n" in template:  # A report, with contents in it.
+        return template.partition("\n")[0]
+    return record.getMessage().strip().partition("\n")[0]
+
+
+def summary(error: BaseException) -> str:
+    """The kind of an error, what it says if that speaks of our code, and the places, the innermost first."""
+    text = f": {_cut(str(error), LONGEST_VALUE)}" if isinstance(error, _SPEAK_OF_CODE) or _is_verbose() else ""
+    frames = traceback.extract_tb(error.__traceback__)[-_PLACES:]
+    places = " < ".join(f"{frame.name} ({_short(frame.filename)}:{frame.lineno})" for frame in reversed(frames))
+    return f"{type(error).__name__}{text}" + (f" in {places}" if places else "")
+
+
+def _short(path: str) -> str:
+    return "/".join(path.rsplit("/", 2)[-2:])
+
+
+def _summarize_error(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    found = event.pop("exc_info", None)
+    error = sys.exc_info()[1] if found is True else found[1] if isinstance(found, tuple) else found
+    if isinstance(error, BaseException):
+        event["error"] = summary(error)
+    return event
+
+
+def _say_about(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    for name, value in (_about.get() or {}).items():
+        event.setdefault(name, value)
+    return event
+
+
+def _hand_over(_: object, __: str, event: MutableMapping[str, Any]) -> tuple[tuple[str], dict[str, Any]]:
+    """The event and its facts, as they are; they are written by the handler's form."""
+    return (str(event.pop("event", "")),), {"extra": {"facts": dict(event)}}
+
+
+def _value(value: object) -> str:
+    text = value if isinstance(value, str) else str(value)
+    plain = text.isprintable() and not set(text) & set(" =\"'") and text
+    return text if plain and len(text) <= LONGEST_VALUE else repr(_cut(text, LONGEST_VALUE))
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _visible(text: str) -> str:
+    return "".join(ch if ch.isprintable() else repr(ch)[1:-1] for ch in text)
+
+
+def _is_verbose() -> bool:
+    return logging.getLogger().level <= logging.DEBUG
+
+
+def _thread_failed(failed: threading.ExceptHookArgs) -> None:
+    if failed.exc_value is not None and not issubclass(failed.exc_type, SystemExit):
+        logging.getLogger("jobs").error("thread_failed error=%r", summary(failed.exc_value))

@@ -1,0 +1,41 @@
+"""The outbox read forward: what has been queued since, whoever queued it.
+
+On PostgreSQL an event becomes visible when its transaction commits, which may be after that of a later one: who must
+not miss any reads a while back.
+"""
+
+from sqlalchemy import Integer, bindparam, func, select
+
+from database.db import Database
+from jobs.events import TYPES
+from jobs.models import events, jobs
+from jobs.moves import WAITING_COLUMNS, stands
+from jobs.record import Waiting
+from jobs.states import State
+
+_LAST = select(func.max(events.c.id))
+_QUEUED = (
+    select(events.c.id.label("event"), *WAITING_COLUMNS)
+    .join(jobs, jobs.c.id == events.c.job_id)
+    .where(
+        events.c.id > bindparam("p_after"),
+        events.c.id <= bindparam("p_last"),
+        events.c.type == TYPES[State.QUEUED],
+        stands(State.QUEUED),
+    )
+    .order_by(events.c.id)
+    .limit(bindparam("p_limit", type_=Integer))
+)
+
+
+def last_event(database: Database) -> int:
+    """The number of the last event; 0: there is none."""
+    with database.read() as connection:
+        return connection.execute(_LAST).scalar() or 0
+
+
+def queued_between(database: Database, after: int, last: int, limit: int = 1000) -> list[tuple[int, Waiting]]:
+    """Jobs that an event after `after`, up to `last`, has queued, and that still are; each with its event."""
+    with database.read() as connection:
+        rows = connection.execute(_QUEUED, {"p_after": after, "p_last": last, "p_limit": limit})
+        return [(event, Waiting(*waiting)) for event, *waiting in rows]

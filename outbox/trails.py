@@ -1,0 +1,62 @@
+"""What became of jobs, many in one look: what their traces are made of.  Payloads and results are not read."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import orjson
+from sqlalchemy import bindparam, select
+
+from database.db import Database
+from jobs.events import TYPES
+from jobs.models import events, jobs, webhooks
+from jobs.record import Event
+
+_JOBS = select(jobs.c.id, jobs.c.model, jobs.c.tenant, jobs.c.traceparent).where(
+    jobs.c.id.in_(bindparam("p_jobs", expanding=True))
+)
+_TRANSITIONS = (
+    select(events.c.id, events.c.job_id, events.c.type, events.c.at_ms, events.c.attempt, events.c.data)
+    .where(events.c.job_id.in_(bindparam("p_jobs", expanding=True)), events.c.actor.is_(None))
+    .order_by(events.c.id)
+)
+_ARRIVED = select(
+    webhooks.c.id, webhooks.c.job_id, webhooks.c.created_ms, webhooks.c.delivered_ms, webhooks.c.tries
+).where(webhooks.c.job_id.in_(bindparam("p_jobs", expanding=True)), webhooks.c.delivered_ms.is_not(None))
+_TYPES = frozenset(TYPES.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A message to a job's callback URL that has arrived, after so many tries."""
+
+    id: str
+    created_ms: int
+    delivered_ms: int
+    tries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trail:
+    """A job's transitions, oldest first.  `traceparent`: in which trace it was submitted; None: in nobody's."""
+
+    job_id: str
+    model: str
+    tenant: str
+    traceparent: str | None
+    transitions: list[Event] = field(default_factory=list)
+    arrived: list[Arrived] = field(default_factory=list)
+
+
+def read(database: Database, job_ids: Iterable[str]) -> dict[str, Trail]:
+    """Three looks, however many jobs; those that have been removed are left out.  Raises RecordUnavailable."""
+    asked = {"p_jobs": sorted(set(job_ids))}
+    with database.read() as connection:
+        found = {row.id: Trail(*row) for row in connection.execute(_JOBS, asked)}
+        for it in connection.execute(_TRANSITIONS, asked):
+            if it.job_id in found and it.type in _TYPES:
+                event = Event(it.id, it.job_id, it.type, it.at_ms, it.attempt, orjson.loads(it.data))
+                found[it.job_id].transitions.append(event)
+        for one in connection.execute(_ARRIVED, asked):
+            if one.job_id in found:
+                found[one.job_id].arrived.append(Arrived(one.id, one.created_ms, one.delivered_ms, one.tries))
+    return found

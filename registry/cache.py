@@ -1,0 +1,79 @@
+"""The registry as processes use it: a copy of the catalog, never older than a moment.
+
+The record holds the truth.  Each process asks for its version at most once a second, and reads it again when
+it has changed; the copy in Redis is written by whoever changes the catalog, and by the sweep.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+from foundation.errors import RecordUnavailable, UnknownModel
+from registry.catalog import Catalog, Model, Snapshot
+
+
+class CatalogCache:
+    """A process's view of models and servers.  Safe between threads."""
+
+    def __init__(self, catalog: Catalog, refresh_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._catalog = catalog
+        self._refresh_s = refresh_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._snapshot: Snapshot | None = None
+        self._checked = 0.0
+
+    def snapshot(self) -> Snapshot:
+        """The catalog, at most `refresh_s` old.  Raises RecordUnavailable only if it was never read."""
+        found = self._snapshot
+        if found is not None and self._clock() - self._checked < self._refresh_s:
+            return found
+        return self.refresh()
+
+    def known(self) -> Snapshot:
+        """The catalog as it was last read, which somebody else keeps new; waits for nobody if it was ever read."""
+        return self._snapshot or self.refresh()
+
+    def refresh(self) -> Snapshot:
+        """The catalog as it stands now; the last one known while the database is away."""
+        with self._lock:
+            self._checked = self._clock()
+            try:
+                if self._snapshot is None or self._catalog.version() != self._snapshot.version:
+                    self._snapshot = self._catalog.snapshot()
+            except RecordUnavailable:
+                if self._snapshot is None:
+                    raise
+            return self._snapshot
+
+    def version(self) -> int:
+        """Of the catalog that the record has at this moment.  Raises RecordUnavailable."""
+        return self._catalog.version()
+
+    def model(self, name: str) -> Model:
+        """The model that is called, or was called so when a job of it was read.
+
+        Raises UnknownModel, after a second look for one that was registered just now.
+        """
+        found = self.snapshot().model(name) or self.refresh().model(name)
+        if found is None:
+            raise UnknownModel("model", _unknown(name))
+        return found
+
+    def meant(self, name: str, now_ms: int) -> Model:
+        """The model that a submit at this moment means: a former name is taken for as long as it was said.
+
+        Raises UnknownModel.
+        """
+        found = self.model(name)
+        closed = self.snapshot().closed.get(name)
+        if found.name == name or closed is None or closed.stands_for(now_ms):
+            return found
+        raise UnknownModel("model", closed.refusal())
+
+
+def _unknown(name: str) -> str:
+    return (
+        f"No model {name!r} is registered; GET /admin/servers lists what there is, "
+        "POST /admin/register adds a server for it."
+    )

@@ -1,0 +1,72 @@
+"""Frozen values of the registry: what has been registered, and whether an operator lets it take part."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class AdminState(StrEnum):
+    """Whether a server, a model or a tenant takes part; all but the first let nothing new start."""
+
+    ONLINE = "online"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    FROZEN = "frozen"
+
+
+STOPPED = frozenset({AdminState.PAUSED, AdminState.FROZEN})
+"""Of a model or tenant: nothing of it is started."""
+CLOSED = frozenset({AdminState.DRAINING, AdminState.FROZEN})
+"""Of a model or tenant: no new jobs are accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An inference process: its slots, its state, and the endpoint of each model that it serves."""
+
+    name: str
+    fleet: str
+    slots: int
+    state: str  # a AdminState
+    endpoints: dict[str, str]  # model -> URL
+    created_ms: int
+    attributes: Mapping[str, str | float] = field(default_factory=dict)  # what it declares: {"gpu": "A100"}
+    weight: float = 1.0  # above 0, to 1000: how gladly it is chosen
+    reason: str | None = None
+    changed_by: str | None = None
+    changed_ms: int | None = None
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # model -> how it is spoken to for that
+    formerly: str | None = None  # its last name before this one
+    leaving_ms: int | None = None  # since when it takes no more, so that it can be removed or renamed
+    leaving_by: str | None = None
+    becomes: str | None = None  # leaving: the name that it gets; None: it is removed
+
+    @property
+    def takes_jobs(self) -> bool:
+        """Whether anything new is started there."""
+        return self.state == AdminState.ONLINE and self.leaving_ms is None
+
+    def declared(self, model: str, name: str) -> str | float | None:
+        """An attribute as it stands for a model: what it declares for that one alone comes first."""
+        return self.attributes.get(f"{model}:{name}", self.attributes.get(name))
+
+
+@dataclass(frozen=True, slots=True)
+class TenantState:
+    """A tenant that does not stand online: since when, by whom and why."""
+
+    name: str
+    state: str  # a AdminState
+    reason: str | None = None
+    changed_by: str | None = None
+    changed_ms: int | None = None
+
+
+def attribute_text(value: str | float) -> str:
+    """An attribute as the scripts compare it: whole numbers without a point."""
+    return value if isinstance(value, str) else number_text(value)
+
+
+def number_text(value: int | float) -> str:
+    return str(int(value)) if float(value).is_integer() else repr(float(value))

@@ -12,19 +12,16 @@ from typing import Literal, NamedTuple, Protocol
 import structlog
 
 from jobs.record import Waiting
+from routing import order
 from routing.config import RoutingSettings
-from routing.pipeline import Pipeline
-from routing.policies import order
 from routing.queues import Offer, Offering, new_prefix, offering
-from routing.scripts import Command, Scripts, say_failed
 from routing.workers import Room, unbounded
+from scripting.pipeline import Pipeline
+from scripting.scripts import Command, Scripts, say_failed
 
 log = structlog.get_logger(__name__)
 
 Outcome = Literal["ok", "failed", "busy", ""]
-
-OCCUPIED_MS = 12_000
-"""How long slots that others use are withheld before the server is asked again."""
 
 
 class Renewal(StrEnum):
@@ -37,12 +34,12 @@ class Renewal(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Lease:
     """A lease as its holder, or the reaper, sees it."""
 
     fleet: str
     job_id: str
-    lease: str
+    name: str
     owner: str
     slot: str
 
@@ -53,27 +50,14 @@ class Held:
     @property
     def tag(self) -> str:
         """The holder's name for the record, from which a lost Redis is rebuilt."""
-        return f"{self.lease} {self.owner}"
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """When the first and the last of a fleet's leases expire, by Redis' clock; 0: there is none."""
-
-    now_ms: int
-    first_ms: int
-    last_ms: int
-
-    @property
-    def has_expired(self) -> bool:
-        return 0 < self.first_ms <= self.now_ms
+        return f"{self.name} {self.owner}"
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
     """A running job's lease, as the record knows it."""
 
-    held: Held
+    lease: Lease
     job: Waiting
 
 
@@ -91,19 +75,19 @@ class _Renewed(NamedTuple):
 
 
 class _Running(NamedTuple):
-    held: Held
+    lease: Lease
     lane: str
     job: Waiting
 
 
 class _Left(NamedTuple):
-    held: Held
+    lease: Lease
     left_ms: int
 
 
 Kept = Literal["kept", "closed", "lost"]
 _Seized = Literal["seized", "lost"]
-_NOTHING = Held("", "", "", "", "")
+_NOTHING = Lease("", "", "", "", "")
 
 
 class LeaseScripts(Protocol):
@@ -114,33 +98,32 @@ class LeaseScripts(Protocol):
         self,
         fleet: str,
         *,
-        held: Held,
+        lease: Lease,
         back: bool,
-        rest_ms: int,
+        cooldown_ms: int,
         outcome: Outcome,
         settings: RoutingSettings,
-        draining: Held,
+        draining: Lease,
         offering: Offering,
     ) -> Command[Released]: ...
     def renew(
-        self, fleet: str, *, owner: str, lease_ms: int, known_epoch: str, known_offers: int, leases: Sequence[Held]
+        self, fleet: str, *, owner: str, lease_ms: int, known_epoch: str, known_offers: int, leases: Sequence[Lease]
     ) -> Command[_Renewed]: ...
-    def keep(self, fleet: str, *, held: Held, offer_ms: int, resumes: bool) -> Command[Kept]: ...
+    def keep(self, fleet: str, *, lease: Lease, offer_ms: int, resumes: bool) -> Command[Kept]: ...
     def seize(
-        self, fleet: str, *, held: Held, lease: str, owner: str, lease_ms: int, only_expired: bool
+        self, fleet: str, *, lease: Lease, new_name: str, owner: str, lease_ms: int, only_expired: bool
     ) -> Command[_Seized]: ...
     def restore(self, fleet: str, *, lease_ms: int, leases: Sequence[_Running]) -> Command[int]: ...
-    def expired(self, fleet: str, *, limit: int) -> Command[list[Held]]: ...
-    def held(self, fleet: str) -> Command[list[_Left]]: ...
-    def span(self, fleet: str) -> Command[Span]: ...
-    def pull_back(self, fleet: str, *, lease_ms: int, rest_ms: int, open_ms: int) -> Command[int]: ...
+    def expired(self, fleet: str, *, limit: int) -> Command[list[Lease]]: ...
+    def leases(self, fleet: str) -> Command[list[_Left]]: ...
+    def swaps(self, fleet: str, *, lease: Lease) -> Command[bool]: ...
 
 
 class Leases:
     """Talks to the leases.  Every method is one atomic script; redis errors pass through."""
 
     def __init__(self, scripts: Scripts, settings: RoutingSettings, room: Room = unbounded) -> None:
-        self._scripts = scripts
+        self.scripts = scripts
         self._acts: LeaseScripts = scripts.bound(LeaseScripts)
         self._settings = settings
         self._room = room
@@ -148,136 +131,118 @@ class Leases:
 
     def claim(self, offer: Offer, owner: str) -> Offer | None:
         """Make an open offer one's own; None: it is gone, another's, or one's own already."""
-        return self._scripts.run(self.claiming(offer, owner))
+        return self.scripts.run(self.claiming(offer, owner))
 
     def claiming(self, offer: Offer, owner: str) -> Command[Offer | None]:
         """The command of `claim`."""
         return self._acts.claim(offer.fleet, offer=offer, owner=owner, lease_ms=self._settings.lease_ms)
 
+    def swaps(self, lease: Lease) -> Command[bool]:
+        """Asks whether the server's last job, before this one, was of another model, or is not known."""
+        return self._acts.swaps(lease.fleet, lease=lease)
+
     def pipeline(self, loop: asyncio.AbstractEventLoop) -> Pipeline:
         """A way for the commands of these leases that an event loop has for itself."""
-        return Pipeline(loop, self._scripts, self._settings.redis_timeout_s)
+        return Pipeline(loop, self.scripts, self._settings.redis_timeout_s)
 
-    def renew(self, fleet: str, owner: str, held: Sequence[Held]) -> list[Renewal]:
+    def renew(self, fleet: str, owner: str, leases: Sequence[Lease]) -> list[Renewal]:
         """Renew all of one owner's leases in a fleet; one answer each, in order."""
         epoch, offers = self._seen.get(fleet, ("", 0))
         lease_ms = self._settings.lease_ms
-        answer = self._scripts.run(
-            self._acts.renew(fleet, owner=owner, lease_ms=lease_ms, known_epoch=epoch, known_offers=offers, leases=held)
+        answer = self.scripts.run(
+            self._acts.renew(
+                fleet, owner=owner, lease_ms=lease_ms, known_epoch=epoch, known_offers=offers, leases=leases
+            )
         )
         self._seen[fleet] = answer.epoch, answer.offers
         return answer.answers
 
     def release(
         self,
-        held: Held,
+        lease: Lease,
         *,
         back: bool,
-        rest_ms: int = 0,
-        taker: str = "",
+        cooldown_ms: int = 0,
+        claimant: str = "",
         limit: int = 8,
         outcome: Outcome = "",
     ) -> Released:
-        """Free the slot and make the next offers; the first goes straight to `taker`, if one is named.
+        """Free the slot and make the next offers; the first goes straight to `claimant`, if one is named.
 
         `back`: the job returns to its place in its lane.  `outcome`: what the run tells of its server and model.
         """
-        return self._scripts.run(
-            self.releasing(held, back=back, rest_ms=rest_ms, taker=taker, limit=limit, outcome=outcome)
+        return self.scripts.run(
+            self.releasing(lease, back=back, cooldown_ms=cooldown_ms, claimant=claimant, limit=limit, outcome=outcome)
         )
 
-    def withhold(self, held: Held, draining: Held, *, back: bool, taker: str, outcome: Outcome) -> Released:
+    def withhold(self, lease: Lease, draining: Lease, *, back: bool, claimant: str, outcome: Outcome) -> Released:
         """Give up a lease whose slot stays taken, by the lease `draining`.  Answers as `release`."""
-        return self._scripts.run(self.releasing(held, back=back, taker=taker, outcome=outcome, draining=draining))
+        return self.scripts.run(self.releasing(lease, back=back, claimant=claimant, outcome=outcome, draining=draining))
 
     def releasing(
         self,
-        held: Held,
+        lease: Lease,
         *,
         back: bool,
-        rest_ms: int = 0,
-        taker: str = "",
+        cooldown_ms: int = 0,
+        claimant: str = "",
         limit: int = 8,
         outcome: Outcome = "",
-        draining: Held = _NOTHING,
+        draining: Lease = _NOTHING,
     ) -> Command[Released]:
         """The command of `release` and of `withhold`.  It may have to ask Redis how much room there is."""
         return self._acts.release(
-            held.fleet,
-            held=held,
+            lease.fleet,
+            lease=lease,
             back=back,
-            rest_ms=rest_ms,
+            cooldown_ms=cooldown_ms,
             outcome=outcome,
             settings=self._settings,
             draining=draining,
-            offering=offering(self._settings, self._room(), limit, taker),
+            offering=offering(self._settings, self._room(), limit, claimant),
         )
 
-    def keep(self, held: Held, *, resumes: bool) -> Kept:
+    def keep(self, lease: Lease, *, resumes: bool) -> Kept:
         """Give an open offer more time: "kept"; "closed": nothing is started there now; "lost": it is not open.
 
         `resumes`: its server may be at the job already, so that it stays where it is.
         """
-        return self._scripts.run(
-            self._acts.keep(held.fleet, held=held, offer_ms=self._settings.offer_ms, resumes=resumes)
+        return self.scripts.run(
+            self._acts.keep(lease.fleet, lease=lease, offer_ms=self._settings.offer_ms, resumes=resumes)
         )
 
-    def expired(self, fleet: str, limit: int = 256) -> list[Held]:
+    def expired(self, fleet: str, limit: int = 256) -> list[Lease]:
         """Leases whose time is over.  `owner` "": nobody took the offer up."""
-        return self._scripts.run(self._acts.expired(fleet, limit=limit))
+        return self.scripts.run(self._acts.expired(fleet, limit=limit))
 
-    def spans(self, fleets: Sequence[str]) -> dict[str, Span]:
-        """Of the fleets that have leases, when the first and the last expire; of one at least, for Redis' time.
-
-        A fleet that cannot be read is left out.
-        """
-        asked = self._scripts.existing("leases", fleets) or fleets[:1]
-        found, failed = self._scripts.run_each({fleet: self._acts.span(fleet) for fleet in asked})
-        say_failed("lease_look_failed", failed)
-        return found
-
-    def pull_back(self, fleet: str) -> int:
-        """After Redis' clock was set back: end what would last longer than it ever may; answers how many."""
-        settings = self._settings
-        rest_ms = max(settings.busy_rest_max_ms, settings.unreachable_rest_max_ms, OCCUPIED_MS)
-        open_ms = settings.breaker_open_max_ms
-        return self._scripts.run(
-            self._acts.pull_back(fleet, lease_ms=self.longest_ms, rest_ms=rest_ms, open_ms=open_ms)
-        )
-
-    @property
-    def longest_ms(self) -> int:
-        """How far ahead a lease or an offer can expire at most."""
-        return max(self._settings.lease_ms, self._settings.offer_ms)
-
-    def all_of(self, fleets: Sequence[str]) -> dict[str, list[tuple[Held, int]]]:
+    def all_of(self, fleets: Sequence[str]) -> dict[str, list[tuple[Lease, int]]]:
         """Every lease of these fleets, and for how many ms it has not been renewed (below 0: longer than usual).
 
         In few round trips; a fleet that cannot be read is left out.
         """
-        holding = self._scripts.existing("leases", fleets)
-        found, failed = self._scripts.run_each({fleet: self._acts.held(fleet) for fleet in holding})
+        holding = self.scripts.existing("leases", fleets)
+        found, failed = self.scripts.run_each({fleet: self._acts.leases(fleet) for fleet in holding})
         say_failed("leases_not_read", failed)
         lease_ms = self._settings.lease_ms
-        read = {fleet: [(it.held, lease_ms - it.left_ms) for it in leases] for fleet, leases in found.items()}
+        read = {fleet: [(it.lease, lease_ms - it.left_ms) for it in leases] for fleet, leases in found.items()}
         return {fleet: read.get(fleet, []) for fleet in fleets if fleet not in failed}
 
-    def seize(self, held: Held, owner: str, ttl_ms: int, *, only_expired: bool) -> Held | None:
+    def seize(self, lease: Lease, owner: str, ttl_ms: int, *, only_expired: bool) -> Lease | None:
         """Take a lease over under a new name; None: its holder has renewed or released it."""
-        lease = f"{new_prefix()}-s"
-        answer = self._scripts.run(
+        name = f"{new_prefix()}-s"
+        answer = self.scripts.run(
             self._acts.seize(
-                held.fleet, held=held, lease=lease, owner=owner, lease_ms=ttl_ms, only_expired=only_expired
+                lease.fleet, lease=lease, new_name=name, owner=owner, lease_ms=ttl_ms, only_expired=only_expired
             )
         )
-        return replace(held, lease=lease, owner=owner) if answer == "seized" else None
+        return replace(lease, name=name, owner=owner) if answer == "seized" else None
 
     def having(self, jobs: Mapping[str, Sequence[str]]) -> dict[str, list[bool]]:
         """For jobs of several fleets, whether each has a lease, in one round trip.  Raises redis errors."""
-        return self._scripts.members("leases", jobs)
+        return self.scripts.members("leases", jobs)
 
     def restore(self, fleet: str, leases: Sequence[Restored], lasts_ms: int | None = None) -> int:
         """Write leases again that Redis has lost; answers how many were missing.  `lasts_ms`: other than the usual."""
-        rows = [_Running(it.held, order.lane(it.job), it.job) for it in leases]
+        rows = [_Running(it.lease, order.lane(it.job), it.job) for it in leases]
         lease_ms = lasts_ms or self._settings.lease_ms
-        return self._scripts.run(self._acts.restore(fleet, lease_ms=lease_ms, leases=rows)) if rows else 0
+        return self.scripts.run(self._acts.restore(fleet, lease_ms=lease_ms, leases=rows)) if rows else 0

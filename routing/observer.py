@@ -3,9 +3,6 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from jobs.catalog import Model
-from routing.queues import Position
-
 
 class Observer(Protocol):
     """Nothing that is promised hangs on what it knows.  Redis errors may pass through."""
@@ -16,8 +13,8 @@ class Observer(Protocol):
     def withdrawn(self, fleet: str, model: str, job_ids: Sequence[str]) -> None:
         """These jobs wait no more and will not start: they were canceled, or their deadline passed."""
 
-    def earliest_ms(self, model: Model, position: Position, now_ms: int) -> int | None:
-        """In how many ms a job there starts if all goes well; None: it is not known."""
+    def renamed(self, fleet: str, model: str, to: str | None) -> None:
+        """A model has another name; None: it is gone."""
 
     def learn(self) -> None:
         """Work up what was noted.  Called when nobody waits."""

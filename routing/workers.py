@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from routing.scripts import Command, Scripts
+from scripting.scripts import Command, Scripts
 
 Room = Callable[[], int]
 """How many runs living workers have room for, all together."""
@@ -66,6 +66,11 @@ class Workers:
     def look(self) -> int:
         """The room of all, as they say now."""
         return self._ask("", _LEAVES)
+
+    def looking(self) -> Command[int]:
+        """The command of `look`; its answer is kept by nobody."""
+        key = self._scripts.keys.workers()
+        return self._acts.workers(key, worker="", room=_LEAVES, ttl_ms=_BELIEVED_MS)
 
     def refresh_by(self, refresh: Callable[[], object]) -> None:
         """From now on nobody waits: `room` answers what is known, and `refresh` has somebody else `look` again."""

@@ -30,8 +30,8 @@ local function forget_stats(all)
     redis.call("HDEL", stats, "taken")
     if all then redis.call("UNLINK", stats, STATS .. ":failed:server:" .. server) end
   end
-  for _, field in ipairs(redis.call("HKEYS", RULES)) do
-    local model = string.match(field, "^model (.*)$")
+  for _, rule in ipairs(redis.call("HKEYS", RULES)) do
+    local model = string.match(rule, "^model (.*)$")
     if model then redis.call("UNLINK", tags_key(model)) end
     if model and all then redis.call("UNLINK", stats_key("model", model), STATS .. ":failed:model:" .. model) end
   end

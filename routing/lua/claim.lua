@@ -15,12 +15,12 @@
 -- @include lib/epoch
 -- @include lib/lease
 
-local job, lease, now = offer.job_id, offer.lease, now_ms()
-local held = read_lease(job)
-if not holds(held, lease, "") then return false end
+local job, now = offer.job_id, now_ms()
+local lease = read_lease(job)
+if not holds(lease, offer.lease, "") then return false end
 if not is_open(now) then return false end -- the slot may be another's by now
 
 redis.call("HSET", lease_key(job), "owner", owner)
 redis.call("ZADD", LEASES, exact(now + lease_ms), job)
 note_owner(job, owner)
-return { job, lease, held.slot, server_of(held.slot), held.lane.model, tonumber(held.offer), owner }
+return { job, lease.name, lease.slot, server_of(lease.slot), lease.lane.model, tonumber(lease.offer), owner }

@@ -3,7 +3,7 @@
   Takes
     limit: int
   Returns
-    leases: [{job_id: text, lease: text, owner: text, slot: text}]      longest expired first
+    leases: [{job_id: text, name: text, owner: text, slot: text}]      longest expired first
   Writes nothing
   Clock Redis TIME    Cost O(expired) ]]
 -- @include lib/now_ms
@@ -11,7 +11,7 @@
 
 local found = {}
 for _, job in ipairs(redis.call("ZRANGEBYSCORE", LEASES, "-inf", exact(now_ms()), "LIMIT", 0, limit)) do
-  local held = redis.call("HMGET", lease_key(job), "lease", "owner", "slot")
-  if held[1] then found[#found + 1] = { job, held[1], held[2], held[3] } end
+  local was = redis.call("HMGET", lease_key(job), "lease", "owner", "slot")
+  if was[1] then found[#found + 1] = { job, was[1], was[2], was[3] } end
 end
 return found

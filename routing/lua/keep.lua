@@ -1,7 +1,7 @@
 --[[ keep: give an open offer that no worker has taken up yet more time, as long as it may still be started.
   Keys: rules, leases, servers
   Takes
-    held: {job_id: text, lease: text}, offer_ms: int
+    lease: {job_id: text, name: text}, offer_ms: int
     resumes: flag       its server may be at it already, so it stays where it is whatever is paused
   Returns
     answer: "kept" | "closed" | "lost"
@@ -17,8 +17,8 @@
 
 local function is_stopped(state) return state == "paused" or state == "frozen" end
 
-local job = held.job_id
-if not is_held(job, held.lease, "") then return "lost" end
+local job = lease.job_id
+if not is_held(job, lease.name, "") then return "lost" end
 local slot, name = unpack(redis.call("HMGET", lease_key(job), "slot", "lane"))
 local lane = read_lane(name)
 local closed = not is_online_slot(slot) or is_stopped(rules_of(lane.model).state)

@@ -1,8 +1,8 @@
 --[[ offer: offer waiting jobs to free slots, as many as fit.  The sweep calls it, and a worker that looks for work.
   Keys: classes, groups, kinds, lanes, rules, free, resting, slots, leases, servers, tags, stats, held, meta
   Takes
-    offering: {prefix: text, limit: int, room: int, offer_ms: int, taker: text, lease_ms: int}
-      see lib/offer; its taker gets the oldest open offer, if there is one
+    offering: {prefix: text, limit: int, room: int, offer_ms: int, claimant: text, lease_ms: int}
+      see lib/offer; its claimant gets the oldest open offer, if there is one
   Returns
     offers: [{job_id: text, lease: text, slot: text, server: text, model: text, number: int, owner: text}]
   Clock Redis TIME    Cost O(offers (groups + free slots + log n))    Upholds SLOT-2 ]]
@@ -26,17 +26,17 @@
 local function claim_oldest(now)
   local job = redis.call("ZRANGE", open_key(), 0, 0)[1]
   if not job then return nil end
-  local held = redis.call("HMGET", lease_key(job), "lease", "slot", "lane", "offer")
-  local owner = offering.taker
+  local lease = redis.call("HMGET", lease_key(job), "lease", "slot", "lane", "offer")
+  local owner = offering.claimant
   redis.call("HSET", lease_key(job), "owner", owner)
   redis.call("ZADD", LEASES, exact(now + offering.lease_ms), job)
   note_owner(job, owner)
-  return { job, held[1], held[2], server_of(held[2]), read_lane(held[3]).model, tonumber(held[4]), owner }
+  return { job, lease[1], lease[2], server_of(lease[2]), read_lane(lease[3]).model, tonumber(lease[4]), owner }
 end
 
 local now = now_ms()
-local oldest = offering.taker ~= "" and offering.limit > 0 and claim_oldest(now) or nil
-if oldest then offering.limit, offering.taker = offering.limit - 1, "" end
+local oldest = offering.claimant ~= "" and offering.limit > 0 and claim_oldest(now) or nil
+if oldest then offering.limit, offering.claimant = offering.limit - 1, "" end
 local offers = make_offers(offering, now)
 if oldest then table.insert(offers, 1, oldest) end
 write_fields()

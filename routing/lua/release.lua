@@ -1,16 +1,16 @@
 --[[ release: give up a lease, and make the next offers in the same step (the hand-off).
   Keys: classes, groups, kinds, lanes, rules, free, resting, slots, leases, servers, tags, stats, held, meta
   Takes
-    held: {job_id: text, lease: text, owner: text}      owner "": an offer that nobody has claimed
+    lease: {job_id: text, name: text, owner: text}      owner "": an offer that nobody has claimed
     back: flag              the job goes back to its place in its lane; else it has left the room
-    rest_ms: int            how long the slot is offered to nobody
+    cooldown_ms: int        how long the slot is offered to nobody
     outcome: "ok" | "failed" | "busy" | ""              what the run tells of its server and model; "": nothing
     settings: {breaker_failures: int, breaker_rate: number, breaker_open_ms: int, breaker_open_max_ms: int,
-               busy_rest_max_ms: int}
+               busy_cooldown_max_ms: int}
       failures in a row, or this rate of them, 0 to 1, open a server's breaker for open_ms, doubled each time in a row
-      up to open_max_ms; likewise the rest of a slot that was busy, up to busy_rest_max_ms
-    draining: {job_id: text, lease: text, owner: text}      under this its slot stays taken; job_id "": it is free
-    offering: {prefix: text, limit: int, room: int, offer_ms: int, taker: text, lease_ms: int}      see lib/offer
+      up to open_max_ms; likewise the cooldown of a slot that was busy, up to busy_cooldown_max_ms
+    draining: {job_id: text, name: text, owner: text}      under this its slot stays taken; job_id "": it is free
+    offering: {prefix: text, limit: int, room: int, offer_ms: int, claimant: text, lease_ms: int}      see lib/offer
   Returns
     released: flag          0: it is another's, and left alone; offers are made all the same
     offers: [{job_id: text, lease: text, slot: text, server: text, model: text, number: int, owner: text}]
@@ -54,31 +54,31 @@ local function note_run(was, now)
   end
 end
 
--- A slot whose server said "busy", again and again, is tried less and less often; health may wake it before.
-local function rest_of(slot)
+-- A slot whose server said "busy", again and again, is tried less and less often; a look at its health may end that.
+local function cooldown_of(slot)
   local stats, name = stats_key("server", server_of(slot)), "busy:" .. slot
   read_hash(stats)
   if outcome ~= "busy" or not is_online_slot(slot) then
     set_field(stats, name, false)
-    return rest_ms
+    return cooldown_ms
   end
   local times = add_to_field(stats, name, 1)
-  return math.min(rest_ms * 2 ^ math.min(times - 1, 30), math.max(rest_ms, settings.busy_rest_max_ms))
+  return math.min(cooldown_ms * 2 ^ math.min(times - 1, 30), math.max(cooldown_ms, settings.busy_cooldown_max_ms))
 end
 
-local now, was = now_ms(), read_lease(held.job_id)
-local released = holds(was, held.lease, held.owner)
+local now, was = now_ms(), read_lease(lease.job_id)
+local released = holds(was, lease.name, lease.owner)
 if released then
   local is_let_go = drop_lease(was, now)
   if back or was.again then
     add_to_lane(was.lane, was.seq, member_of(was.job, was.created))
-    reindex(was.lane, was.needs)
+    reindex(was.lane, was.constraints)
   end
   if draining.job_id ~= "" then
-    write_lease(draining.job_id, draining.lease, draining.owner, was.slot, was.lane, was.needs, was.seq, was.created, 0,
-      0, now, now + offering.lease_ms)
+    write_lease(draining.job_id, draining.name, draining.owner, was.slot, was.lane, was.constraints, was.seq,
+      was.created, 0, 0, now, now + offering.lease_ms)
   else
-    return_slot(was.slot, now, rest_of(was.slot), is_let_go)
+    return_slot(was.slot, now, cooldown_of(was.slot), is_let_go)
   end
   note_run(was, now)
 end

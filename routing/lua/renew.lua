@@ -3,7 +3,7 @@
   Takes
     owner: text, lease_ms: int
     known_epoch: text, known_offers: int      as the last renewal was answered; "" and 0: there was none
-    leases: [{job_id: text, lease: text}]
+    leases: [{job_id: text, name: text}]
   Returns
     epoch: text, offers: int
     answers: ["renewed" | "cancel" | "lost" | "unknown"]      in the order asked
@@ -37,9 +37,9 @@ end
 local now, answers = now_ms(), {}
 heed_loss(known_epoch, known_offers)
 local is_complete = is_open(now)
-for n, it in ipairs(leases) do
-  local job, answer = it.job_id, nil
-  if is_held(job, it.lease, owner) then
+for n, lease in ipairs(leases) do
+  local job, answer = lease.job_id
+  if is_held(job, lease.name, owner) then
     redis.call("ZADD", LEASES, exact(now + lease_ms), job)
     charge_so_far(job, now)
     answer = redis.call("HEXISTS", lease_key(job), "cancel") == 1 and "cancel" or "renewed"

@@ -2,8 +2,8 @@
   Keys: classes, groups, kinds, lanes, rules, free, resting, slots, leases, servers, tags, stats, held, meta
   Takes
     lease_ms: int
-    leases: [{held: {job_id: text, lease: text, owner: text, slot: text},
-              lane: text, job: {needs: text, seq: int, created_ms: int}}]
+    leases: [{lease: {job_id: text, name: text, owner: text, slot: text},
+              lane: text, job: {constraints: text, seq: int, created_ms: int}}]
   Returns
     restored: int     a job that has a lease is left alone, and so is one that waits in an open room
   Where another holds the slot by now, the lease stands beside, see lib/holding
@@ -23,17 +23,17 @@
 
 local now, restored = now_ms(), 0
 local is_complete = is_open(now)
-for _, lease in ipairs(leases) do
-  local held, lane, job = lease.held, read_lane(lease.lane), lease.job
+for _, lost in ipairs(leases) do
+  local lease, lane, job = lost.lease, read_lane(lost.lane), lost.job
   -- One that waits has ended its run since the record was read; while the room is filled it may have begun it.
-  local member = member_of(held.job_id, job.created_ms)
+  local member = member_of(lease.job_id, job.created_ms)
   if not is_complete then take_from_lane(lane, member) end
   local waits = redis.call("ZSCORE", lane_key(lane.name), member)
-  if not waits and redis.call("EXISTS", lease_key(held.job_id)) == 0 then
-    write_lease(held.job_id, held.lease, held.owner, held.slot, lane, job.needs, job.seq, job.created_ms, 0, 0, now,
-      now + lease_ms)
-    redis.call("ZREM", FREE, held.slot)
-    redis.call("ZREM", RESTING, held.slot)
+  if not waits and redis.call("EXISTS", lease_key(lease.job_id)) == 0 then
+    write_lease(lease.job_id, lease.name, lease.owner, lease.slot, lane, job.constraints, job.seq,
+      job.created_ms, 0, 0, now, now + lease_ms)
+    redis.call("ZREM", FREE, lease.slot)
+    redis.call("ZREM", RESTING, lease.slot)
     restored = restored + 1
   end
 end

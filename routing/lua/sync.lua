@@ -4,12 +4,15 @@
     record: text        its identity
     version: int        of the catalog; an older one than the copy's changes nothing
     servers: [{name: text, entry: text, slots: int}]
+    renamed: [{kind: "server" | "model", was: text, name: text}]      former names of what is there
     rules: {text: text}      by field, see lib/rules
   Returns
     answer: "synced" | "stale" | "foreign"
     newest: int         version of the copy
       foreign: the room is another record's, and is closed until it is filled from this one
   A slot that holds a lease keeps it until it is released
+  What runs have shown of a server or model goes with it to its new name.  A room that knows a model by its former name,
+  or in which jobs wait by a name that is no model's here any more, is closed: the record knows their names of today
   Lanes that a changed rule concerns get their new keys from resort, and classes that other kinds of servers may run
   now their groups: it has to be called until none is left
   Clock Redis TIME    Cost O(slots log slots); O(accounts + classes) after a change    Upholds LEASE-1, SLOT-2 ]]
@@ -44,6 +47,56 @@ local function forget_servers(gone)
   end
 end
 
+local function rename(was, now_called)
+  if redis.call("EXISTS", was) == 1 and redis.call("EXISTS", now_called) == 0 then
+    redis.call("RENAME", was, now_called)
+  end
+end
+
+-- What runs have shown stays with whom it was shown of.
+local function carry(it)
+  rename(stats_key(it.kind, it.was), stats_key(it.kind, it.name))
+  rename(STATS .. ":failed:" .. it.kind .. ":" .. it.was, STATS .. ":failed:" .. it.kind .. ":" .. it.name)
+  if it.kind == "server" then
+    local failures = redis.call("HGET", META, "failures:" .. it.was)
+    if failures then redis.call("HSET", META, "failures:" .. it.name, failures) end
+    return
+  end
+  for _, server in ipairs(redis.call("HKEYS", SERVERS)) do
+    local stats = stats_key("server", server)
+    local mean = redis.call("HGET", stats, "run_ms:" .. it.was)
+    if mean then
+      redis.call("HDEL", stats, "run_ms:" .. it.was)
+      redis.call("HSET", stats, "run_ms:" .. it.name, mean)
+    end
+    if redis.call("HGET", stats, "loaded") == it.was then redis.call("HSET", stats, "loaded", it.name) end
+  end
+end
+
+-- Those of `renamed` whom this room knows by their former name alone.
+local function known_by_former_name(index, prefix, kind)
+  local found = {}
+  for _, it in ipairs(renamed) do
+    local was = it.kind == kind and redis.call("HEXISTS", index, prefix .. it.was) == 1
+    if was and redis.call("HEXISTS", index, prefix .. it.name) == 0 then found[#found + 1] = it end
+  end
+  return found
+end
+
+local function is_waited_for(model) return tonumber(redis.call("HGET", META, "waiting:" .. model) or "0") > 0 end
+
+-- Whether jobs wait by a former name, or by one that has just gone from here: who put them in knew no other yet.
+-- By now it may mean a model of another fleet.
+local function has_strays(changed)
+  local names = {}
+  for _, it in ipairs(renamed) do names[it.kind == "model" and it.was or ""] = true end
+  for rule in pairs(changed) do names[string.match(rule, "^model (.*)$") or ""] = true end
+  for name in pairs(names) do
+    if is_waited_for(name) and redis.call("HEXISTS", RULES, "model " .. name) == 0 then return true end
+  end
+  return false
+end
+
 -- How many leases each server holds, and how many of them it has no slot for.
 local function count_leases()
   local taken, excess = {}, {}
@@ -64,13 +117,21 @@ local function count_leases()
   set_field(META, "excess", next(excess) and "1" or false)
 end
 
--- A rule's text was `old` and is `new`, "": there is none.
-local function note_change(field, old, new)
-  local kind, name = string.match(field, "^(%a+) (.*)$")
-  if kind == "account" then reweigh(name, old, new) end
-  if kind == "model" and new == "" then
-    redis.call("UNLINK", tags_key(name), stats_key("model", name), STATS .. ":failed:model:" .. name)
+-- The same of a model that is gone.
+local function forget_model(model)
+  redis.call("UNLINK", tags_key(model), stats_key("model", model), STATS .. ":failed:model:" .. model)
+  for _, server in ipairs(redis.call("HKEYS", SERVERS)) do
+    local stats = stats_key("server", server)
+    redis.call("HDEL", stats, "run_ms:" .. model)
+    if redis.call("HGET", stats, "loaded") == model then redis.call("HDEL", stats, "loaded") end
   end
+end
+
+-- A rule's text was `old` and is `new`, "": there is none.
+local function note_change(rule, old, new)
+  local kind, name = string.match(rule, "^(%a+) (.*)$")
+  if kind == "account" then reweigh(name, old, new) end
+  if kind == "model" and new == "" then forget_model(name) end
   if kind == "model" and first_word(old, "") ~= first_word(new, "") then forget_charges(name, old, new) end
 end
 
@@ -96,6 +157,9 @@ if newest > version then return { "stale", newest } end
 
 redis.call("HSET", META, "catalog", version)
 if record ~= "" then redis.call("HSET", META, "record", record) end
+for _, it in ipairs(known_by_former_name(SERVERS, "", "server")) do carry(it) end
+local models_renamed = known_by_former_name(RULES, "model ", "model")
+for _, it in ipairs(models_renamed) do carry(it) end
 local gone = {}
 for _, server in ipairs(redis.call("HKEYS", SERVERS)) do gone[server] = true end
 redis.call("DEL", SERVERS)
@@ -133,11 +197,11 @@ for i = 1, #before, 2 do
     changed[before[i]] = before[i + 1]
   end
 end
-for field, text in pairs(rules) do
-  redis.call("HSET", RULES, field, text)
-  changed[field] = changed[field] or ""
+for rule, text in pairs(rules) do
+  redis.call("HSET", RULES, rule, text)
+  changed[rule] = changed[rule] or ""
 end
-for field, old in pairs(changed) do note_change(field, old, rules[field] or "") end
+for rule, old in pairs(changed) do note_change(rule, old, rules[rule] or "") end
 if next(changed) then
   for _, account in ipairs(redis.call("HKEYS", LANES)) do -- of all that have jobs waiting
     local tenant, model = string.match(account, "^([^|]*)|(.*)$")
@@ -147,4 +211,8 @@ if next(changed) then
   end
 end
 write_fields()
+if #models_renamed > 0 or has_strays(changed) then
+  redis.call("HDEL", META, "epoch")
+  redis.call("HSET", META, "lost", "1")
+end
 return { "synced", version }

@@ -23,14 +23,14 @@ if take_from_lane(read_lane(lane), member_of(job.id, job.created_ms)) then
   return "withdrawn"
 end
 -- One that is offered again may still run at its server: whoever takes it up finds out.
-local held = read_lease(job.id)
-if held and held.owner == "" and held.offer ~= "0" then
+local lease = read_lease(job.id)
+if lease and lease.owner == "" and lease.offer ~= "0" then
   local now = now_ms()
-  return_slot(held.slot, now, 0, drop_lease(held, now))
+  return_slot(lease.slot, now, 0, drop_lease(lease, now))
   write_fields()
   return "freed"
 end
-if held then
+if lease then
   redis.call("HSET", lease_key(job.id), "cancel", "1")
   redis.call("HDEL", lease_key(job.id), "again") -- it would come back to the room when its last run frees the slot
   return "asked"

@@ -8,7 +8,7 @@ local REMEMBERED = 100 -- jobs that failed
 
 local function breaker_of(stats)
   local has = read_hash(stats)
-  return { until_ms = tonumber(has.open_until or "0"), probe = has.probe or "" }
+  return { until_ms = tonumber(has.open_until or "0"), probe = has.probe or "", why = has.why or "" }
 end
 
 -- "closed"; "open" until a moment; "half_open": one probe may go, "probing": it is under way.
@@ -60,8 +60,8 @@ end
 -- one after another ("failures"), too many of them did ("rate"), or the one that was to try it did ("probe").
 local function open_breaker(stats, now, settings, is_proof, why)
   local times = add_to_field(stats, "opened", is_proof and 1 or 0)
-  local rest_ms = math.min(settings.breaker_open_ms * 2 ^ math.min(times - 1, 30), settings.breaker_open_max_ms)
-  set_field(stats, "open_until", exact(now + rest_ms))
+  local cooldown_ms = math.min(settings.breaker_open_ms * 2 ^ math.min(times - 1, 30), settings.breaker_open_max_ms)
+  set_field(stats, "open_until", exact(now + cooldown_ms))
   set_field(stats, "why", why)
   set_field(stats, "probe", false)
   set_field(stats, "streak", false)

@@ -1,16 +1,16 @@
 -- fields: hashes of which a script reads, and changes, several fields.  Each field is read once; what has changed is
 -- written at the end of the script, one command for each hash: by write_fields.
 
-local known = {}
+local hashes = {}
 local whole = {}
 local stored = {}
 
 -- What is known of a hash: field -> text, false: it is not there.
 local function fields_of(key)
-  local has = known[key]
+  local has = hashes[key]
   if not has then
     has = {}
-    known[key] = has
+    hashes[key] = has
   end
   return has
 end
@@ -56,7 +56,7 @@ local function set_field(key, name, text)
     stored[key] = old
   end
   if old[name] == nil then old[name] = before end
-  known[key][name] = text
+  hashes[key][name] = text
 end
 
 -- Answers the sum.
@@ -68,14 +68,14 @@ end
 
 local function forget_hash(key)
   redis.call("UNLINK", key)
-  known[key], whole[key], stored[key] = {}, true, nil
+  hashes[key], whole[key], stored[key] = {}, true, nil
 end
 
 local function write_fields()
   for key, old in pairs(stored) do
     local set, gone = { "HSET", key }, { "HDEL", key }
     for name, before in pairs(old) do
-      local text = known[key][name]
+      local text = hashes[key][name]
       if text and text ~= before then
         set[#set + 1], set[#set + 2] = name, text
       elseif before and not text then

@@ -37,10 +37,10 @@ local function count_taken(server, change)
   if add_to_field(stats, "taken", change) <= 0 and not field(SERVERS, server) then forget_hash(stats) end
 end
 
--- Write a lease: `job` holds `slot` from now on.
-local function write_lease(job, lease, owner, slot, lane, needs, seq, created, number, charged, now, expires)
-  redis.call("HSET", lease_key(job), "lease", lease, "owner", owner, "slot", slot, "lane", lane.name, "needs", needs,
-    "seq", seq, "created", created, "offer", number, "since", exact(now), "charged", exact(charged))
+-- Write a lease: `job` holds `slot` from now on.  Its constraints are kept as `needs`.
+local function write_lease(job, name, owner, slot, lane, constraints, seq, created, number, charged, now, expires)
+  redis.call("HSET", lease_key(job), "lease", name, "owner", owner, "slot", slot, "lane", lane.name, "needs",
+    constraints, "seq", seq, "created", created, "offer", number, "since", exact(now), "charged", exact(charged))
   redis.call("ZADD", LEASES, exact(expires), job)
   hold_slot(slot, job)
   count_taken(server_of(slot), 1)

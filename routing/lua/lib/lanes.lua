@@ -11,9 +11,9 @@ local function lanes_of(account)
   return lanes
 end
 
-local function note_lane(lane, needs)
+local function note_lane(lane, constraints)
   redis.call("HSET", marks_key(lane.account), lane.mark, "")
-  add_class(lane.class, needs)
+  add_class(lane.class, constraints)
 end
 
 local function forget_lane(lane)
@@ -33,14 +33,15 @@ local function key_text(key) return key == BLOCKED and "+inf" or string.format("
 
 -- Set a lane's place in its class by the job at its head; drop the lane when it is empty.  `head`: member and seq of
 -- that job, if they are known; empty: it has none.
-local function reindex(lane, needs, head)
+local function reindex(lane, constraints, head)
   head = head or redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")
   if not head[1] then
     if redis.call("ZREM", class_key(lane.class), lane.name) == 1 then forget_lane(lane) end
     return
   end
   local key = key_of(lane, head[1], head[2])
-  if redis.call("ZADD", class_key(lane.class), key_text(key), lane.name) == 1 then note_lane(lane, needs or "") end
+  local is_new = redis.call("ZADD", class_key(lane.class), key_text(key), lane.name) == 1
+  if is_new then note_lane(lane, constraints or "") end
   rank_class(lane.class)
 end
 

@@ -10,6 +10,7 @@ end
 
 local LOOKED_AT = 16 -- classes, lanes of each, and jobs of each lane, of which one may probe
 local READ_AT_ONCE = 64 -- free slots
+local CHOICES = 16 -- eligible servers that are compared, those that are free longest
 
 -- The servers with free slots, that which has been free longest first, each {name, entry, slots in that order, next};
 -- read as far as somebody asks: by nth_server.  A server stands here again when all its slots were taken before more of
@@ -96,7 +97,7 @@ end
 local function has_work(server, model)
   if not model or not serves(server.entry, model.name) then return false end
   for _, lane in ipairs(model.lanes) do
-    if matches(lane.needs, server.entry, model.name) then return true end
+    if matches(lane.constraints, server.entry, model.name) then return true end
   end
   return false
 end
@@ -120,7 +121,8 @@ local function best_server(servers, model, lane, by_name, now, again)
   local n, server = 1, nth_server(servers, 1)
   while server and seen < CHOICES do
     local entry = server.entry
-    local fits = server.slots[server.next] and serves(entry, model.name) and matches(lane.needs, entry, model.name)
+    local fits = server.slots[server.next] and serves(entry, model.name)
+      and matches(lane.constraints, entry, model.name)
     local stats = stats_key("server", server.name)
     local well = fits and lets_through(stats, now)
     if well and not again and would_probe_again(stats, lane.job, now) then well, left_out = false, true end
@@ -140,7 +142,8 @@ local function best_server(servers, model, lane, by_name, now, again)
   return best, left_out
 end
 
--- The server takes a job of `model`.  Other models that have work for it go on being passed over.
+-- The server takes a job of `model`.  Other models that have work for it go on being passed over.  Answers whether its
+-- last job was not of this model, or is not known.
 local function note_loaded(server, model, by_name)
   local stats = stats_key("server", server.name)
   local loaded = read_hash(stats).loaded
@@ -148,10 +151,11 @@ local function note_loaded(server, model, by_name)
     set_field(stats, "loaded", model)
     if loaded then add_to_field(stats, "swaps", 1) end
   end
-  if not serves_several(server.entry) then return end
+  if not serves_several(server.entry) then return loaded ~= model end
   for other in models_in(server.entry) do
     if other == model or not has_work(server, by_name[other]) then set_field(stats, "passing:" .. other, false) end
   end
+  return loaded ~= model
 end
 
 -- Take the job at the head of a lane and the server's first free slot, and write the lease.  `owner` "" leaves it open
@@ -165,16 +169,16 @@ local function take(head, servers, server, by_name, prefix, owner, now, lease_ms
   local policy = policy_of(lane.model)
   local charged = policy.charge_offer and policy.charge_offer(lane, number) or 0
   take_from_lane(lane, head.member, head.following)
-  write_lease(job, lease, owner, slot, lane, head.needs, head.seq, exact(created), number, charged, now,
+  write_lease(job, lease, owner, slot, lane, head.constraints, head.seq, exact(created), number, charged, now,
     now + lease_ms)
-  note_loaded(server, lane.model, by_name)
+  if note_loaded(server, lane.model, by_name) then redis.call("HSET", lease_key(job), "swap", "1") end
   note_probe(stats, job)
   note_probe(stats_key("server", server.name), job)
   return { job, lease, slot, server.name, lane.model, number, owner }
 end
 
 local function with_job(lane, member, seq)
-  return { name = lane.name, needs = lane.needs, member = member, seq = seq, job = read_member(member) }
+  return { name = lane.name, constraints = lane.constraints, member = member, seq = seq, job = read_member(member) }
 end
 
 -- With the job at the head of its lane, and what will be its head without that.
@@ -193,10 +197,11 @@ local function others_of(group)
     for i, ranked in ipairs(classes) do classes[i] = string.sub(ranked, 3) end
   end
   for _, class in ipairs(classes) do
-    local _, needs = group_of(class)
+    local _, constraints = group_of(class)
     for _, name in ipairs(redis.call("ZRANGEBYSCORE", class_key(class), "-inf", "(inf", "LIMIT", 0, LOOKED_AT)) do
       local jobs = redis.call("ZRANGE", lane_key(name), 0, LOOKED_AT - 1, "WITHSCORES")
-      for i = 1, #jobs, 2 do found[#found + 1] = with_job({ name = name, needs = needs }, jobs[i], jobs[i + 1]) end
+      local lane = { name = name, constraints = constraints }
+      for i = 1, #jobs, 2 do found[#found + 1] = with_job(lane, jobs[i], jobs[i + 1]) end
     end
   end
   return found
@@ -236,19 +241,19 @@ local function take_next(groups, servers, prefix, owner, now, lease_ms)
 end
 
 -- Up to `limit` offers, whose leases get names that begin with `prefix`, which is random.  The first goes straight to
--- `taker`, "" if there is none, for `lease_ms`; the others are open for `offer_ms`, and no more than `room` are open at
--- once, for as many runs have workers room: lest they wait where nobody looks.
+-- `claimant`, "" if there is none, for `lease_ms`; the others are open for `offer_ms`, and no more than `room` are open
+-- at once, for as many runs have workers room: lest they wait where nobody looks.
 local function make_offers(offering, now)
   local offers, limit, prefix, open_left = {}, offering.limit, offering.prefix, nil
-  wake_rested(now)
+  end_cooldowns(now)
   local groups = limit > 0 and is_open(now) and redis.call("HKEYS", GROUPS) or {}
   if #groups == 0 then return offers end
   local servers = free_servers()
   if not is_any_left(servers) then return offers end
   while #offers < limit and #groups > 0 do
-    local first, made = #offers == 0 and offering.taker ~= "", nil
+    local first, made = #offers == 0 and offering.claimant ~= ""
     if first then
-      made = take_next(groups, servers, prefix, offering.taker, now, offering.lease_ms)
+      made = take_next(groups, servers, prefix, offering.claimant, now, offering.lease_ms)
     else
       open_left = (open_left or offering.room - redis.call("ZCARD", open_key())) - 1
       made = open_left >= 0 and take_next(groups, servers, prefix, "", now, offering.offer_ms)

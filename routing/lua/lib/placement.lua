@@ -1,7 +1,5 @@
 -- placement: which of the servers that may run a job is best.
 
-local CHOICES = 16 -- eligible servers that are compared, those that are free longest
-
 -- The parts of a server's score for a model, and their sum over its weight: the lowest is best.
 local function score_of(server, entry, model, now)
   local stats = stats_key("server", server)

@@ -22,20 +22,20 @@ local function is_beyond(slot)
   return entry and tonumber(string.match(slot, "(%d+)$")) >= slots_in(entry)
 end
 
--- Let a slot be offered: now, or after it has rested.  One that holds a lease is not, until that is dropped, nor is
+-- Let a slot be offered: now, or after its cooldown.  One that holds a lease is not, until that is dropped, nor is
 -- one of a server that is not online; sync brings it back.  `is_let_go`: it is known to hold none.
-local function return_slot(slot, now, rest_ms, is_let_go)
+local function return_slot(slot, now, cooldown_ms, is_let_go)
   if not is_online_slot(slot) or (not is_let_go and redis.call("HEXISTS", SLOTS, slot) == 1) then return end
-  if rest_ms > 0 then
-    redis.call("ZADD", RESTING, exact(now + rest_ms), slot)
+  if cooldown_ms > 0 then
+    redis.call("ZADD", RESTING, exact(now + cooldown_ms), slot)
   else
     redis.call("ZADD", FREE, exact(now), slot)
   end
 end
 
-local function wake_rested(now)
-  local rested = redis.call("ZRANGEBYSCORE", RESTING, "-inf", exact(now), "LIMIT", 0, 100)
-  for _, slot in ipairs(rested) do
+local function end_cooldowns(now)
+  local cooled = redis.call("ZRANGEBYSCORE", RESTING, "-inf", exact(now), "LIMIT", 0, 100)
+  for _, slot in ipairs(cooled) do
     redis.call("ZREM", RESTING, slot)
     return_slot(slot, now, 0)
   end

@@ -1,0 +1,33 @@
+--[[ cool_down: offer a server's free slots to nobody for a while, longer each time; or again, at once.
+  Keys: free, resting, slots, servers, meta
+  Takes
+    server: text
+    first_ms: int     the first cooldown, doubled each time in a row; 0: it is over, all is well
+    max_ms: int
+  Returns
+    cooldown_ms: int
+    moved: int        slots; of a server that is not known nothing is noted
+  Clock Redis TIME    Cost O(log n) a slot of the server ]]
+-- @include lib/now_ms
+-- @include lib/fleet
+-- @include lib/fields
+-- @include lib/slots
+
+local now, from, cooldown_ms, moved = now_ms(), RESTING, 0, 0
+local entry = field(SERVERS, server)
+if not entry then return { 0, 0 } end -- it has been removed
+if first_ms > 0 then
+  from = FREE
+  local times = redis.call("HINCRBY", META, "failures:" .. server, 1)
+  cooldown_ms = math.min(first_ms * 2 ^ math.min(times - 1, 30), max_ms)
+else
+  redis.call("HDEL", META, "failures:" .. server)
+end
+for n = 0, slots_in(entry) - 1 do
+  local slot = server .. "-slot" .. n
+  if redis.call("ZREM", from, slot) == 1 then
+    return_slot(slot, now, cooldown_ms)
+    moved = moved + 1
+  end
+end
+return { cooldown_ms, moved }

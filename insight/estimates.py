@@ -3,14 +3,15 @@
 from collections import deque
 from collections.abc import Sequence
 
+from admission import placement
+from admission.questions import Position
+from insight import interval
 from insight.forecasts import Forecasts
-from insight.interval import SOON, Estimate
-from jobs.catalog import Model
+from insight.interval import SOON, Estimate, Truth
 from jobs.record import Waiting, now_ms
-from jobs.states import STOPPED, Standing
-from routing.fleet import Fleet
-from routing.policies import placement
-from routing.queues import Position
+from registry.cache import CatalogCache
+from registry.catalog import Model
+from registry.values import STOPPED
 
 _MOST_STARTS = 10_000  # that wait to be learned from; Redis may be away
 _LEARNED_AT_ONCE = 200
@@ -19,7 +20,7 @@ _LEARNED_AT_ONCE = 200
 class Estimates:
     """Safe between threads; redis errors pass through."""
 
-    def __init__(self, fleet: Fleet, forecasts: Forecasts) -> None:
+    def __init__(self, fleet: CatalogCache, forecasts: Forecasts) -> None:
         self._fleet = fleet
         self._forecasts = forecasts
         self._started: deque[tuple[str, str, str, int]] = deque(maxlen=_MOST_STARTS)
@@ -42,10 +43,14 @@ class Estimates:
         for it in (catalog.models.get(job.model), catalog.tenants.get(job.tenant)):
             if it is not None and it.state in STOPPED:
                 return 0
-        suited = placement.eligible(catalog.servers.values(), job.model, job.needs) if job.needs else ()
-        if job.needs and all(it.state != Standing.ONLINE for it in suited):
+        suited = placement.eligible(catalog.servers.values(), job.model, job.constraints) if job.constraints else ()
+        if job.constraints and not any(it.takes_jobs for it in suited):
             return 0
         return catalog.slots_of(job.model)
+
+    def truths(self, model: Model) -> list[Truth | None]:
+        """How this model's estimates have come true, by size of the wait."""
+        return interval.truths(self._forecasts.memory(model.fleet, model.name))
 
     # -- what the core tells and asks --------------------------------------------------------------------------
 
@@ -54,6 +59,9 @@ class Estimates:
 
     def withdrawn(self, fleet: str, model: str, job_ids: Sequence[str]) -> None:
         self._forecasts.forget(fleet, model, *job_ids)
+
+    def renamed(self, fleet: str, model: str, to: str | None) -> None:
+        self._forecasts.move(fleet, model, to)
 
     def earliest_ms(self, model: Model, position: Position, now_ms: int) -> int | None:
         slots = self._fleet.snapshot().slots_of(model.name)

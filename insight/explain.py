@@ -10,19 +10,22 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from admission import placement, questions
+from admission.questions import Position, QueueStatus
+from dispatch.dispatcher import Dispatcher
+from insight import servers
 from insight.estimates import Estimates
 from insight.interval import SOON, Estimate
-from jobs.catalog import Snapshot
+from insight.overtaking import longest_overtaking_s
+from insight.servers import ServerStatus
 from jobs.record import Job
-from jobs.states import STOPPED, State
+from jobs.states import State
 from jobs.withheld import Withheld
-from routing import draining
-from routing.dispatcher import Dispatcher
-from routing.policies import order, placement
-from routing.queues import Position, WaitFacts
-from routing.slots import ServerStanding
+from registry.catalog import Snapshot
+from registry.values import STOPPED
+from upkeep import draining
 
-# Of a server, by what opened its breaker.
+# Of a server or model, by what opened its breaker.
 _FAILED = {
     "failures": "failed run after run",
     "rate": "failed most of its latest runs",
@@ -76,16 +79,16 @@ def explain(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanati
 
 def _in_room(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanation:
     """Of a queued job.  Raises redis errors."""
-    model = dispatcher.fleet.model(job.model)
-    facts = dispatcher.queues.wait_facts(model.fleet, job.waiting)
+    model = dispatcher.catalog.model(job.model)
+    facts = questions.status_now(dispatcher.queues, model.fleet, job.waiting)
     if facts.place == "offered":
         sentence = "It has a slot and is being started; if no worker takes it up, it comes back to its place."
         return Explanation(sentence, estimate=SOON)
     if facts.place != "waiting":
         sentence = f"it is on its way into the waiting room of model {job.model!r}; the next sweep brings it in"
         return _waiting_for(Blocker("not_in_room", sentence))
-    standings = dispatcher.slots.standings(model.fleet)
-    catalog = dispatcher.fleet.snapshot()
+    standings = servers.standings(dispatcher.slots, model.fleet)
+    catalog = dispatcher.catalog.snapshot()
     hindrances = {it.name: _hindrance(job, it.name, standings.get(it.name), catalog) for it in _servers(catalog, job)}
     found = [*_general(job, facts, catalog), *_placement(job, catalog, hindrances, standings, facts)]
     if not found:
@@ -100,7 +103,7 @@ def _in_room(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanat
         facts.ahead,
         facts.before,
         model.config.policy,
-        order.longest_overtaking_s(job.tier, model.config),
+        longest_overtaking_s(job.tier, model.config),
         hindrances,
         foretold,
     )
@@ -129,7 +132,7 @@ def _servers(catalog: Snapshot, job: Job) -> list[Any]:
     return [it for it in catalog.servers.values() if job.model in it.endpoints]
 
 
-def _general(job: Job, facts: WaitFacts, catalog: Snapshot) -> list[Blocker]:
+def _general(job: Job, facts: QueueStatus, catalog: Snapshot) -> list[Blocker]:
     """What holds up every job of its tenant or model."""
     found = []
     if facts.obstacle == "tenant_slots":
@@ -143,11 +146,20 @@ def _general(job: Job, facts: WaitFacts, catalog: Snapshot) -> list[Blocker]:
     if facts.state in STOPPED:
         found.append(Blocker("model_paused", stopped("model", job.model, catalog.models.get(job.model)), job.model))
     if facts.breaker == "open":
-        sentence = f"runs of model {job.model!r} failed one after another, so it rests"
-        found.append(Blocker("model_breaker_open", sentence, job.model, facts.open_until_ms))
+        found.append(breaker_open(job.model, facts.open_why, facts.open_until_ms))
     elif facts.breaker == "probing":
         found.append(Blocker("model_probing", f"one job is trying whether model {job.model!r} works again", job.model))
     return found
+
+
+def breaker_open(name: str, why: str, until_ms: int) -> Blocker:
+    """That a model's breaker is open; `why`: what opened it."""
+    return Blocker("model_breaker_open", f"model {name!r} {failed(why)} and its breaker is open", name, until_ms)
+
+
+def failed(why: str) -> str:
+    """What opened a breaker, in words."""
+    return _FAILED.get(why, _FAILED["failures"])
 
 
 def stopped(kind: str, name: str, it: Any) -> str:
@@ -159,10 +171,10 @@ def stopped(kind: str, name: str, it: Any) -> str:
     return f"{kind} {name!r} is {it.state}{by}{because}"
 
 
-def _hindrance(job: Job, server: str, standing: ServerStanding | None, catalog: Snapshot) -> str:
+def _hindrance(job: Job, server: str, standing: ServerStatus | None, catalog: Snapshot) -> str:
     """What keeps a server from taking this job now; "": nothing does."""
     it = catalog.servers[server]
-    if unmet := placement.unmet(job.needs, it, job.model):
+    if unmet := placement.unmet(job.constraints, it, job.model):
         return f"does not meet {', '.join(unmet)}"
     if it.state != "online":
         return stopped("server", server, it).split(" is ", 1)[1]
@@ -172,24 +184,24 @@ def _hindrance(job: Job, server: str, standing: ServerStanding | None, catalog: 
         return "breaker open" if standing.breaker == "open" else "being tried by one job"
     if standing.free:
         return ""
-    return "resting" if standing.resting and not standing.taken else "busy"
+    return "resting" if standing.cooling and not standing.taken else "busy"
 
 
 def _placement(
     job: Job,
     catalog: Snapshot,
     hindrances: Mapping[str, str],
-    standings: Mapping[str, ServerStanding],
-    facts: WaitFacts,
+    standings: Mapping[str, ServerStatus],
+    facts: QueueStatus,
 ) -> list[Blocker]:
     """What keeps all servers of its model from taking it; nothing, if one could."""
     if not hindrances:
         return [Blocker("no_server", f"no server serves model {job.model!r}; POST /admin/register adds one", job.model)]
     if "" in hindrances.values():
         return []
-    eligible = {name for name in hindrances if placement.meets(job.needs, catalog.servers[name], job.model)}
+    eligible = {name for name in hindrances if placement.meets(job.constraints, catalog.servers[name], job.model)}
     if not eligible:
-        return [Blocker("constraints_unmet", placement.unmatched(job.model, job.needs), job.model)]
+        return [Blocker("constraints_unmet", placement.unmatched(job.model, job.constraints), job.model)]
     others = [name for name in sorted(eligible) if hindrances[name] != "busy"]
     found = [of_server(name, hindrances[name], standings.get(name)) for name in others]
     taken = sum(standings[name].taken for name in eligible.difference(others))
@@ -211,18 +223,18 @@ def _withheld(job: Job, servers: Iterable[str], slots: Mapping[str, Sequence[Wit
     ]
 
 
-def of_server(name: str, hindrance: str, standing: ServerStanding | None) -> Blocker:
+def of_server(name: str, hindrance: str, standing: ServerStatus | None) -> Blocker:
     """What keeps a server from taking jobs; `hindrance` in the words of Explanation.servers."""
     if hindrance == "breaker open" and standing is not None:
-        sentence = f"server {name!r} {_FAILED.get(standing.open_why, 'failed run after run')} and rests"
+        sentence = f"server {name!r} {failed(standing.open_why)} and its breaker is open"
         return Blocker("server_breaker_open", sentence, name, standing.open_until_ms)
     if hindrance == "resting" and standing is not None:
-        sentence = f"server {name!r} was busy or could not be reached, so its slots rest"
-        return Blocker("server_resting", sentence, name, standing.rested_ms)
+        sentence = f"server {name!r} was busy or could not be reached, so its slots are in cooldown"
+        return Blocker("server_resting", sentence, name, standing.cooldown_until_ms)
     return Blocker("server_unavailable", f"server {name!r} is {hindrance}", name)
 
 
-def _turn(facts: WaitFacts) -> Blocker:
+def _turn(facts: QueueStatus) -> Blocker:
     return Blocker("turn", _before(facts.ahead) if facts.ahead else "it is next, and a slot is being given to it")
 
 

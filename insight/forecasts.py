@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from insight import interval
 from insight.interval import HEAVIEST, KEPT, MOST, PARTS, SIZES, Estimate, Memory, Promise, Seen
-from routing.scripts import Command, Scripts
+from scripting.scripts import Command, Scripts
 
 REMEMBERED = 512
 """Promises that may be outstanding for each model."""
@@ -113,6 +113,10 @@ class Forecasts:
             self._remember(key, chosen, level, now_ms)
         return [None if it is None else interval.estimate(known.memory, it) for it in given]
 
+    def memory(self, fleet: str, model: str) -> Memory:
+        """What was learned of a model's estimates."""
+        return self._read(self._scripts.keys.forecast(fleet, model)).memory
+
     def started(self, starts: Sequence[tuple[str, str, str, int]]) -> list[bool]:
         """Learn from the first starts of jobs: (fleet, model, job, ms).  Answers for each whether it was in the sample.
 
@@ -138,6 +142,15 @@ class Forecasts:
     def forget(self, fleet: str, model: str, *job_ids: str) -> None:
         """These jobs will not start: they were canceled, or their deadline passed."""
         self._scripts.redis.hdel(self._scripts.keys.forecast(fleet, model), *(_JOB + job_id for job_id in job_ids))
+
+    def move(self, fleet: str, model: str, to: str | None) -> None:
+        """What is known of a model goes with its name; None: it is gone, and all of it is forgotten."""
+        key, redis = self._scripts.keys.forecast(fleet, model), self._scripts.redis
+        if to is None:
+            redis.unlink(key)
+        elif redis.exists(key):
+            redis.rename(key, self._scripts.keys.forecast(fleet, to))
+        self._known.pop(key, None)
 
     # -- reading -----------------------------------------------------------------------------------------------
 

@@ -4,23 +4,22 @@ from collections.abc import Iterator
 
 from redis.exceptions import RedisError
 
-from insight.explain import Blocker, of_server, stopped
+from admission import placement
+from dispatch.dispatcher import Dispatcher
+from insight.explain import Blocker, breaker_open, of_server, stopped
 from insight.load import Load, load_of
-from jobs.catalog import Snapshot
-from jobs.record import Server
-from jobs.states import STOPPED
-from routing import draining
-from routing.dispatcher import Dispatcher
-from routing.policies import placement
-from routing.slots import ServerStanding
+from insight.servers import ServerStatus, standings
+from registry.catalog import Snapshot
+from registry.values import STOPPED, Server
 from routing.workers import Workers
+from upkeep import draining
 
 _LOOKED_AT = 100  # waiting jobs of a model
 
 
 def why_idle(dispatcher: Dispatcher, workers: Workers, server: Server) -> tuple[Blocker, ...]:
     """What keeps it from jobs, what lasts longest first; nothing: it gets whatever comes."""
-    catalog = dispatcher.fleet.snapshot()
+    catalog = dispatcher.catalog.snapshot()
     found = list(_in_record(server, catalog))
     try:
         return (*found, *_in_room(dispatcher, workers, server, catalog))
@@ -43,7 +42,7 @@ def _in_record(server: Server, catalog: Snapshot) -> Iterator[Blocker]:
 
 def _in_room(dispatcher: Dispatcher, workers: Workers, server: Server, catalog: Snapshot) -> Iterator[Blocker]:
     """Raises redis errors."""
-    standing = dispatcher.slots.standings(server.fleet).get(server.name)
+    standing = standings(dispatcher.slots, server.fleet).get(server.name)
     if standing is None:
         yield Blocker("not_in_room", "the waiting room does not know it yet; the next sweep brings it in", server.name)
         return
@@ -51,19 +50,18 @@ def _in_room(dispatcher: Dispatcher, workers: Workers, server: Server, catalog: 
     loads = {name: load_of(dispatcher, catalog.models[name]) for name in sorted(server.endpoints)}
     for name, load in loads.items():
         if load.breaker == "open":
-            sentence = f"runs of model {name!r} failed one after another, so it rests"
-            yield Blocker("model_breaker_open", sentence, name, load.open_until_ms)
+            yield breaker_open(name, load.open_why, load.open_until_ms)
     yield from _of_jobs(dispatcher, server, loads)
     if workers.look() == 0:
         yield Blocker("no_worker", "no living worker has room for a run: none is started, or all are full")
 
 
-def _of_slots(dispatcher: Dispatcher, server: Server, standing: ServerStanding) -> Iterator[Blocker]:
+def _of_slots(dispatcher: Dispatcher, server: Server, standing: ServerStatus) -> Iterator[Blocker]:
     if standing.breaker == "open":
         yield of_server(server.name, "breaker open", standing)
     elif standing.breaker == "probing":
         yield Blocker("server_probing", "one job is trying whether it works again", server.name)
-    if standing.resting:
+    if standing.cooling:
         yield of_server(server.name, "resting", standing)
     withheld = draining.by_server(dispatcher).get(server.name, ())
     if standing.taken and not standing.free:
@@ -80,8 +78,8 @@ def _of_jobs(dispatcher: Dispatcher, server: Server, loads: dict[str, Load]) -> 
         yield Blocker("nothing_waits", "no job of a model that it serves waits")
     for name in waiting:
         jobs = dispatcher.store.queued([name], limit=_LOOKED_AT)
-        unmet = [line for job in jobs for line in placement.unmet(job.needs, server, name)]
-        if jobs and all(placement.unmet(job.needs, server, name) for job in jobs):
+        unmet = [line for job in jobs for line in placement.unmet(job.constraints, server, name)]
+        if jobs and all(placement.unmet(job.constraints, server, name) for job in jobs):
             wanted = ", ".join(sorted(set(unmet)))
             sentence = f"the jobs of model {name!r} that wait ask for what it does not declare: {wanted}"
             yield Blocker("constraints_unmet", sentence, name)

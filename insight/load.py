@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from jobs.catalog import Model
+from admission import bounds, questions
+from dispatch.dispatcher import Dispatcher
 from jobs.record import TIER_DEFAULT, Waiting
-from routing.dispatcher import Dispatcher
-from routing.policies import admission
+from registry.catalog import Model
 
 _NOBODY = ""  # a tenant and a job that there is not: what is asked for concerns the model alone
 
@@ -15,7 +15,8 @@ class Load:
     """`run_ms`: mean slot time of the model's latest runs; `work_ms`: how long its slots are busy with what waits.
 
     None: not known.  `limit`: jobs that may wait, of each tenant under `fair`; None: any number.  `breaker`: closed,
-    open, half_open, probing; open until `open_until_ms`, ms since the epoch, 0: it is not open.
+    open, half_open, probing; open until `open_until_ms`, ms since the epoch, 0: it is not open, and by `open_why`, as
+    for servers (insight/servers.py: ServerStatus).
     """
 
     waiting: int
@@ -24,19 +25,22 @@ class Load:
     limit: int | None
     breaker: str
     open_until_ms: int
+    open_why: str
 
 
 def load_of(dispatcher: Dispatcher, model: Model) -> Load:
     """In two calls to Redis, whatever waits.  Raises redis errors."""
-    found = dispatcher.queues.backlog(model.fleet, model.name, _NOBODY)
-    facts = dispatcher.queues.wait_facts(model.fleet, Waiting(_NOBODY, 0, model.name, TIER_DEFAULT, _NOBODY))
-    slots = dispatcher.fleet.snapshot().slots_of(model.name)
+    queues = dispatcher.queues
+    (found,) = queues.ask([questions.backlog(queues, model.fleet, model.name, _NOBODY)])
+    facts = questions.status_now(queues, model.fleet, Waiting(_NOBODY, 0, model.name, TIER_DEFAULT, _NOBODY))
+    slots = dispatcher.catalog.snapshot().slots_of(model.name)
     known = found.run_ms is not None and slots > 0
     return Load(
         found.everyones,
         found.run_ms,
         round(found.everyones * found.run_ms / slots) if known and found.run_ms else None,
-        admission.bound(model.config, slots),
+        bounds.bound(model.config, slots),
         facts.breaker,
         facts.open_until_ms,
+        facts.open_why,
     )

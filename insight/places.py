@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from redis.exceptions import RedisError, TimeoutError
 
+from admission import questions
+from admission.questions import Position
 from insight.estimates import Estimates
 from insight.interval import Estimate
 from jobs.record import Waiting
-from routing.fleet import Fleet
-from routing.queues import Position, Queues
+from registry.cache import CatalogCache
+from routing.queues import Queues
 
 _PAUSE_S = 1.0
 
@@ -35,7 +37,7 @@ class Places:
     """Looks places up.  Safe between threads."""
 
     def __init__(
-        self, fleet: Fleet, queues: Queues, estimates: Estimates, clock: Callable[[], float] = time.monotonic
+        self, fleet: CatalogCache, queues: Queues, estimates: Estimates, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._fleet = fleet
         self._queues = queues
@@ -64,7 +66,7 @@ class Places:
         return Place()
 
     def _position(self, job: Waiting) -> Position | None:
-        return self._queues.position(self._fleet.model(job.model).fleet, job)
+        return questions.position(self._queues, self._fleet.model(job.model).fleet, job)
 
     def _at(self, job: Waiting, position: Position | None, *, new: bool = False) -> Place:
         if position is None:

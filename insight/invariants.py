@@ -1,4 +1,4 @@
-"""Audit: every invariant that can be seen from outside, checked against what is really there.
+"""Every invariant that can be seen from outside, checked against what is really there.
 
 A difference that is seen once may be a job on its way; one that is seen twice in a row is a finding.
 """
@@ -8,14 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from jobs import ledger
+from dispatch.dispatcher import DRAINING, Dispatcher
 from jobs.record import now_ms
 from jobs.states import State
-from routing.dispatcher import DRAINING, Dispatcher
-from routing.leases import Held
-from routing.policies.identity import ServerReport
-from routing.reconcile import suspects
-from routing.reconcile.reaper import OFTEN
+from routing.leases import Lease
+from upkeep import ledger
+from upkeep.identity import ServerReport
+from upkeep.reconcile import suspects
+from upkeep.reconcile.reaper import OFTEN
+from upkeep.rooms import depths_of
+from upkeep.seen import seen_by
 
 
 class Check(StrEnum):
@@ -42,13 +44,13 @@ def look(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> set[Fin
     found = {Finding(Check.SLOT, job.id) for job in suspects(dispatcher, reports)}
     if not ledger.read(dispatcher.store.database).balanced:
         found.add(Finding(Check.LEDGER, "ledger"))
-    leases = dispatcher.leases.all_of(dispatcher.fleet.snapshot().fleets())
+    leases = dispatcher.leases.all_of(dispatcher.catalog.snapshot().fleets())
     return found | _runs(dispatcher, leases) | _rooms(dispatcher, leases) | _unstarted(dispatcher)
 
 
 def _unstarted(dispatcher: Dispatcher) -> set[Finding]:
     """What the reaper of this process has met; jobs that have begun since, or ended, are forgotten."""
-    met = dispatcher.seen.unstarted
+    met = seen_by(dispatcher).unstarted
     briefs = dispatcher.store.briefs(list(met))
     for job_id, (attempt, _) in list(met.items()):
         found = briefs.get(job_id)
@@ -57,9 +59,9 @@ def _unstarted(dispatcher: Dispatcher) -> set[Finding]:
     return {Finding(Check.START, job_id) for job_id, (_, times) in list(met.items()) if times >= OFTEN}
 
 
-def _runs(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Held, int]]]) -> set[Finding]:
+def _runs(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Lease, int]]]) -> set[Finding]:
     theirs = ("", DRAINING)  # offers, and slots that drain: they run nothing
-    claimed = {held.job_id: held.tag for fleet in leases.values() for held, _ in fleet if held.owner not in theirs}
+    claimed = {lease.job_id: lease.tag for fleet in leases.values() for lease, _ in fleet if lease.owner not in theirs}
     running = {job.id: job.lease for job in dispatcher.store.running()}
     suspicious = [job for job, tag in claimed.items() if running.get(job) != tag]
     without_run = {Finding(Check.LEASE, job) for job in suspicious if not _has_just_ended(dispatcher, job)}
@@ -73,11 +75,11 @@ def _has_just_ended(dispatcher: Dispatcher, job_id: str) -> bool:
     return ended_ms is not None and now_ms() - ended_ms < dispatcher.settings.lease_ms
 
 
-def _rooms(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Held, int]]]) -> set[Finding]:
-    queued = dispatcher.store.queued_by_model()
-    catalog = dispatcher.fleet.snapshot()
+def _rooms(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Lease, int]]]) -> set[Finding]:
+    queued = ledger.queued_by_model(dispatcher.store.database)
+    catalog = dispatcher.catalog.snapshot()
     found = set()
-    for fleet, room in dispatcher.queues.depths_of(list(leases)).items():
+    for fleet, room in depths_of(dispatcher.queues.scripts, list(leases)).items():
         recorded = sum(queued[model] for model in catalog.models_of(fleet))
         in_room = sum(room.waiting.values()) + sum(not lease.owner for lease, _ in leases[fleet])
         if recorded > in_room:

@@ -1,0 +1,56 @@
+"""How things stand in the record at this moment, in few numbers: what is owed, and what is withheld."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from sqlalchemy import bindparam, func, select
+
+from database.db import Database
+from jobs import withheld
+from jobs.models import jobs, webhooks
+from jobs.moves import compared
+from jobs.states import State
+from outbox.tables import messages
+
+_OWED = [
+    select(func.count(), func.min(table.c.next_ms)).where(table.c.state == "pending") for table in (webhooks, messages)
+]
+# Found among the running ones, of which there are no more than slots, and not among all that the model ever had.
+_RUNNING = select(func.count()).where(
+    jobs.c.state == State.RUNNING.value, compared(jobs.c.model) == bindparam("p_model")
+)
+_QUEUED = select(func.count()).where(jobs.c.state == State.QUEUED.value, jobs.c.model == bindparam("p_model"))
+
+
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """Messages of single jobs' webhooks and of tenants'.
+
+    `pending`: those that are neither delivered nor given up.  `late_ms`: since when the oldest try is due.
+    """
+
+    pending: int
+    late_ms: int
+
+
+def webhooks_owed(database: Database, now_ms: int) -> Owed:
+    """Raises RecordUnavailable."""
+    with database.read() as connection:
+        found = [connection.execute(query).one() for query in _OWED]
+    due = [next_ms for _, next_ms in found if next_ms is not None]
+    return Owed(sum(pending for pending, _ in found), max(now_ms - min(due), 0) if due else 0)
+
+
+def withheld_slots(database: Database) -> Counter[tuple[str, str]]:
+    """(model, reason) -> how many slots are withheld.  Raises RecordUnavailable."""
+    return Counter((it.model, it.reason) for it in withheld.read(database))
+
+
+def work_of(database: Database, model: str, *, known: bool) -> tuple[int, int]:
+    """How many jobs of a model are queued, and how many run.  `known`: somebody else says how many are queued, so 0.
+
+    Raises RecordUnavailable.
+    """
+    with database.read() as connection:
+        queued = 0 if known else connection.execute(_QUEUED, {"p_model": model}).scalar() or 0
+        return queued, connection.execute(_RUNNING, {"p_model": model}).scalar() or 0

@@ -1,0 +1,254 @@
+"""Draining slots: a run has ended here, and its server has not let go of it.
+
+The slot is withheld: nothing else is started there until the server's own report no longer shows the run, or the
+longest time is over.  The record knows which they are (jobs.withheld); in Redis each has a lease of its own, by a name
+that no job can have, whose owner says that it drains.  Maintenance looks after them, not a worker.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
+
+import structlog
+
+from dispatch.dispatcher import DRAINING, Dispatcher, draining_lease
+from dispatch.outcome import Kind, Outcome
+from dispatch.verdict import judge
+from foundation.crash import crash_at
+from jobs import withheld
+from jobs.record import TIER_DEFAULT, Job, Waiting, now_ms
+from jobs.states import FINAL, State
+from jobs.store import Error
+from jobs.withheld import Withheld
+from registry.values import Server
+from routing.leases import Lease, Restored
+from routing.queues import Offer
+from upkeep import identity, runs
+from upkeep.each import alone
+from upkeep.identity import LeaseView, ServerReport
+
+log = structlog.get_logger(__name__)
+
+# How much longer than its longest time a run may go on before maintenance ends it in its worker's stead.
+_OVERLONG_MARGIN_MS = 30_000
+# A server that only counts may have ended another run, of which its worker does not know yet.
+_QUIET_MARGIN_MS = 2_000
+
+
+# -- keeping ---------------------------------------------------------------------------------------------------
+
+
+def keep(dispatcher: Dispatcher) -> int:
+    """Bring Redis to what the record says of slots that are withheld; answers how many it had wrong."""
+    leases = dispatcher.leases.all_of(dispatcher.catalog.snapshot().fleets())
+    read = withheld.read(dispatcher.store.database)
+    rows = _by_fleet(dispatcher, read)
+    _forget_gone(dispatcher, read)
+    for fleet, its in rows.items():
+        for row in [row for row in its if now_ms() >= row.until_ms]:
+            log.warning("slot_withheld_too_long", slot=row.slot, job_id=row.job_id)
+            release(dispatcher, fleet, row)
+            its.remove(row)
+    wrong = 0
+    for fleet, found in leases.items():
+        with alone("keep", fleet=fleet):
+            wrong += _keep(dispatcher, fleet, [lease for lease, _ in found], rows[fleet])
+    return wrong
+
+
+def _forget_gone(dispatcher: Dispatcher, rows: Sequence[Withheld]) -> None:
+    """Of servers that were removed under their runs: they are kept for their time, lest one is registered again."""
+    servers, database = dispatcher.catalog.snapshot().servers, dispatcher.store.database
+    for row in rows:
+        if row.server not in servers and now_ms() >= row.until_ms:
+            withheld.forget(database, row.job_id, row.attempt)
+
+
+def restore(dispatcher: Dispatcher, fleets: Collection[str]) -> int:
+    """Write the leases of these fleets' withheld slots again, after Redis was emptied; answers how many it had not."""
+    rows = _by_fleet(dispatcher, withheld.read(dispatcher.store.database))
+    return sum(_restore(dispatcher, fleet, row) for fleet in fleets for row in rows[fleet])
+
+
+def _keep(dispatcher: Dispatcher, fleet: str, leases: Sequence[Lease], rows: Sequence[Withheld]) -> int:
+    """The leases were read before the rows: a lease without its row has been given up."""
+    known = {draining_lease(fleet, row.job_id, row.attempt, row.slot) for row in rows}
+    given_up = [lease for lease in leases if lease.owner == DRAINING and lease not in known]
+    for lease in given_up:
+        dispatcher.free(lease, back=False)
+    if kept := [lease for lease in leases if lease in known]:
+        dispatcher.leases.renew(fleet, DRAINING, kept)
+    # Its worker may still be telling the server, under the job's own lease.
+    there = {(lease.job_id.partition("~")[0], lease.slot) for lease in leases}
+    lost = [row for row in rows if (row.job_id, row.slot) not in there]
+    return len(given_up) + sum(_restore(dispatcher, fleet, row) for row in lost)
+
+
+def _restore(dispatcher: Dispatcher, fleet: str, row: Withheld) -> int:
+    lease = draining_lease(fleet, row.job_id, row.attempt, row.slot)
+    of = Waiting(lease.job_id, 0, row.model, TIER_DEFAULT, row.tenant)
+    return dispatcher.leases.restore(fleet, [Restored(lease, of)])
+
+
+def _by_fleet(dispatcher: Dispatcher, rows: Sequence[Withheld]) -> defaultdict[str, list[Withheld]]:
+    servers = dispatcher.catalog.snapshot().servers
+    found = defaultdict[str, list[Withheld]](list)
+    for row in rows:
+        if row.server in servers:
+            found[servers[row.server].fleet].append(row)
+    return found
+
+
+# -- letting go ------------------------------------------------------------------------------------------------
+
+
+def servers(dispatcher: Dispatcher) -> set[str]:
+    """Servers that should be asked now, since they have not let go of something."""
+    return {row.server for row in withheld.read(dispatcher.store.database)}
+
+
+def by_server(dispatcher: Dispatcher) -> defaultdict[str, list[Withheld]]:
+    """All slots that are withheld, by server."""
+    found = defaultdict[str, list[Withheld]](list)
+    for row in withheld.read(dispatcher.store.database):
+        found[row.server].append(row)
+    return found
+
+
+def views(rows: Sequence[Withheld], report: ServerReport) -> list[LeaseView]:
+    """The runs as a server's report is compared with them."""
+    now = identity.asked_ms(report, now_ms())
+    return [
+        LeaseView(name_of(row), identity.names_of(row.job_id, row.attempt, row.remote_id), now - row.began_ms)
+        for row in rows
+    ]
+
+
+def name_of(row: Withheld) -> str:
+    return draining_lease("", row.job_id, row.attempt, row.slot).job_id
+
+
+def heed(
+    dispatcher: Dispatcher, server: Server, report: ServerReport, rows: Sequence[Withheld], jobs: Sequence[Job]
+) -> int:
+    """Let slots be used again whose runs the server's report does not show; answers how many."""
+    gone = set(identity.compare(views(rows, report), report).stale)
+    freed = 0
+    for row in rows:
+        if name_of(row) in gone or _counted_out(dispatcher, report, row, jobs):
+            freed += release(dispatcher, server.fleet, row)
+    return freed
+
+
+def _counted_out(dispatcher: Dispatcher, report: ServerReport, row: Withheld, jobs: Sequence[Job]) -> bool:
+    """A server that only counts runs no more than we know of, for so long that nothing else explains it."""
+    if report.job_ids is not None or not report.tells_what_runs:
+        return False
+    now = now_ms()
+    old = [job for job in jobs if now - (job.started_ms or now) >= identity.YOUNG_MS]
+    if report.active_jobs is None or report.active_jobs > len(old):
+        if row.quiet_ms is not None:
+            withheld.note_quiet(dispatcher.store.database, row, None)
+        return False
+    if row.quiet_ms is None:
+        withheld.note_quiet(dispatcher.store.database, row, now)
+        return False
+    return now - row.quiet_ms >= _QUIET_MARGIN_MS + max(
+        (round(dispatcher.catalog.model(job.model).config.poll_interval * 1000) for job in jobs), default=0
+    )
+
+
+def release(dispatcher: Dispatcher, fleet: str, row: Withheld) -> bool:
+    """The slot may be used again.  False: somebody else has said so."""
+    if not withheld.forget(dispatcher.store.database, row.job_id, row.attempt):
+        return False
+    crash_at("withheld_forgotten")
+    dispatcher.free(draining_lease(fleet, row.job_id, row.attempt, row.slot), back=False)
+    log.info("slot_let_go", slot=row.slot, job_id=row.job_id, reason=row.reason, withheld_ms=now_ms() - row.since_ms)
+    return True
+
+
+def expire(dispatcher: Dispatcher, lease: Lease) -> bool:
+    """Nobody has kept the lease of a slot that drains.  False: the record withholds the slot still."""
+    job_id, _, attempt = lease.job_id.rpartition("~")
+    row = withheld.of_run(dispatcher.store.database, job_id, int(attempt))
+    if row is not None and now_ms() < row.until_ms:
+        dispatcher.leases.renew(lease.fleet, DRAINING, [lease])
+        return False
+    log.warning("slot_withheld_too_long", slot=lease.slot, job_id=job_id)
+    withheld.forget(dispatcher.store.database, job_id, int(attempt))
+    dispatcher.free(lease, back=False)
+    return True
+
+
+# -- ends that no worker brings --------------------------------------------------------------------------------
+
+
+def leave(dispatcher: Dispatcher, lease: Lease, job: Job | None, claimant: str = "") -> Offer | None:
+    """Give up the lease of a job that does not run, freeing its slot unless that has to be withheld.
+
+    Answers as Dispatcher.free.  Raises RecordUnavailable.
+    """
+    if job is None:
+        return dispatcher.free(lease, back=False, claimant=claimant)
+    if job.state in FINAL and job.slot is None and job.server == lease.server:
+        _withhold_offered(dispatcher, lease, job)
+    return dispatcher.leave(lease, job.id, job.attempt, claimant=claimant)
+
+
+def _withhold_offered(dispatcher: Dispatcher, lease: Lease, job: Job) -> None:
+    """It ended while it waited to be resumed in this slot, where its server may still be at it."""
+    now, why = now_ms(), job.error_code or job.why.value
+    until_ms = now + dispatcher.settings.withhold_max_ms
+    row = Withheld(
+        job.id,
+        job.attempt,
+        lease.server,
+        lease.slot,
+        job.model,
+        job.tenant,
+        job.remote_id,
+        why,
+        job.started_ms or now,
+        now,
+        until_ms,
+    )
+    withheld.add(dispatcher.store.database, row)
+
+
+def end_overlong(dispatcher: Dispatcher) -> int:
+    """End runs that have long exceeded their longest time, though their workers do not; answers how many."""
+    return sum(_end_overlong(dispatcher, job) for job in dispatcher.store.running())
+
+
+def _end_overlong(dispatcher: Dispatcher, job: Job) -> bool:
+    model = dispatcher.catalog.snapshot().models.get(job.model)
+    active = runs.active_run(dispatcher, job)
+    if model is None or active is None:
+        return False
+    ends_ms = active.run.started_ms + round(model.config.max_poll_time * 1000) + _OVERLONG_MARGIN_MS
+    if now_ms() < ends_ms:
+        return False
+    message = "Exceeded max_poll_time, and its worker did not end it."
+    outcome = Outcome(Kind.RETRY, code="timed_out", message=message)
+    verdict = judge(outcome, job.failures, job.crashes, active.run.cancel_requested, model.config)
+    moved = dispatcher.settle(active, verdict, error=Error("timed_out", message), lingers="timed_out").moved
+    if moved is not None and moved.to in FINAL - {State.COMPLETED}:
+        dispatcher.announce_end(moved)
+    return moved is not None
+
+
+def sentence(row: Withheld, *, named: bool = True) -> str:
+    """For people.  `named`: they may know which job it is."""
+    whose = f"job {row.job_id!r}" if named else "another tenant's job"
+    how, at = _HOW.get(row.reason, "ended"), datetime.fromtimestamp(row.since_ms // 1000, UTC)
+    return f"slot {row.slot} is withheld: {whose} {how} here at {at:%Y-%m-%dT%H:%M:%SZ}, its server has not let go"
+
+
+_HOW = {
+    "timed_out": "timed out",
+    "canceled": "was canceled",
+    "deadline_passed": "passed its deadline",
+    "server_lost": "was lost",
+    "worker_lost": "lost its worker",
+}

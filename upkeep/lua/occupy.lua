@@ -1,0 +1,23 @@
+--[[ occupy: a server runs work that is not ours; offer that many fewer of its slots for a while.
+  Keys: free, resting
+  Takes
+    server: text
+    count: int        how many slots others use
+    cooldown_ms: int
+  Returns
+    cooling: int      how many of its slots are in cooldown for that
+  Clock Redis TIME    Cost O(slots log slots)    Upholds SLOT-1 ]]
+-- @include lib/now_ms
+-- @include lib/fleet
+
+local until_ms, occupied = exact(now_ms() + cooldown_ms), 0
+for _, index in ipairs({ RESTING, FREE }) do
+  for _, slot in ipairs(redis.call("ZRANGE", index, 0, -1)) do
+    if occupied < count and server_of(slot) == server then
+      redis.call("ZREM", FREE, slot)
+      redis.call("ZADD", RESTING, "GT", until_ms, slot) -- a longer cooldown stays as it is
+      occupied = occupied + 1
+    end
+  end
+end
+return occupied

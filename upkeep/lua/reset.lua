@@ -1,0 +1,31 @@
+--[[ reset: somebody says that a server, or a model, is well: its breaker is closed, and a server's cooldown is over.
+  Keys: free, resting, slots, servers, stats, meta
+  Takes
+    kind: "server" | "model"
+    name: text
+  Returns
+    moved: int      how many slots were in cooldown
+  Clock Redis TIME    Cost O(slots log slots) ]]
+-- @include lib/now_ms
+-- @include lib/fleet
+-- @include lib/fields
+-- @include lib/slots
+
+local now, stats, moved = now_ms(), stats_key(kind, name), 0
+redis.call("HDEL", stats, "open_until", "why", "opened", "probe", "streak", "rate", "runs", "failing",
+  "penalty", "penalty_at")
+redis.call("UNLINK", STATS .. ":failed:" .. kind .. ":" .. name)
+if kind ~= "server" then return moved end
+
+redis.call("HDEL", META, "failures:" .. name)
+for _, count in ipairs(redis.call("HKEYS", stats)) do
+  if string.match(count, "^busy:") then redis.call("HDEL", stats, count) end
+end
+for _, slot in ipairs(redis.call("ZRANGE", RESTING, 0, -1)) do
+  if server_of(slot) == name then
+    redis.call("ZREM", RESTING, slot)
+    return_slot(slot, now, 0)
+    moved = moved + 1
+  end
+end
+return moved

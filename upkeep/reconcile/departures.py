@@ -1,0 +1,121 @@
+"""Models and servers that are removed or renamed: what the record began is ended, and Redis follows.
+
+Whatever was cut in between is ended by the next turn: each asks the record anew what is to be done, and a room follows
+the catalog by itself (lua/sync.lua).
+"""
+
+from collections.abc import Sequence
+
+import structlog
+from redis.exceptions import RedisError
+
+from dispatch.dispatcher import Dispatcher
+from dispatch.verdict import crashed
+from foundation.errors import RecordUnavailable
+from jobs.names import Because
+from jobs.record import Job, now_ms
+from jobs.states import Why
+from jobs.store import Error
+from jobs.withheld import Withholding
+from registry import departures
+from registry.departures import Departure
+from routing.leases import Lease
+from upkeep import rooms
+from upkeep.each import alone
+from upkeep.reconcile.room import refresh_fleet
+
+log = structlog.get_logger(__name__)
+
+
+def go_on(dispatcher: Dispatcher) -> list[Departure]:
+    """End the removals and renamings that nothing is in the way of any more; answers those."""
+    snapshot = dispatcher.catalog.refresh()
+    ended: list[Departure] = []
+    for name, closed in snapshot.closed.items():
+        if closed.because is Because.REMOVING:
+            with alone("remove_model", model=name):
+                if (it := departures.end_removal(dispatcher.store.database, name, now_ms())) is not None:
+                    follow_model(dispatcher, it, name)
+                    ended.append(it)
+    for server in snapshot.servers.values():
+        if server.leaving_ms is not None:
+            with alone("leave", server=server.name):
+                if (found := end_leaving(dispatcher, server.name, server.fleet)) is not None:
+                    ended.append(found)
+    end_lost(dispatcher)
+    return ended
+
+
+def follow_model(dispatcher: Dispatcher, it: Departure, was: str) -> None:
+    """Bring Redis to what the record says of a model that was removed, or renamed from `was`."""
+    try:
+        catalog = dispatcher.catalog.refresh()
+        dispatcher.observer.renamed(it.fleet, was, None if it.name == was else it.name)
+        if it.fleet in catalog.fleets():
+            refresh_fleet(dispatcher, it.fleet)
+        else:
+            rooms.forget_gone(dispatcher.slots.scripts, catalog.fleets())
+    except RedisError as error:  # The sweep brings it, and forgets rooms that are gone.
+        log.warning("departure_postponed", model=was, error=str(error))
+    log.info("model_removed" if it.name == was else "model_renamed", model=was, name=it.name)
+
+
+def end_leaving(dispatcher: Dispatcher, server: str, fleet: str) -> Departure | None:
+    """Remove or rename a server that is leaving, if none of its slots is held or offered; None: not yet."""
+    refresh_fleet(dispatcher, fleet)  # Before the look: from now on nothing is offered there.
+    leases = dispatcher.leases.all_of([fleet])
+    if fleet not in leases or any(it.server == server for it, _ in leases[fleet]):
+        return None
+    found = departures.end_leaving(dispatcher.store.database, server)
+    if found is None:
+        return None
+    follow_server(dispatcher, found, server)
+    return found
+
+
+def follow_server(dispatcher: Dispatcher, it: Departure, was: str) -> None:
+    """Bring Redis to what the record says of a server that was removed, or renamed from `was`."""
+    try:
+        refresh_fleet(dispatcher, it.fleet)
+        catalog = dispatcher.catalog.snapshot()
+        if it.fleet not in catalog.fleets():
+            rooms.forget_gone(dispatcher.slots.scripts, catalog.fleets())
+    except RedisError as error:
+        log.warning("departure_postponed", server=was, error=str(error))
+    log.info("server_removed" if it.name == was else "server_renamed", server=was, name=it.name)
+
+
+def end_lost(dispatcher: Dispatcher) -> int:
+    """Take runs of servers that were removed under them for lost: their jobs run again elsewhere.  Answers how many."""
+    servers = dispatcher.catalog.snapshot().servers
+    lost = [job for job in dispatcher.store.running() if job.server not in servers]
+    if not lost:
+        return 0
+    servers = dispatcher.catalog.refresh().servers  # One that was registered just now is none.
+    return sum(_end_lost(dispatcher, job) for job in lost if job.server not in servers)
+
+
+def _end_lost(dispatcher: Dispatcher, job: Job) -> bool:
+    with alone("end_lost", job_id=job.id):
+        now, model = now_ms(), dispatcher.catalog.model(job.model)
+        error = Error("server_lost", f"Server {job.server} was removed while it ran the job.")
+        withhold = Withholding("server_lost", now + dispatcher.settings.withhold_max_ms)
+        why = crashed(job.crashes, model.config, Why.SERVER_LOST)
+        moved = dispatcher.store.settle(job.id, job.attempt, why, now, error=error, withhold=withhold)
+        if moved is None or not job.lease or not job.slot:
+            return False
+        name, owner = job.lease.split(" ", 1)
+        dispatcher.leave(Lease(model.fleet, job.id, name, owner, job.slot), job.id, job.attempt)
+        dispatcher.announce_end(moved)
+        return True
+    return False
+
+
+def end_runs_of(dispatcher: Dispatcher, job_ids: Sequence[str]) -> None:
+    """At once what maintenance does for runs of a server that was just removed.  If the record is away, it does it."""
+    if not job_ids:
+        return
+    try:
+        end_lost(dispatcher)
+    except (RecordUnavailable, RedisError) as error:
+        log.warning("lost_runs_postponed", jobs=len(job_ids), error=str(error))

@@ -1,0 +1,115 @@
+"""The leases of runs, as the record knows them: written again where Redis has lost them."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import structlog
+
+from dispatch.dispatcher import ActiveRun, Dispatcher
+from jobs.record import Job, Run, now_ms
+from jobs.states import State
+from routing.leases import Lease, Restored
+from upkeep.each import alone
+from upkeep.seen import seen_by
+
+log = structlog.get_logger(__name__)
+
+SETTLED_WITHIN_MS = 2_000
+"""So long a run may have passed its slot on while its end is on the way to the record; then it needs a lease."""
+
+
+def recorded(dispatcher: Dispatcher) -> defaultdict[str, list[Restored]]:
+    """The leases of all running jobs, by fleet."""
+    models = dispatcher.catalog.snapshot().models
+    found = defaultdict[str, list[Restored]](list)
+    for job in dispatcher.store.running():
+        if job.model in models and job.lease and job.slot:
+            name, owner = job.lease.split(" ", 1)
+            fleet = models[job.model].fleet
+            found[fleet].append(Restored(Lease(fleet, job.id, name, owner, job.slot), job.waiting))
+    return found
+
+
+def active_run(dispatcher: Dispatcher, job: Job) -> ActiveRun | None:
+    """The run that `job` shows, as its worker knows it; None: the job does not run."""
+    if job.state is not State.RUNNING or not job.lease or not job.slot or not job.server:
+        return None
+    name, owner = job.lease.split(" ", 1)
+    run = Run(
+        job=job.waiting,
+        payload=job.payload or "{}",
+        attempt=job.attempt,
+        failures=job.failures,
+        crashes=job.crashes,
+        deadline_ms=job.deadline_ms,
+        remote_id=job.remote_id,
+        sent_ms=None,
+        server=job.server,
+        slot=job.slot,
+        started_ms=job.started_ms or job.created_ms,
+        cancel_requested=job.cancel_requested_ms is not None,
+        envelope=job.envelope,
+        described_by=job.described_by,
+        traceparent=job.traceparent,
+    )
+    return ActiveRun(run, Lease(dispatcher.catalog.model(job.model).fleet, job.id, name, owner, job.slot))
+
+
+def restore(dispatcher: Dispatcher) -> int:
+    """Give each running job its lease again where Redis has none; answers how many had none.
+
+    Its worker, if it lives, renews it and goes on; if not, it expires and is reaped like any other: so a run always
+    ends, whoever holds its slot by now.
+    """
+    return _restore(dispatcher, _without_lease(dispatcher), dispatcher.settings.lease_ms)
+
+
+def restore_missed(dispatcher: Dispatcher, *, silence_proves: bool = True) -> int:
+    """The same for those that have had none for a while: a run passes its slot on before its end is in the record.
+
+    A worker that lives has by then written its lease again itself, and renews this one.  It lasts for two renewals, so
+    that one may be late, and no longer: the job of a worker that died in between is run again soon.
+    `silence_proves`: not while Redis was away.
+    """
+    now, since = now_ms(), seen_by(dispatcher).missed
+    missing = _without_lease(dispatcher)
+    since = {run.lease: since.get(run.lease, now) for runs in missing.values() for run in runs}
+    seen_by(dispatcher).missed = since
+    settings = dispatcher.settings
+    missed = {
+        fleet: [run for run in runs if now - since[run.lease] >= SETTLED_WITHIN_MS] for fleet, runs in missing.items()
+    }
+    short_ms = min(settings.renew_every_ms * 9 // 4, settings.lease_ms)
+    return _restore(dispatcher, missed, short_ms if silence_proves else settings.lease_ms)
+
+
+def _without_lease(dispatcher: Dispatcher) -> dict[str, list[Restored]]:
+    """Running jobs, by fleet, that have no lease in Redis."""
+    # The record first: a lease is there before its run.
+    runs = recorded(dispatcher)
+    leased = dispatcher.leases.having({fleet: [run.lease.job_id for run in found] for fleet, found in runs.items()})
+    return {
+        fleet: [run for run, has_one in zip(found, leased[fleet], strict=True) if not has_one]
+        for fleet, found in runs.items()
+    }
+
+
+def _restore(dispatcher: Dispatcher, missing: Mapping[str, Sequence[Restored]], lasts_ms: int) -> int:
+    written = 0
+    for fleet, runs in missing.items():
+        if runs:
+            with alone("restore", fleet=fleet):
+                restored = dispatcher.leases.restore(fleet, runs, lasts_ms)
+                _free_ended(dispatcher, runs)
+                log.warning("leases_were_lost", fleet=fleet, leases=restored)
+                written += restored
+    return written
+
+
+def _free_ended(dispatcher: Dispatcher, restored: Sequence[Restored]) -> None:
+    """A run that ended after it was read has a lease now that nobody will free."""
+    briefs = dispatcher.store.briefs([run.lease.job_id for run in restored])
+    for run in restored:
+        found = briefs.get(run.lease.job_id)
+        if found is None or found.state is not State.RUNNING or found.lease != run.lease.tag:
+            dispatcher.free(run.lease, back=found is not None and found.state is State.QUEUED)

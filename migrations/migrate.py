@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Engine, NullPool, create_engine, inspect, make_url
 from sqlalchemy.exc import InterfaceError, OperationalError
 
-from jobs.engines import CONNECT_S
-from jobs.errors import Conflict, RecordUnavailable
-from jobs.home import private_file, private_folder
+from database.connections import CONNECT_S
+from foundation.errors import Conflict, RecordUnavailable
+from foundation.home import private_file, private_folder
 
 if TYPE_CHECKING:
     from alembic.config import Config

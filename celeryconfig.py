@@ -52,7 +52,7 @@ task_create_missing_queues = True
 
 # A bare client publishes `infer` to Celery's own default queue; workers admit it from there.
 task_default_queue = "celery"
-task_routes = {"maintenance.*": {"queue": "maintenance"}}
+task_routes = {"slotkeeper.canary": {"queue": "canary"}, "maintenance.*": {"queue": "maintenance"}}
 
 
 def _every(task: str, seconds: float, *args: object) -> dict[str, object]:
@@ -72,6 +72,7 @@ beat_schedule = {
     "sync-locks": _every("maintenance.sync_locks", 30),
     "reconcile": _every("maintenance.reconcile", 300),
     "scan-dlq": _every("maintenance.scan_dlq", 60),
-    "audit": _every("maintenance.audit", 60),
+    "count": _every("maintenance.count", 5),
+    "check_invariants": _every("maintenance.check_invariants", 60),
     "tell-ends": _every("maintenance.tell_due", 5),
 }

@@ -8,22 +8,32 @@ A worker
     runner       one run: called, polled, held              servers      how inference servers are spoken to
     descriptions which description a server has             vault        secrets that descriptions name
     poller       work that no message told of               heartbeat    keeps leases alive
+    pulse        threads that have stopped are noticed
     settlement   a run's end, judged and settled            releases     slots that could not be freed, freed later
     inquiry      what the record says of runs               aside        work that keeps nobody waiting
+    said         what servers say meanwhile, told on
     push, callbacks  ends that servers tell themselves
 
 Celery
+    attendance   the worker as a step of its consumer
     celery_app   the application                            inference    the task `infer`
     asking       what a call of it asks for                 telling      how its callers hear of an end
     shown        a run as a task                            pool         jobs to the loop, the rest to threads
-    messages     the wake-up                                publisher    sends it, in a thread of its own
+    messages, wake_up  the wake-up, and how it is known   publisher    sends it, in a thread of its own
     announce     offers and ends, told                      revoking     a revoke is a cancel
     broker, consumer, packed, queues  messages that are none, or too much
 
 Beside the work
     maintenance  what beat, or embedded_beat, runs          rounds       servers asked for their health
     webhooks     a process of its own                       lines, berths  whose turn it is, and how many at once
+    callback_urls, receivers  what it sends: ends of single jobs, events of tenants
+    bodies       what is said in it, and templates
     outbound     one message to a stranger's URL            keyring      keys, each for one purpose
+    relay        all events, to each sink                   sinks        Redis, Kafka, NATS, AMQP
+    cloudevents  an event as it is published
+    tracing      which trace servers and receivers go on in
+    alive, presence, canary  what processes say of themselves
+    ready        whether they can work                     ends         the line in the log for each job
     wiring       everything put together                    startup, signals  what each process does first
     config       settings
 
@@ -32,7 +42,7 @@ May import insight, routing and jobs; never app or flask (setup.cfg, importlinte
 
 from typing import TYPE_CHECKING, Any
 
-import jobs.light  # noqa: F401  First of all.
+import foundation.light  # noqa: F401  First of all.
 
 if TYPE_CHECKING:
     from tasks.celery_app import celery

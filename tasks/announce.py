@@ -3,31 +3,31 @@
 from functools import partial
 
 from jobs.record import Waiting
-from jobs.store import Moved
-from jobs.tellings import Telling
+from jobs.store import Moved, Store
+from outbox.tellings import Telling
 from routing.queues import Offer
 from tasks import messages
 from tasks.publisher import publisher
-from tasks.telling import teller
+from tasks.telling import Teller
 
 
 class CeleryAnnouncer:
-    """Publishes wake-ups, and has webhooks sent and Celery's clients told."""
+    """Publishes wake-ups, and has Celery's clients told."""
+
+    def __init__(self, store: Store, teller: Teller) -> None:
+        self._store, self._teller = store, teller
 
     def offered(self, offer: Offer, new: Waiting | None) -> None:
-        wake = partial(_wake, offer) if new is None else partial(messages.publish, offer, new.tier, failures=0)
+        wake = partial(self._wake, offer) if new is None else partial(messages.publish, offer, new.tier, failures=0)
         publisher().soon(wake)
 
     def ended(self, moved: Moved, *, by_worker: bool) -> None:
         if moved.telling_id is not None:
-            teller().soon(Telling(moved.telling_id, moved.job.id))
+            self._teller.soon(Telling(moved.telling_id, moved.job.id))
 
-
-def _wake(offer: Offer) -> None:
-    """Publish an offer of a job that has waited, and may have run."""
-    from tasks.wiring import dispatcher
-
-    headers = dispatcher().store.headers(offer.job_id)
-    if headers is not None:
-        _, tier, failures, _ = headers
-        messages.publish(offer, tier, failures)
+    def _wake(self, offer: Offer) -> None:
+        """Publish an offer of a job that has waited, and may have run."""
+        headers = self._store.headers(offer.job_id)
+        if headers is not None:
+            _, tier, failures, _ = headers
+            messages.publish(offer, tier, failures)

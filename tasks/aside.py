@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import structlog
 
+from tasks.pulse import Pulse
+
 log = structlog.get_logger(__name__)
 
 
@@ -12,7 +14,8 @@ class Aside:
     """Does one thing in a thread of its own when it is asked to; asked meanwhile, it does it once more."""
 
     def __init__(self, name: str, act: Callable[[], object]) -> None:
-        self._name, self._act = name, act
+        self.name, self._act = name, act
+        self._pulse = Pulse(name)
         self._asked = self._at_it = False
         self._lock = threading.Lock()
 
@@ -24,20 +27,25 @@ class Aside:
                 return
             self._at_it = True
         try:
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            threading.Thread(target=self._work, name=self.name, daemon=True).start()
         except RuntimeError as error:
-            log.warning("work_aside_postponed", what=self._name, error=str(error))
+            log.warning("work_aside_postponed", what=self.name, error=str(error))
             with self._lock:
                 self._at_it = False
+
+    def has_stopped(self) -> bool:
+        """Whether what was asked for has been under way for too long; then it is never done again.  As Pulse's."""
+        return self._at_it and self._pulse.has_stopped()
 
     def _work(self) -> None:
         while self._goes_on():
             try:
                 self._act()
             except Exception:
-                log.exception("work_aside_failed", what=self._name)
+                log.exception("work_aside_failed", what=self.name)
 
     def _goes_on(self) -> bool:
+        self._pulse.beat()
         with self._lock:
             self._at_it, self._asked = self._asked, False
             return self._at_it

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from difflib import get_close_matches
 from typing import Any
 
-from jobs.errors import InvalidJob
+from admission.submission import Submission
+from foundation.errors import InvalidJob
 from jobs.record import now_ms
-from routing.submission import Submission
 from tasks import messages
 
 _LONGEST_TENANT = 200
@@ -23,7 +23,7 @@ _EARLIER = (
 _MODEL_OR_PAYLOAD = "its model or payload; let a task of your own make the payload, or leave what comes earlier out"
 
 _POSITIONS = ("model", "payload", "callback_url")
-_ARGUMENTS = frozenset({*_POSITIONS, "constraints", "tenant", "idempotency_key"})
+_ARGUMENTS = frozenset({*_POSITIONS, "constraints", "tenant", "idempotency_key", "traceparent"})
 _OURS = _ARGUMENTS - {"model", "payload"}  # options of apply_async as well as arguments of the task
 _CELERYS = frozenset({"countdown", "eta", "expires", "ignore_result", "link", "link_error", "priority", "task_id"})
 # How a canvas tells its parts what they belong to.
@@ -54,20 +54,23 @@ def infer(
     constraints: Mapping[str, Any] | None = None,
     tenant: str | None = None,
     idempotency_key: str | None = None,
+    traceparent: str | None = None,
 ) -> Any:
     """Submit a job: `infer.delay(model, payload)`; its result is that of the inference server.
 
         infer.delay("zimg", {"prompt": "a sunset"}).get(timeout=60)
         infer.apply_async(("zimg", {"prompt": "soon"}), priority=1, expires=60, constraints={"gpu": "A100"})
 
-    `callback_url`, `constraints`, `tenant` and `idempotency_key` may be given as arguments, or as options of
-    apply_async and of signatures, `infer.s(…).set(tenant="acme")`.  Further options: `priority` (1 most urgent … 9),
+    `callback_url`, `constraints`, `tenant`, `idempotency_key` and `traceparent` (by default the environment's
+    TRACEPARENT) may be given as arguments, or as options of apply_async and of signatures,
+    `infer.s(…).set(tenant="acme")`.  Further options: `priority` (1 most urgent … 9),
     `countdown`, `eta`, `expires`, `task_id` (the job's id), `link`, `link_error`, `ignore_result`.  Any other is
     refused.  In a chain `infer.s(model="flux")` takes the earlier result as its payload.
 
-    The call returns once the job is in the record.  Raises jobs.errors.InvalidJob (its `field` names what is wrong),
-    UnknownModel, TooMany, Conflict, IdempotencyConflict, RecordUnavailable.  AsyncResult.status is PENDING until the
-    job has ended, then SUCCESS, FAILURE (tasks.JobFailed: code, message) or REVOKED; `revoke()` cancels the job.
+    The call returns once the job is in the record.  AsyncResult.status is PENDING until the job has ended, then
+    SUCCESS, FAILURE (tasks.JobFailed: code, message) or REVOKED; `revoke()` cancels the job.  Raises
+    foundation.errors.InvalidJob (its `field` names what is wrong), UnknownModel, TooMany, Conflict,
+    IdempotencyConflict, RecordUnavailable.
     """
 
 
@@ -206,7 +209,7 @@ def _ours(kwargs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _check_texts(found: Mapping[str, Any]) -> None:
-    for name in {"callback_url", "idempotency_key", "tenant"} & found.keys():
+    for name in {"callback_url", "idempotency_key", "tenant", "traceparent"} & found.keys():
         if not isinstance(found[name], str):
             raise InvalidJob(name, f"{name} must be a text and is {_kind(found[name])}")
     tenant = found.get("tenant", "default")

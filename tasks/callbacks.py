@@ -4,7 +4,7 @@ import hashlib
 import hmac
 from functools import lru_cache
 
-from jobs.once import once
+from foundation.once import once
 from tasks.config import TaskSettings
 from tasks.keyring import callback_keys
 

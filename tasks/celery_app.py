@@ -7,7 +7,7 @@ from kombu.transport import TRANSPORT_ALIASES
 # Before the first connection, which finds its transport here.
 TRANSPORT_ALIASES.update(dict.fromkeys(("redis", "rediss"), "tasks.broker:Transport"))
 
-_MODULES = ["inference", "maintenance", "signals", "telling", "webhooks"]
+_MODULES = ["attendance", "canary", "inference", "maintenance", "signals", "webhooks"]
 
 celery = Celery("slotkeeper", include=[f"tasks.{name}" for name in _MODULES])
 celery.config_from_object("celeryconfig")

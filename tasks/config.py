@@ -1,11 +1,61 @@
 """Settings of the workers."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from routing.config import RoutingSettings
+
+Sink = Literal["redis", "kafka", "nats", "amqp", "otlp"]
+
+
+class EventSettings(BaseSettings):
+    """Where events are published to.  Environment: SLOTKEEPER_EVENTS_TO, SLOTKEEPER_EVENTS_STREAM_LENGTH, …"""
+
+    model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_EVENTS_", extra="ignore")
+
+    to: str = "redis"
+    """Sinks, with commas: `redis`, `kafka`, `nats`, `amqp`, and `otlp` for traces; empty: none."""
+    stream_length: int = Field(100_000, ge=1000, le=100_000_000)
+    """So many of the newest events the stream in Redis keeps, or a few more."""
+    kafka_servers: str = ""
+    """Brokers of Kafka, as host:port with commas."""
+    kafka_topic: str = "slotkeeper.events"
+    """The topic; it is not created here."""
+    kafka_options: dict[str, Any] = Field({}, repr=False)
+    """More of librdkafka's own settings, as a JSON object: how to log in, for one."""
+    nats_url: str = Field("", repr=False)
+    """A NATS server with JetStream, as nats://user:password@host:4222."""
+    nats_stream: str = Field("slotkeeper", pattern="^[A-Za-z0-9_-]+$")
+    """The stream, made where there is none; subjects are its name, a dot, and the event's type."""
+    amqp_url: str = Field("", repr=False)
+    """An AMQP broker, as amqp://user:password@host:5672/vhost."""
+    amqp_exchange: str = "slotkeeper.events"
+    """The exchange, of the kind topic, made where there is none; the routing key is the event's type."""
+    otlp_endpoint: str = Field("", repr=False)
+    """A receiver of OTLP over HTTP, as http://host:4318."""
+
+    @field_validator("to")
+    @classmethod
+    def _known(cls, to: str) -> str:
+        for name in _words(to):
+            if name not in get_args(Sink):
+                raise ValueError(f"{name!r} is no sink; there are {', '.join(get_args(Sink))}")
+        return to
+
+    @property
+    def sinks(self) -> list[str]:
+        return _words(self.to)
+
+    @property
+    def lasting_sinks(self) -> list[str]:
+        """Those that each event is kept for until they have got it.  Traces are told while their jobs are here."""
+        return [it for it in self.sinks if it != "otlp"]
+
+
+def _words(text: str) -> list[str]:
+    return list(dict.fromkeys(word for part in text.split(",") if (word := part.strip())))
 
 
 class TaskSettings(BaseSettings):
@@ -18,7 +68,7 @@ class TaskSettings(BaseSettings):
     result_url: str = ""
     """Celery's result backend; empty: the Redis of the waiting room."""
     threads: int = Field(1000, ge=1, le=100_000)
-    """Runs that one worker process may have in flight."""
+    """Runs that one worker process may have in flight, unless it is started with a number of its own, `-c`."""
     secret: str = Field("", repr=False)
     """Base64 of at least 24 bytes, from which all keys are derived (tasks/keyring.py); the same on every host.
     Empty: one is kept in the state folder."""
@@ -30,10 +80,16 @@ class TaskSettings(BaseSettings):
     """How long one try of a webhook may take."""
     webhook_max_tries: int = Field(12, ge=1)
     """Tries of one webhook: the last comes about a day after the first."""
+    webhook_most_receivers: int = Field(20, ge=0, le=100_000)
+    """Webhooks that one tenant may have beside those of single jobs."""
+    webhook_keep_s: float = Field(3 * 86_400.0, ge=60)
+    """How long a tenant's webhook is tried with a message that it refuses, and stays enabled if it takes none."""
     log_level: Annotated[
         Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(lambda it: str(it).upper())
     ] = "WARNING"
     """From which on the lines of libraries are logged; ours always are from INFO on.  DEBUG leaves nothing out."""
+    log_format: Literal["console", "json"] = "console"
+    """How lines of logs are written: for people, or each as a JSON object."""
     public_url: str = ""
     """Where inference servers reach us for callbacks; empty: http://127.0.0.1:<port>."""
     port: int = Field(8000, ge=1, le=65535)

@@ -1,7 +1,7 @@
 """What a model's configuration says of how its servers are spoken to: made whole and checked when it is stored,
 compiled once by whoever speaks to them.
 
-A version of a description never changes (jobs/descriptions.py), so what was compiled of it is right for good.
+A version of a description never changes (registry/descriptions.py), so what was compiled of it is right for good.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from jobs import descriptions
-from jobs.catalog import Model, Snapshot
-from jobs.config import ModelConfig
+from foundation import exact
 from jobs.record import Run
-from routing import exact
+from registry import descriptions
+from registry.catalog import Model, Snapshot
+from registry.config import ModelConfig
 from tasks import vault
 from tasks.servers import Description, Plan, Server, compile_plan, for_model, presets
 from tasks.servers.pointers import texts_in, write
@@ -49,10 +49,11 @@ class Unfit(Exception):
         self.faults = tuple(faults)
 
 
-def whole(given: Mapping[str, Any], may_use: Callable[[str], bool]) -> str | None:
+def whole(given: Mapping[str, Any], may_use: Callable[[str], bool], for_all: bool = False) -> str | None:
     """The description that these fields of a configuration make, as JSON; None: they say nothing of it.
 
-    `may_use`: whether there is a secret of this name for the model.  Raises Unfit.
+    `may_use`: whether there is a secret of this name for the model, or, where it is `for_all`, for all of them.
+    Raises Unfit.
     """
     preset, own = given.get("preset"), given.get("description")
     if preset is None and own is None:
@@ -66,7 +67,7 @@ def whole(given: Mapping[str, Any], may_use: Callable[[str], bool]) -> str | Non
         description = Description.model_validate(merged(base, own or {}))
     except ValidationError as error:
         raise Unfit(_faults(error, own)) from None
-    _check_secrets(description, own, may_use)
+    _check_secrets(description, own, may_use, for_all)
     return description.model_dump_json()
 
 
@@ -77,6 +78,17 @@ def effective(config: ModelConfig, described_by: str | None) -> dict[str, Any] |
     except (ValueError, Misconfigured):
         return None
     return plan.description.model_dump(mode="json")
+
+
+def is_behind(config: ModelConfig, described_by: str | None) -> bool:
+    """Whether its preset says something else by now than when this configuration was stored."""
+    if config.preset not in presets.names() or described_by is None:
+        return False
+    try:
+        now = Description.model_validate(merged(presets.get(config.preset), config.description or {}))
+        return _plan(described_by).description != now
+    except (ValueError, Misconfigured):
+        return False
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,11 +136,12 @@ def _is_shallow(document: Any) -> bool:
     return False
 
 
-def _check_secrets(description: Description, own: Any, may_use: Callable[[str], bool]) -> None:
+def _check_secrets(description: Description, own: Any, may_use: Callable[[str], bool], for_all: bool) -> None:
+    whose, option = ("all models", "--all-models") if for_all else ("this model", "--model MODEL")
     faults = []
     for name in sorted(description.secrets):
         if not may_use(name):
-            said = f"there is no secret {name} for this model; first: slotkeeper secrets set {name} --model MODEL"
+            said = f"there is no secret {name} for {whose}; first: slotkeeper secrets set {name} {option}"
             faults.append(Fault(_where_named(name, own), said))
     if faults:
         raise Unfit(faults)
@@ -179,6 +192,11 @@ def models_naming(secret: str, catalog: Snapshot) -> list[str]:
     for server in catalog.servers.values():
         named += [(model, descriptions.named_in(own)) for model, own in server.overrides.items()]
     return sorted({model for model, version in named if version is not None and _puts_in(version, secret)})
+
+
+def defaults_naming(secret: str, catalog: Snapshot) -> list[str]:
+    """The same of defaults: kinds, and "" for those of the installation.  A model may be added that is spoken to so."""
+    return [it.name for it in catalog.defaults.values() if it.described_by and _puts_in(it.described_by, secret)]
 
 
 def _puts_in(version: str, secret: str) -> bool:
@@ -246,9 +264,9 @@ def server_for(url: str, model: Model, described_by: str | None) -> Server:
 
 def server_of(run: Run, catalog: Snapshot) -> Server | None:
     """Speaks to a run's server as the run began; None: the server was removed.  Raises as server_for."""
-    server = catalog.servers.get(run.server)
-    url = server.endpoints.get(run.job.model) if server is not None else None
-    return None if url is None else server_for(url, catalog.models[run.job.model], run.described_by)
+    server, model = catalog.servers.get(run.server), catalog.model(run.job.model)
+    url = server.endpoints.get(model.name) if server is not None and model is not None else None
+    return None if url is None or model is None else server_for(url, model, run.described_by)
 
 
 @lru_cache(maxsize=4096)

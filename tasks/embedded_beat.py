@@ -8,7 +8,8 @@ Where one process of each kind is enough, that spares one of them, several messa
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,50 +22,113 @@ from tasks.celery_app import celery
 
 log = structlog.get_logger(__name__)
 
+_LONG_S = 0.05  # for one task: those that are due with it go on beside it
 _ENDS_S = 3.0  # of beat that stops; the supervisor gives the whole worker eight
 
 
 class Threads:
-    """One for each name, and none that the process would wait for at its exit, as it would for an executor's."""
+    """For what is begun by names, each once at a time; the process waits for none at its exit, as for an executor's."""
 
     def __init__(self) -> None:
-        self._begun: dict[str, threading.Thread] = {}
+        self._lasting: dict[str, None] = {}
+        self._ended = threading.Condition()
 
-    def begin(self, name: str, act: Callable[[], object]) -> None:
-        """Do this in a thread of its own, unless what was begun by this name still lasts."""
-        if name in self.lasting():
-            return
-        self._begun[name] = threading.Thread(target=act, name=name, daemon=True)
-        self._begun[name].start()
+    def begin(self, acts: Mapping[str, Callable[[], object]]) -> None:
+        """Do these one after another in a thread, but those whose names still last.
+
+        Where one of them takes long, the next go on in another thread, so that it holds up nobody.  Answers when the
+        last has begun.
+        """
+        with self._ended:
+            waiting = deque((name, act) for name, act in acts.items() if name not in self._lasting)
+            self._lasting.update(dict.fromkeys(name for name, _ in waiting))
+        while waiting:
+            begun = threading.Event()
+            threading.Thread(target=self._do, args=(waiting, begun), name="maintenance", daemon=True).start()
+            begun.wait(_LONG_S)
 
     def lasting(self) -> list[str]:
-        return [name for name, thread in list(self._begun.items()) if thread.is_alive()]
+        with self._ended:
+            return list(self._lasting)
 
     def wait(self, within_s: float) -> bool:
         """Wait for the end of what was begun; False: that takes longer."""
-        until = time.monotonic() + within_s
-        for thread in list(self._begun.values()):
-            thread.join(max(until - time.monotonic(), 0))
-        return not self.lasting()
+        with self._ended:
+            return self._ended.wait_for(lambda: not self._lasting, max(within_s, 0))
+
+    def _do(self, waiting: "deque[tuple[str, Callable[[], object]]]", all_begun: threading.Event) -> None:
+        """One after another, whoever else takes of them, too."""
+        while True:
+            try:
+                name, act = waiting.popleft()
+            except IndexError:
+                all_begun.set()
+                return
+            if not waiting:
+                all_begun.set()
+            try:
+                act()
+            finally:
+                with self._ended:
+                    self._lasting.pop(name, None)
+                    self._ended.notify_all()
 
 
 class Here(Scheduler):
-    """Celery's own, but that a task which is due is begun in this process instead of being sent there."""
+    """As Celery's own, but that what is due is begun in this process, and together with what is due at the same time.
+
+    Each entry is due at the whole multiples of its interval, by a clock that nobody sets: so they wake the process
+    together, and the record and Redis are looked at by one after the other.
+    """
 
     def __init__(self, threads: Threads, *args: Any, **kwargs: Any) -> None:
         self._threads = threads
+        self._began = time.monotonic()
+        self._times: dict[str, int] = {}  # that each entry was due since then
         super().__init__(*args, **kwargs)
 
     producer = None  # type: ignore[assignment]  # Celery's own waits for the broker.
 
+    def tick(self, *args: Any, **kwargs: Any) -> float:
+        """Begin what is due; answers for how many seconds nothing will be."""
+        now_s = time.monotonic() - self._began
+        looked = [(entry, *self._look(entry, now_s)) for entry in list(self.schedule.values())]
+        self._begin([entry for entry, is_due, _ in looked if is_due])
+        longest_s = float(self.max_interval or 0)
+        soonest = min((at for _, _, at in looked), default=now_s + longest_s)
+        return max(min(soonest - (time.monotonic() - self._began), longest_s), 0.0)
+
+    def _look(self, entry: Any, now_s: float) -> tuple[bool, float]:
+        """Whether an entry is due, and when it will be next."""
+        interval = getattr(entry.schedule, "run_every", None)
+        if interval is None:  # By the time of day, as Celery's own that cleans up a backend of results.
+            is_due, next_s = entry.is_due()
+            if is_due:
+                self.reserve(entry)
+            return bool(is_due), now_s + float(next_s or 0)
+        every_s = interval.total_seconds()
+        times = int(now_s / every_s)
+        is_due = times > self._times.get(entry.name, 0)
+        self._times[entry.name] = times
+        return is_due, (times + 1) * every_s
+
     def apply_entry(self, entry: Any, producer: Any = None) -> None:
-        self._threads.begin(entry.name, partial(self._run, entry))
+        self._begin([entry])
+
+    def _begin(self, entries: Sequence[Any]) -> None:
+        """What is done most often comes first: what is done rarely may take long."""
+        self._threads.begin({entry.name: partial(self._run, entry) for entry in sorted(entries, key=_rareness)})
 
     def _run(self, entry: Any) -> None:
         try:
             self.app.tasks[entry.task](*entry.args)
         except Exception:
             log.exception("maintenance_failed", task=entry.task)
+
+
+def _rareness(entry: Any) -> float:
+    interval = getattr(getattr(entry, "schedule", None), "run_every", None)
+    return float("inf") if interval is None else float(interval.total_seconds())
 
 
 class Beat(threading.Thread):

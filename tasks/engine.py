@@ -1,8 +1,9 @@
 """The event loop of a worker process: all its runs live in it, and none has a thread of its own.
 
 What runs ask of Redis and of the record in the same moment goes there together: the loop has a connection to Redis, on
-which nothing waits for the answer before; and what is for the record is committed in one transaction, by a thread for
-starts, which do not wait for the disk, and by one for all else.
+which nothing waits for the answer before; and what is for the record is committed in one transaction.  Starts, which
+wait for no disk, the loop writes itself where nobody else writes just now: to hand them to a thread and back takes
+longer.  All else a thread writes, behind them.
 """
 
 import asyncio
@@ -18,9 +19,10 @@ from typing import Any, TypeAlias, TypeVar
 import structlog
 import uvloop
 
-from jobs.db import Database, Write
+from database.db import Database, Write
 from routing.leases import Leases
-from routing.scripts import Command
+from scripting.scripts import Command
+from tasks.pulse import Pulse
 from tasks.servers import Wires
 
 T = TypeVar("T")
@@ -28,11 +30,11 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 _MOST_TOGETHER = 128
+_MOST_AT_ONCE = 32  # starts, of 0.1 ms each
+_BEHIND_S = 0.003  # In that time a slot that was passed on with an end has its next request sent.
 _LATER_S = 0.01
 _SLICE_S = 0.001
 _RARE_THREADS = 16
-_HANGS_S = 30.0
-_HANGS_LOOKS = 30  # so many in a row: a process that was halted has not looked meanwhile
 
 
 _Asked: TypeAlias = "list[tuple[Any, asyncio.Future[Any]]]"  # what for, and where its answer goes
@@ -41,13 +43,22 @@ _Asked: TypeAlias = "list[tuple[Any, asyncio.Future[Any]]]"  # what for, and whe
 class Together:
     """Has what the loop asks for in one turn done together, in a thread of its own.
 
-    `do` answers a result, or an Exception, for each.
+    `do` answers a result, or an Exception, for each.  `at_once`: does the same in the loop if that takes no time, else
+    answers None.  `behind_s`: what is asked for waits so long for more of its kind, and does not disturb the loop.
     """
 
-    def __init__(self, name: str, loop: asyncio.AbstractEventLoop, do: Callable[[list[Any]], Sequence[Any]]) -> None:
-        self._loop, self._do = loop, do
+    def __init__(
+        self,
+        name: str,
+        loop: asyncio.AbstractEventLoop,
+        do: Callable[[list[Any]], Sequence[Any]],
+        at_once: Callable[[list[Any]], Sequence[Any] | None] = lambda _: None,
+        behind_s: float = 0.0,
+    ) -> None:
+        self._loop, self._do, self._at_once, self._behind_s = loop, do, at_once, behind_s
         self._this_turn: _Asked = []
         self._turns: SimpleQueue[_Asked | None] = SimpleQueue()
+        self.pulse = Pulse(name, wake=lambda: self._turns.put([]))
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -56,19 +67,23 @@ class Together:
         answer: asyncio.Future[Any] = self._loop.create_future()
         self._this_turn.append((wanted, answer))
         if len(self._this_turn) == 1:
-            self._loop.call_soon(self._hand_over)
+            self._loop.call_later(self._behind_s, self._hand_over)
         return answer
 
     def end(self) -> None:
         self._turns.put(None)
 
     def _hand_over(self) -> None:
-        self._turns.put(self._this_turn)
-        self._this_turn = []
+        batch, self._this_turn = self._this_turn, []
+        found = _done(self._at_once, batch) if len(batch) <= _MOST_AT_ONCE else None
+        if found is None:
+            self._turns.put(batch)
+        else:
+            _answer([future for _, future in batch], found)
 
     def _work(self) -> None:
         while (batch := self._next()) is not None:
-            found = self._done([wanted for wanted, _ in batch])
+            found = _done(self._do, batch)
             self._loop.call_soon_threadsafe(_answer, [future for _, future in batch], found)
 
     def _next(self) -> "_Asked | None":
@@ -76,6 +91,7 @@ class Together:
         try:
             while len(found) < _MOST_TOGETHER:
                 turn = self._turns.get(block=not found)
+                self.pulse.beat()
                 if turn is None:
                     return None
                 found += turn
@@ -83,11 +99,12 @@ class Together:
             pass
         return found
 
-    def _done(self, wanted: list[Any]) -> Sequence[Any]:
-        try:
-            return self._do(wanted)
-        except Exception as error:
-            return [error] * len(wanted)
+
+def _done(do: Callable[[list[Any]], T], batch: _Asked) -> T | list[Exception]:
+    try:
+        return do([wanted for wanted, _ in batch])
+    except Exception as error:
+        return [error] * len(batch)
 
 
 def _answer(futures: Sequence["asyncio.Future[Any]"], found: Sequence[Any]) -> None:
@@ -107,16 +124,15 @@ class Engine:
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self.wires = Wires(self.loop)
         self._room = leases.pipeline(self.loop)
-        self._relaxed = Together("record-relaxed", self.loop, database.do_all)
-        self._durable = Together("record-durable", self.loop, database.do_all)
+        self._relaxed = Together("record-relaxed", self.loop, database.do_all, at_once=database.do_at_once)
+        self._durable = Together("record-durable", self.loop, database.do_all, behind_s=_BEHIND_S)
         self._rare = ThreadPoolExecutor(_RARE_THREADS, thread_name_prefix="rare")
         self._lives: set[asyncio.Task[Any]] = set()
         self._count = 0  # of lives, those among them that the loop has not begun yet
         self._later: deque[Callable[[], object]] = deque()
         self._idle = threading.Condition()
         self._closed = False
-        self._looks = 0  # since the loop has last come round
-        self._came_round_s = time.monotonic()
+        self._pulse = Pulse("engine", wake=lambda: self.soon(self._pulse.beat))
         self._thread = threading.Thread(target=self._turn, name="engine", daemon=True)
         self._thread.start()
 
@@ -140,11 +156,14 @@ class Engine:
         with self._idle:
             return self._idle.wait_for(lambda: self._count == 0 and not self._later, seconds)
 
-    def hangs(self) -> bool:
-        """Whether the loop does nothing any more.  To be asked again and again: each look is what it has to do next."""
-        self.soon(self._come_round)
-        self._looks += 1
-        return not self._closed and self._looks > _HANGS_LOOKS and time.monotonic() - self._came_round_s > _HANGS_S
+    @property
+    def pulses(self) -> Sequence[Pulse]:
+        """Of the loop and of its threads; of none when they have been told to end."""
+        return () if self._closed else (self._pulse, self._relaxed.pulse, self._durable.pulse)
+
+    def repeat(self, every_s: float, act: Callable[[], object]) -> None:
+        """Have the loop call `act` again and again."""
+        self.soon(self._repeat, every_s, act)
 
     def close(self) -> None:
         """End the loop; what still lives is left where it is."""
@@ -175,8 +194,9 @@ class Engine:
         """Have something done that waits for others, in a thread: not what every run needs."""
         return await self.loop.run_in_executor(self._rare, act, *args)
 
-    def _come_round(self) -> None:
-        self._looks, self._came_round_s = 0, time.monotonic()
+    def _repeat(self, every_s: float, act: Callable[[], object]) -> None:
+        self.loop.call_later(every_s, self._repeat, every_s, act)
+        act()
 
     async def _end(self) -> None:
         try:

@@ -14,20 +14,21 @@ from typing import Literal
 import structlog
 from redis.exceptions import RedisError
 
-from routing.leases import Held, Leases, Renewal
+from routing.leases import Lease, Leases, Renewal
+from tasks.pulse import Pulse
 
 log = structlog.get_logger(__name__)
 
 _STORED_WITHIN_S = 2.0  # else the record is away, and a lease says that the run is not given up
 
 
-class Hold:
-    """One lease while its job runs.  Flags are raised by any thread; the run hears of them in its event loop."""
+class Watch:
+    """Over one lease while its job runs.  Flags are raised by any thread; the run hears of them in its event loop."""
 
     def __init__(
-        self, held: Held, soon: Callable[[Callable[[], None]], object] = lambda act: act(), *, starting: bool = False
+        self, lease: Lease, soon: Callable[[Callable[[], None]], object] = lambda act: act(), *, starting: bool = False
     ) -> None:
-        self.held = held
+        self.lease = lease
         self.starting = starting  # the record does not have the run yet, and cannot be asked for it
         self.lost = False  # the run is not this worker's any more: whatever comes of it does not count
         self.cancel = False  # the job shall be canceled
@@ -91,17 +92,19 @@ def _nothing() -> None:
 class Heartbeat:
     """Renews the leases of one owner, and waits for nothing else.
 
-    `doubt`: is given the holds whose leases Redis does not know.  `then`: is called after each beat to which Redis
+    `doubt`: is given the watches on leases that Redis does not know.  `then`: is called after each beat to which Redis
     answers, and told whether Redis was away since the last such beat.  Neither may wait for anything.  `soon`: how
     the loop in which the runs live is reached.
     """
+
+    name = "heartbeat"
 
     def __init__(
         self,
         leases: Leases,
         owner: str,
         every_ms: int,
-        doubt: Callable[[list[Hold]], None],
+        doubt: Callable[[list[Watch]], None],
         then: Callable[[bool], None] = lambda was_away: None,
         soon: Callable[[Callable[[], None]], object] = lambda act: act(),
     ) -> None:
@@ -110,13 +113,18 @@ class Heartbeat:
         self._every_s = every_ms / 1000
         self._doubt, self._then, self._soon = doubt, then, soon
         self._was_away = False
-        self._holds: set[Hold] = set()  # Two may be of one job: its older run has not heard yet that it is over.
+        self._watches: set[Watch] = set()  # Two may be of one job: its older run has not heard yet that it is over.
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._pulse = Pulse(self.name)
+        self._thread = threading.Thread(target=self._beat, name=self.name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def has_stopped(self) -> bool:
+        """Whether it beats no more though it should: all leases expire while their runs go on.  As Pulse's."""
+        return not self._ended.is_set() and self._pulse.has_stopped()
 
     def end(self) -> None:
         self._ended.set()
@@ -125,56 +133,58 @@ class Heartbeat:
         """Sleep, but not past the end of this worker."""
         self._ended.wait(seconds)
 
-    def add(self, held: Held, *, starting: bool = False) -> Hold:
+    def add(self, lease: Lease, *, starting: bool = False) -> Watch:
         """Keep this lease alive from now on.  `starting`: until the flag is taken down, the record lacks the run."""
-        hold = Hold(held, self._soon, starting=starting)
+        watch = Watch(lease, self._soon, starting=starting)
         with self._lock:
-            self._holds.add(hold)
-        return hold
+            self._watches.add(watch)
+        return watch
 
-    def remove(self, hold: Hold) -> None:
-        hold.over = True
+    def remove(self, watch: Watch) -> None:
+        watch.over = True
         with self._lock:
-            self._holds.discard(hold)
+            self._watches.discard(watch)
 
     def stop_all(self) -> None:
         """Tell all runs that this worker is going down."""
-        for hold in self.holds():
-            hold.end("stop")
+        for watch in self.watches():
+            watch.end("stop")
 
     def beat(self) -> None:
         """Renew everything once."""
-        by_fleet: dict[str, list[Hold]] = defaultdict(list)
-        for hold in filter(lambda hold: hold.is_kept, self.holds()):
-            by_fleet[hold.held.fleet].append(hold)
+        by_fleet: dict[str, list[Watch]] = defaultdict(list)
+        for watch in filter(lambda watch: watch.is_kept, self.watches()):
+            by_fleet[watch.lease.fleet].append(watch)
         answered, emptied = True, False
-        for fleet, holds in by_fleet.items():
+        for fleet, watches in by_fleet.items():
+            self._pulse.beat()  # Where Redis is silent, each of them takes its time.
             try:
-                answers = self._leases.renew(fleet, self._owner, [hold.held for hold in holds])
+                answers = self._leases.renew(fleet, self._owner, [watch.lease for watch in watches])
             except RedisError as error:
-                log.warning("renewal_failed", fleet=fleet, leases=len(holds), error=str(error))
+                log.warning("renewal_failed", fleet=fleet, leases=len(watches), error=str(error))
                 answered, self._was_away = False, True
                 continue
             emptied |= Renewal.UNKNOWN in answers
-            self._heed(holds, answers)
+            self._heed(watches, answers)
         if answered:
             self._then(self._was_away or emptied)
             self._was_away = emptied
 
-    def _heed(self, holds: list[Hold], answers: list[Renewal]) -> None:
-        for hold, answer in zip(holds, answers, strict=True):
+    def _heed(self, watches: list[Watch], answers: list[Renewal]) -> None:
+        for watch, answer in zip(watches, answers, strict=True):
             if answer is Renewal.CANCEL:
-                hold.ask_to_cancel()
-        self._doubt([hold for hold, answer in zip(holds, answers, strict=True) if answer is Renewal.LOST])
+                watch.ask_to_cancel()
+        self._doubt([watch for watch, answer in zip(watches, answers, strict=True) if answer is Renewal.LOST])
 
     def _beat(self) -> None:
         while not self._ended.wait(self._every_s):
+            self._pulse.beat()
             try:
                 self.beat()
             except Exception:
                 log.exception("heartbeat_failed")
 
-    def holds(self) -> list[Hold]:
+    def watches(self) -> list[Watch]:
         """The leases that are kept alive now."""
         with self._lock:
-            return list(self._holds)
+            return list(self._watches)

@@ -7,7 +7,7 @@ without this code carries no offer; the worker that gets it submits the job in i
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import structlog
@@ -16,15 +16,17 @@ from celery.exceptions import Ignore, Reject
 from celery.result import AsyncResult
 from celery.worker.request import Request
 
-from jobs.config import ModelConfig
-from jobs.errors import IdempotencyConflict, SlotkeeperError
+from admission.submission import Submission
+from foundation import traces
+from foundation.errors import IdempotencyConflict, SlotkeeperError
 from jobs.record import new_job_id
-from routing.submission import Submission
+from registry.config import ModelConfig
 from tasks import asking, messages
 from tasks.celery_app import celery
 from tasks.revoking import cancels, is_revoked
 from tasks.shown import ServerFault
 from tasks.telling import AWAY, tell_refusal
+from tasks.wake_up import is_wake_up
 from tasks.wiring import dispatcher
 from tasks.worker import this_worker
 
@@ -33,6 +35,7 @@ log = structlog.get_logger(__name__)
 
 _STORE_AGAIN_S = 1.0
 _ADMIT_TRIES = 30
+_OF_TRACES = ("traceparent", "tracestate", "baggage")  # headers that instruments add to any task
 
 
 class InferRequest(Request):
@@ -44,7 +47,7 @@ class InferRequest(Request):
 
     def on_accepted(self, pid: Any, time_accepted: Any) -> None:
         super().on_accepted(pid, time_accepted)
-        if messages.is_wake_up(self.request_dict):
+        if is_wake_up(self.request_dict):
             self.acknowledge()
 
     def revoked(self) -> bool:
@@ -78,6 +81,7 @@ class InferTask(CeleryTask):
     ) -> AsyncResult:
         """Submit a job, see `infer`.  Raises what dispatcher.submit raises.  Answers once the job is recorded."""
         given = {**options, **_parentage(options), "link": link, "link_error": link_error, "shadow": shadow}
+        given |= _trace(kwargs or {}, options)
         job_id = task_id or new_job_id()
         accepted = _submit(asking.read(job_id, args or (), kwargs or {}, given), may_be_another=task_id is None)
         result: AsyncResult = AsyncResult(accepted, backend=self.backend, app=celery)
@@ -109,6 +113,27 @@ def _parentage(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _trace(kwargs: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The trace that the caller names, or is at: by its headers, OpenTelemetry, its own task, or its environment.
+
+    Of headers only those of traces are taken; others stay, and are refused.
+    """
+    headers = options.get("headers")
+    if not isinstance(headers, Mapping):
+        headers = {}
+    left = {name: value for name, value in headers.items() if name not in _OF_TRACES}
+    taken = {"headers": left or None} if headers else {}
+    if "traceparent" in options or "traceparent" in kwargs:
+        return taken
+    return {**taken, "traceparent": headers.get("traceparent") or traces.under_way() or _trace_of_caller()}
+
+
+def _trace_of_caller() -> str | None:
+    """A worker's own environment says nothing of the tasks that run in it."""
+    caller = celery.current_worker_task
+    return traces.of_process() if caller is None else _traceparent(caller.request)
+
+
 def _described_by(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For `help`: who calls the task submits a job, whatever a worker does with its message."""
 
@@ -137,7 +162,7 @@ def infer(self: InferTask, *args: Any, **kwargs: Any) -> Any:
     """Submit the job of a client that could not.  A wake-up is not run by this function, but by the pool (pool.py)."""
     if self.request.called_directly or self.request.is_eager:
         raise RuntimeError(_sentence())
-    if not messages.is_wake_up(self.request.headers):
+    if not is_wake_up(self.request.headers):
         _admit(self, args, kwargs)
     raise Ignore
 
@@ -197,9 +222,16 @@ def _options_of(request: Any) -> dict[str, Any]:
         "group_index": request.group_index,
         "root_id": request.root_id,
         "parent_id": request.parent_id,
+        "traceparent": None if "traceparent" in (request.kwargs or {}) else _traceparent(request),
         "stamped_headers": request.stamped_headers,
         **(request.stamps or {}),
     }
+
+
+def _traceparent(request: Any) -> str | None:
+    """In which trace a message was sent, by its headers."""
+    found = (request.headers or {}).get("traceparent")
+    return found if isinstance(found, str) else None
 
 
 def _tier_of(request: Any) -> int | None:

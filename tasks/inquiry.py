@@ -6,13 +6,13 @@ from collections.abc import Collection
 import structlog
 from redis.exceptions import RedisError
 
-from jobs.errors import RecordUnavailable
+from foundation.errors import RecordUnavailable
 from jobs.record import Brief
 from jobs.states import FINAL, State
 from jobs.store import Store
-from routing.leases import Held, Leases, Restored
+from routing.leases import Lease, Leases, Restored
 from tasks.aside import Aside
-from tasks.heartbeat import Hold
+from tasks.heartbeat import Watch
 
 log = structlog.get_logger(__name__)
 
@@ -28,30 +28,30 @@ class Inquiry:
 
     def __init__(self, store: Store, leases: Leases) -> None:
         self._store, self._leases = store, leases
-        self._asked: dict[Hold, bool] = {}  # and whether Redis does not know its lease
+        self._asked: dict[Watch, bool] = {}  # and whether Redis does not know its lease
         self._lock = threading.Lock()
         self._pause = threading.Event()
         self._aside = Aside("inquiry", self._answer)
 
-    def ask(self, holds: Collection[Hold], *, doubted: bool = False) -> None:
+    def ask(self, watches: Collection[Watch], *, doubted: bool = False) -> None:
         """Tell these runs, soon, what the record says of them.  `doubted`: Redis does not know their leases."""
-        holds = [hold for hold in holds if not hold.starting]
-        if not holds:
+        watches = [watch for watch in watches if not watch.starting]
+        if not watches:
             return
         with self._lock:
-            for hold in holds:
-                self._asked[hold] = doubted or self._asked.get(hold, False)
+            for watch in watches:
+                self._asked[watch] = doubted or self._asked.get(watch, False)
         self._aside.ask()
 
-    def look(self, asked: dict[Hold, bool]) -> None:
+    def look(self, asked: dict[Watch, bool]) -> None:
         """Tell runs, each with whether its lease is doubted, what the record says.  Raises RecordUnavailable."""
-        briefs = self._store.briefs([hold.held.job_id for hold in asked])
-        for hold, doubted in asked.items():
-            self._tell(hold, briefs.get(hold.held.job_id), doubted)
+        briefs = self._store.briefs([watch.lease.job_id for watch in asked])
+        for watch, doubted in asked.items():
+            self._tell(watch, briefs.get(watch.lease.job_id), doubted)
 
     def _answer(self) -> None:
         with self._lock:
-            asked, self._asked = {hold: doubted for hold, doubted in self._asked.items() if not hold.over}, {}
+            asked, self._asked = {watch: doubted for watch, doubted in self._asked.items() if not watch.over}, {}
         if not asked:
             return
         try:
@@ -59,35 +59,35 @@ class Inquiry:
         except RecordUnavailable as error:
             log.warning("inquiry_postponed", runs=len(asked), error=str(error))
             self._pause.wait(_ASK_AGAIN_S)
-            for hold, doubted in asked.items():
-                self.ask([hold], doubted=doubted)
+            for watch, doubted in asked.items():
+                self.ask([watch], doubted=doubted)
 
-    def _tell(self, hold: Hold, found: Brief | None, doubted: bool) -> None:
-        if found is not None and _runs_under(found, hold.held):
+    def _tell(self, watch: Watch, found: Brief | None, doubted: bool) -> None:
+        if found is not None and _runs_under(found, watch.lease):
             if doubted:
-                self._write_again(hold, found)
+                self._write_again(watch, found)
             if found.cancel_requested:
-                hold.ask_to_cancel()
+                watch.ask_to_cancel()
             return
         ended_for_good = found is not None and found.state in FINAL - {State.COMPLETED}
         if ended_for_good:
-            hold.ask_to_cancel()  # Its server is to hear of that.
+            watch.ask_to_cancel()  # Its server is to hear of that.
         if doubted or not ended_for_good:
-            hold.end("lost")
+            watch.end("lost")
 
-    def _write_again(self, hold: Hold, found: Brief) -> None:
+    def _write_again(self, watch: Watch, found: Brief) -> None:
         """The record has the run under this very lease, so it is this worker's, whatever Redis has forgotten."""
-        held = hold.held
+        lease = watch.lease
         try:
-            written = self._leases.restore(held.fleet, [Restored(held, found.job)])
+            written = self._leases.restore(lease.fleet, [Restored(lease, found.job)])
         except RedisError as error:  # The next renewal will ask once more.
-            log.warning("lease_not_restored", job_id=held.job_id, error=str(error))
+            log.warning("lease_not_restored", job_id=lease.job_id, error=str(error))
         else:
-            log.warning("lease_was_lost", job_id=held.job_id, slot=held.slot, restored=bool(written))
-            hold.restored = True
-            if hold.over:  # It has ended meanwhile, and nobody else frees what was written just now.
-                self._leases.release(held, back=False)
+            log.warning("lease_was_lost", job_id=lease.job_id, slot=lease.slot, restored=bool(written))
+            watch.restored = True
+            if watch.over:  # It has ended meanwhile, and nobody else frees what was written just now.
+                self._leases.release(lease, back=False)
 
 
-def _runs_under(found: Brief, held: Held) -> bool:
-    return found.state is State.RUNNING and found.lease == held.tag
+def _runs_under(found: Brief, lease: Lease) -> bool:
+    return found.state is State.RUNNING and found.lease == lease.tag

@@ -19,10 +19,10 @@ from functools import lru_cache
 
 import orjson
 
-from jobs.config import RecordSettings
-from jobs.home import kept_text
-from jobs.once import once
-from jobs.rotations import Rotation
+from foundation.config import RecordSettings
+from foundation.home import kept_text
+from foundation.once import once
+from registry.rotations import Rotation
 from tasks.config import TaskSettings
 
 _SHORTEST = 24  # bytes
@@ -37,6 +37,7 @@ class Purpose(StrEnum):
     WEBHOOK = "webhook"
     FINGERPRINT = "fingerprint"
     SEALING = "sealing"
+    SESSION = "session"
 
 
 @lru_cache(maxsize=1024)
@@ -57,12 +58,17 @@ def sealing_keys() -> Iterator[bytes]:
     return (derive(secret, Purpose.SEALING) for secret in installation_secrets())
 
 
-def webhook_secrets(tenant: str, rotation: Rotation, now: int) -> list[str]:
-    """With which a tenant's messages are signed at `now` (ms), the newest first, as Standard Webhooks writes them."""
+def session_keys() -> Iterator[bytes]:
+    """Those under which a visit to the page is valid; new ones are signed with the first."""
+    return (derive(secret, Purpose.SESSION) for secret in installation_secrets())
+
+
+def webhook_secrets(tenant: str, rotation: Rotation, now_ms: int) -> list[str]:
+    """With which a tenant's messages are signed at `now_ms`, the newest first, as Standard Webhooks writes them."""
     return [
         _written(derive(secret, Purpose.WEBHOOK, tenant, str(number)))
         for secret in installation_secrets()
-        for number in rotation.valid(now)
+        for number in rotation.valid(now_ms)
     ]
 
 

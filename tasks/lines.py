@@ -4,14 +4,25 @@ So a tenant with thousands of receivers has no more turns than one with a single
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from jobs.webhooks import Due
 from tasks.berths import Berth, Berths
 
 _KEPT_OF_LINE = 256  # messages of one receiver and tenant that are remembered as due
 _MANY = 50_000
 _LOOKS = 32  # receivers of a tenant that one turn looks at
+
+
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """A message that is due.  `receiver`: whom it is for, as far as its bounds are concerned; `source`: who owes it."""
+
+    id: Hashable
+    receiver: str
+    tenant: str
+    source: object = None
 
 
 def host_of(url: str) -> str:
@@ -22,56 +33,60 @@ def host_of(url: str) -> str:
         return url
 
 
+Admits = Callable[[str, str], bool]
+"""Whether a message of this receiver and tenant could begin now."""
+
+
 class Lines:
     """A line for each tenant and receiver.  Not safe between threads."""
 
     def __init__(self) -> None:
-        self._tenants: OrderedDict[str, OrderedDict[str, deque[str]]] = OrderedDict()
-        self._ids: set[str] = set()
+        self._tenants: OrderedDict[str, OrderedDict[str, deque[Owed]]] = OrderedDict()
+        self._ids: set[Hashable] = set()
 
-    def add(self, due: Due) -> None:
+    def add(self, due: Owed) -> None:
         lines = self._tenants.setdefault(due.tenant, OrderedDict())
-        line = lines.setdefault(host_of(due.url), deque())
+        line = lines.setdefault(due.receiver, deque())
         most = _KEPT_OF_LINE if len(self._ids) < _MANY else 1  # Others' piles leave room for everybody's first.
         if due.id not in self._ids and len(line) < most:
-            line.append(due.id)
+            line.append(due)
             self._ids.add(due.id)
 
-    def take(self, berths: Berths, most: int) -> list[tuple[str, Berth]]:
+    def take(self, berths: Berths, most: int) -> list[tuple[Owed, Berth]]:
         """Up to `most` messages that may begin now, one of each tenant in turn."""
-        taken: list[tuple[str, Berth]] = []
+        taken: list[tuple[Owed, Berth]] = []
         turns = deque(self._tenants)
         while turns and len(taken) < most:
             tenant = turns.popleft()
-            host = self._next_host(berths, tenant)
-            if host is None:
+            receiver = self._next_receiver(berths, tenant)
+            if receiver is None:
                 continue
-            taken.append((self._pop(tenant, host), berths.take(host, tenant)))
+            taken.append((self._pop(tenant, receiver), berths.take(receiver, tenant)))
             if tenant in self._tenants:
                 self._tenants.move_to_end(tenant)
                 turns.append(tenant)
         return taken
 
-    def _next_host(self, berths: Berths, tenant: str) -> str | None:
+    def _next_receiver(self, berths: Berths, tenant: str) -> str | None:
         """The tenant's next receiver that may be tried.  Those looked at in vain go behind the others."""
         lines = self._tenants[tenant]
         if not berths.has_room_for(tenant):
             return None
         for _ in range(min(_LOOKS, len(lines))):
-            host = next(iter(lines))
-            if berths.admits(host, tenant):
-                return host
-            lines.move_to_end(host)
+            receiver = next(iter(lines))
+            if berths.admits(receiver, tenant):
+                return receiver
+            lines.move_to_end(receiver)
         return None
 
-    def _pop(self, tenant: str, host: str) -> str:
+    def _pop(self, tenant: str, receiver: str) -> Owed:
         lines = self._tenants[tenant]
-        message = lines[host].popleft()
-        self._ids.discard(message)
-        if lines[host]:
-            lines.move_to_end(host)
+        message = lines[receiver].popleft()
+        self._ids.discard(message.id)
+        if lines[receiver]:
+            lines.move_to_end(receiver)
         else:
-            del lines[host]
+            del lines[receiver]
         if not lines:
             del self._tenants[tenant]
         return message

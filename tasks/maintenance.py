@@ -13,21 +13,27 @@ from typing import Any
 
 import structlog
 
-from insight import audit
-from jobs import descriptions, ledger
-from jobs.config import RecordSettings
-from jobs.once import once
-from jobs.record import Server as ServerRow
+from foundation.config import RecordSettings
+from foundation.once import once
+from insight import invariants, listing
+from insight.history import Historian
 from jobs.record import now_ms
 from jobs.states import State
-from routing import draining, pulse, reconcile, runs
-from routing.policies.identity import ServerReport
-from tasks import telling, vault
+from outbox.ageing import Ageing
+from outbox.relays import Relays
+from registry import descriptions
+from registry.values import Server as ServerRow
+from tasks import vault
 from tasks.celery_app import celery
+from tasks.config import EventSettings
 from tasks.descriptions import Misconfigured, server_for
+from tasks.ends import log_end
 from tasks.rounds import Asked, Rounds
 from tasks.servers import HealthKind, Server
-from tasks.wiring import database, dispatcher, scripts
+from tasks.wiring import database, dispatcher, last_runs, scripts, teller
+from upkeep import draining, ledger, pulse, reconcile, runs
+from upkeep.identity import ServerReport
+from upkeep.reconcile import departures
 
 log = structlog.get_logger(__name__)
 
@@ -40,6 +46,7 @@ _ROUND_S = 1.5
 _GATHER_S = 0.1
 _REPORTS_S = 3.0
 _PURGE_S = 10.0
+_COUNT_S = 4.0
 _TOO_SOON = 0.5  # of a task's period
 
 _patience = reconcile.Patience()
@@ -64,6 +71,7 @@ def _task(name: str, every_s: float) -> Callable[[Callable[..., None]], Any]:
                 if self.request.called_directly or now - began.get(args, -every_s) >= _TOO_SOON * every_s:
                     began[args] = now
                     function(*args)
+                    last_runs().note(name, time.monotonic() - now)
             finally:
                 lock.release()
 
@@ -99,19 +107,20 @@ def reap() -> None:
 @_task("watch_runs", 2)
 def watch_runs() -> None:
     """Every 2 s: end runs that exceed their longest time although their workers do not; give slots that drain their
-    leases again where Redis has lost them."""
+    leases again where Redis has lost them; go on with models and servers that are removed or renamed."""
     draining.end_overlong(dispatcher())
     draining.keep(dispatcher())
+    departures.go_on(dispatcher())
 
 
 @_task("check_servers", 2)
 def check_servers(all_of_them: bool = True) -> None:
     """Every 10 s all servers, every 2 s those that were down or whose workers went silent.
 
-    Slots of servers that are down rest, those of servers that are back are woken; leases of jobs that their server
+    The slots of servers that are down are in cooldown, until these are back; leases of jobs that their server
     does not know are freed, and slots that others use are not offered.  Each report is heeded as it comes.
     """
-    servers = dispatcher().fleet.snapshot().servers
+    servers = dispatcher().catalog.snapshot().servers
     names = servers if all_of_them else reconcile.urgent_servers(dispatcher())
     for reports in _as_they_come(_rounds().ask(servers[name] for name in names)):
         reconcile.note_health(dispatcher(), reports)
@@ -121,13 +130,13 @@ def check_servers(all_of_them: bool = True) -> None:
 @_task("sync_locks", 30)
 def sync_locks() -> None:
     """Every 30 s: free leases of jobs that their servers do not know, after a second look."""
-    catalog = dispatcher().fleet.snapshot()
+    catalog = dispatcher().catalog.snapshot()
     suspects = reconcile.suspects(dispatcher(), _reports(catalog.servers.values()))
     if suspects:
         time.sleep(_SECOND_LOOK_S)
         again = {job.server for job in suspects}
         reports = _reports(server for server in catalog.servers.values() if server.name in again)
-        reconcile.free_ghosts(dispatcher(), suspects, reports)
+        reconcile.free_stale_leases(dispatcher(), suspects, reports)
 
 
 @_task("reconcile", 300)
@@ -139,30 +148,60 @@ def reconcile_all() -> None:
 @_task("tell_due", 5)
 def tell_due() -> None:
     """Every 5 s: tell Celery's clients of ends that they should have been told of by now."""
-    telling.tell_due()
+    teller().tell_due()
+
+
+@_task("count", 5)
+def count() -> None:
+    """Every 5 s: add what has happened to the figures, and say in the log which jobs have ended."""
+    until = time.monotonic() + _COUNT_S
+    while _historian().count() and time.monotonic() < until:
+        pass
 
 
 @_task("scan_dlq", 60)
 def scan_dlq() -> None:
     """Every 60 s: say how many jobs are dead, and remove what ended before the retention time."""
-    dead = dispatcher().store.count(State.DEAD)
+    dead = listing.count(dispatcher().store.database, State.DEAD)
     removed = reconcile.purge(dispatcher(), RecordSettings().retention_s, _PURGE_S)
+    _remove_old_events(RecordSettings(), EventSettings().lasting_sinks)
     descriptions.purge(database(), now_ms())
     vault.seal_anew()
     log.info("dlq_scanned", dead=dead, purged=removed)
 
 
-@_task("audit", 60)
+@once
+def _ageing() -> Ageing:
+    return Ageing(database())
+
+
+def _remove_old_events(settings: RecordSettings, sinks: list[str]) -> None:
+    """Those that have come of age, slice by slice, and none that a sink has not got yet."""
+    until, now = time.monotonic() + _PURGE_S, now_ms()
+    events_ms, acts_ms = now - settings.events_retention_s * 1000, now - settings.acts_retention_s * 1000
+    last = Relays(database()).slowest(sinks)
+    while _ageing().remove(events_ms, acts_ms, last) is not None:
+        if time.monotonic() >= until:
+            break
+
+
+@_task("check_invariants", 60)
 def check_invariants() -> None:
     """Every 60 s: raise the gauges, and an event, for each difference that two looks find."""
-    servers = dispatcher().fleet.snapshot().servers.values()
-    findings = audit.look(dispatcher(), _reports(servers))
+    servers = dispatcher().catalog.snapshot().servers.values()
+    findings = invariants.look(dispatcher(), _reports(servers))
     if findings:
         time.sleep(_SECOND_LOOK_S)
-        findings &= audit.look(dispatcher(), _reports(servers))
-    ledger.note_findings(database(), audit.count(findings), {it.subject: it.check for it in sorted(findings)}, now_ms())
+        findings &= invariants.look(dispatcher(), _reports(servers))
+    counts = invariants.count(findings) | {ledger.DIFFERENCE: ledger.read(database()).difference}
+    ledger.note_findings(database(), counts, {it.subject: it.check for it in sorted(findings)}, now_ms())
     for finding in sorted(findings):
         log.error("invariant_broken", check=finding.check, subject=finding.subject)
+
+
+@once
+def _historian() -> Historian:
+    return Historian(database(), log_end)
 
 
 # -- asking servers --------------------------------------------------------------------------------------------
@@ -222,7 +261,7 @@ def _report(server: ServerRow) -> ServerReport:
 
 def _speaker(server: ServerRow) -> Server | None:
     """By one of its models that says how its health is asked, if one does; None: by none can it be asked at all."""
-    catalog, found = dispatcher().fleet.snapshot(), None
+    catalog, found = dispatcher().catalog.snapshot(), None
     for model, url in sorted(server.endpoints.items()):
         try:
             speaker = server_for(url, catalog.models[model], catalog.described_by(server.name, model))

@@ -11,12 +11,15 @@ from celery.app.amqp import task_message
 from celery.app.task import Context
 from kombu.utils import json
 
+from insight.spans import JOB
 from jobs.record import Job
 from routing.queues import Offer
+from tasks import tracing
 from tasks.celery_app import celery
+from tasks.wake_up import HEADER
 
 TASK = "infer"
-HEADER = "slotkeeper"
+_OF_MODELS = "gpu."  # begins the names of their queues
 _OFFERED = ("fleet", "lease", "slot", "server", "number")
 
 # What Celery knows of a task beside its arguments, by its names in apply_async.  It waits in the record as JSON.
@@ -36,7 +39,12 @@ _ENVELOPE = (
 
 
 def queue_of(model: str) -> str:
-    return f"gpu.{model}"
+    return f"{_OF_MODELS}{model}"
+
+
+def is_of_model(queue: str) -> bool:
+    """Whether a queue is some model's."""
+    return queue.startswith(_OF_MODELS)
 
 
 def pack_envelope(options: Mapping[str, Any]) -> str:
@@ -48,7 +56,9 @@ def context(job: Job) -> Context:
     """The job as the request of a Celery task: whom its end concerns."""
     kept = json.loads(job.envelope or "{}")
     group = kept.pop("group_id", None)
-    return Context(kept, id=job.id, task=TASK, group=group, called_directly=False, delivery_info={})
+    trace = tracing.told(job.id, job.traceparent, JOB)  # what follows it is in its trace
+    headers = {} if trace is None else {"traceparent": trace}
+    return Context(kept, id=job.id, task=TASK, group=group, headers=headers, called_directly=False, delivery_info={})
 
 
 def build(offer: Offer, failures: int) -> task_message:
@@ -85,11 +95,6 @@ class Unsent:
 def handed_on(offer: Offer, failures: int) -> Any:
     """The message for a run that its worker has begun without the broker."""
     return Unsent(build(offer, failures))
-
-
-def is_wake_up(headers: Mapping[str, Any] | None) -> bool:
-    """Whether a message carries an offer; else it is a bare task from a client without this code."""
-    return HEADER in (headers or {})
 
 
 def read_offer(job_id: str, args: Sequence[Any], headers: Mapping[str, Any] | None) -> Offer | None:

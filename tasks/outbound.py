@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
-from http.client import HTTPConnection, HTTPException, HTTPSConnection, RemoteDisconnected
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, RemoteDisconnected
 from importlib.metadata import PackageNotFoundError, version
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from math import floor
@@ -53,7 +53,13 @@ Network = IPv4Network | IPv6Network
 URL_MAX = 2048
 """Characters."""
 ANSWER_MAX = 64 << 10
-"""Bytes taken of an answer.  Its status line is enough; the body is never asked for."""
+"""Bytes taken of an answer, its headers included."""
+QUOTED_MAX = 256
+"""Bytes of its body that are told: what comes at once, for the status says all that counts."""
+_BODY_S = 0.5
+"""How long is waited for them."""
+REST_MAX_S = 3600.0
+"""For so long a receiver may ask to be left alone."""
 
 REFUSED_PORTS = frozenset({21, 22, 23, 25, 53, 110, 119, 139, 143, 445, 465, 587, 993, 995, 6379, 6667, 9100, 11211})
 """Where the text of a POST could be taken for commands: mail, news, shells, printers, Redis, memcached.
@@ -105,12 +111,17 @@ class Sent:
 
     `status`: the HTTP status, None when there was no answer.  `error`: empty, or one sentence that names
     no more of the URL than scheme://host.  `permanent`: the same message will never get through.
+    `answer`: what its body begins with; not for strangers where it came from `inside`, a network that the operator
+    has opened.  `retry_after_s`: for how long the receiver asks to be left alone.
     """
 
     ok: bool
     status: int | None
     error: str
     permanent: bool
+    answer: str = field(default="", compare=False)
+    inside: bool = field(default=False, compare=False)
+    retry_after_s: float = field(default=0.0, compare=False)
 
 
 def parse_allow(text: str) -> tuple[Network, ...]:
@@ -147,8 +158,10 @@ class Sender:
         self._tls = _tls()
         _openings(self._allow)
 
-    def send(self, url: str, message_id: str, body: bytes, now: datetime, secrets: Sequence[str]) -> Sent:
-        """POST `body` (JSON in UTF-8) once.  `now`: aware, in any zone.
+    def send(
+        self, url: str, message_id: str, body: bytes, now: datetime, secrets: Sequence[str], trace: str | None = None
+    ) -> Sent:
+        """POST `body` (JSON in UTF-8) once.  `now`: aware, in any zone.  `trace`: a traceparent.
 
         `secrets`: base64 of at least 24 bytes, with or without "whsec_"; the message is signed with each of them.
         A receiver tells a repeated message by `message_id`, which must be the same at every try.
@@ -159,22 +172,30 @@ class Sender:
         if isinstance(target, str):
             return Sent(False, None, target, permanent=True)
         origin = _origin(target)
-        headers = _headers(message_id, body, now, secrets)
+        headers = _headers(message_id, body, now, secrets) | ({"traceparent": trace} if trace else {})
         try:
-            status = self._post(target, _path(url), body, headers)
+            return self._post(target, origin, _path(url), body, headers)
         except BlockedAddressError as refused:
             return _refused(origin, refused)
         except (OSError, HTTPException) as failed:
             return Sent(False, None, f"{origin}: {_why(failed, self._timeout_s)}", permanent=False)
-        return _judged(origin, status)
 
-    def _post(self, target: Target, path: str, body: bytes, headers: dict[str, str]) -> int:
+    def _post(self, target: Target, origin: str, path: str, body: bytes, headers: dict[str, str]) -> Sent:
         deadline = _Deadline(self._timeout_s)
         with closing(self._open(target, deadline)) as sock:
             http = self._client(target)
             http.sock = cast(Any, _Wire(sock, deadline))
             http.request("POST", path, body, headers)
-            return http.getresponse().status
+            answer = http.getresponse()
+            deadline.shorten(_BODY_S)
+            judged = _judged(origin, answer.status)
+            retry_after_s = _retry_after_s(answer.status, answer.headers.get("Retry-After"))
+            return replace(judged, answer=_begin_of(answer), inside=self._is_inside(sock), retry_after_s=retry_after_s)
+
+    def _is_inside(self, sock: socket.socket) -> bool:
+        """Whether the other end is where only the operator lets us go."""
+        address = ip_address(sock.getpeername()[0].partition("%")[0])
+        return any(address in network for network in self._allow)
 
     def _client(self, target: Target) -> HTTPConnection:
         """Writes the Host header from the name in the URL; it never connects, its socket is given."""
@@ -213,6 +234,9 @@ class _Deadline:
         if left <= 0:
             raise TimeoutError
         return left
+
+    def shorten(self, seconds: float) -> None:
+        self._end = min(self._end, time.monotonic() + seconds)
 
     def look_up(self, *args: Any) -> list[Any]:
         """socket.getaddrinfo, which has no time-out: the thread is left behind and ends by itself."""
@@ -446,8 +470,23 @@ def _judged(origin: str, status: int) -> Sent:
     return Sent(False, status, f"{origin} answered {status}{remedy}.", permanent=status == 410)
 
 
+def _begin_of(answer: HTTPResponse) -> str:
+    """What its body begins with, as far as that comes at once: one look, and whatever it finds will do."""
+    try:
+        return answer.read1(QUOTED_MAX).decode(errors="replace")
+    except (OSError, HTTPException, ValueError):
+        return ""
+
+
+def _retry_after_s(status: int, retry_after: str | None) -> float:
+    """What Retry-After asks for, where it is said in seconds and means that we come too often."""
+    if status not in (429, 503) or retry_after is None or not re.fullmatch(r"[0-9]{1,9}", retry_after.strip()):
+        return 0.0
+    return min(float(retry_after), REST_MAX_S)
+
+
 def _why(failed: Exception, timeout_s: float) -> str:
-    """One sentence.  Nothing of the answer is quoted: it could be read back from inside."""
+    """One sentence.  Nothing of the answer is quoted in it: it could be read back from inside."""
     match failed:
         case TimeoutError():
             return f"no answer within {timeout_s:g} s."

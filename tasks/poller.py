@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import structlog
 
-from routing.dispatcher import Dispatcher
+from dispatch.dispatcher import Dispatcher
 from routing.queues import Look, Offer
 from routing.workers import SAY_EVERY_S, Workers
+from tasks.pulse import Pulse
 
 log = structlog.get_logger(__name__)
 
@@ -49,6 +50,8 @@ class Poller:
     `room`: for how many more runs there is room now.  `begin`: run a job whose offer this worker holds.
     """
 
+    name = "poller"
+
     def __init__(
         self,
         dispatcher: Dispatcher,
@@ -65,9 +68,17 @@ class Poller:
         self._begin = begin
         self._seen: dict[str, int] = {}  # fleet -> number of its oldest open offer at the last look
         self._ended = threading.Event()
+        self._pulse = Pulse(self.name)
+        self._began = False
 
     def start(self) -> None:
-        threading.Thread(target=self._poll, name="poller", daemon=True).start()
+        self._pulse.beat()
+        self._began = True
+        threading.Thread(target=self._poll, name=self.name, daemon=True).start()
+
+    def has_stopped(self) -> bool:
+        """Whether it looks no more though it should: nobody else finds offers whose messages are lost.  As Pulse's."""
+        return self._began and not self._ended.is_set() and self._pulse.has_stopped()
 
     def end(self) -> None:
         """Look no more, and say that this worker takes nothing."""
@@ -80,7 +91,7 @@ class Poller:
     def look(self) -> int:
         """Look once; answers how many jobs were begun.  Raises redis errors and RecordUnavailable."""
         self._workers.say(self._owner, self._room())
-        looks = self._dispatcher.queues.looks(self._dispatcher.fleet.snapshot().fleets())
+        looks = self._dispatcher.queues.looks(self._dispatcher.catalog.snapshot().fleets())
         found = [look for look in looks if self._is_unseen(look)]
         self._seen = {look.fleet: look.oldest_open for look in looks if look.oldest_open is not None}
         self.turns.replace([look.fleet for look in found])
@@ -95,13 +106,15 @@ class Poller:
     def _take(self, fleet: str) -> int:
         """Begin what is there, as far as there is room."""
         taken = 0
-        while self._room() > 0 and (offers := self._dispatcher.queues.offer(fleet, 1, taker=self._owner)):
+        while self._room() > 0 and (offers := self._dispatcher.queues.offer(fleet, 1, claimant=self._owner)):
             self._begin(offers[0])
             taken += 1
+            self._pulse.beat()  # With much room, and a Redis that is far away, one look takes long.
         return taken
 
     def _poll(self) -> None:
         while not self._ended.is_set():
+            self._pulse.beat()
             try:
                 self.look()
             except Exception as error:

@@ -6,6 +6,7 @@ from typing import Any
 from celery.concurrency.thread import TaskPool
 
 from tasks import messages
+from tasks.wake_up import is_wake_up
 
 _MOST_THREADS = 64
 
@@ -27,7 +28,7 @@ class Pool(TaskPool):
         **more: Any,
     ) -> Any:
         request = getattr(accept_callback, "__self__", None)
-        if request is None or request.name != messages.TASK or not messages.is_wake_up(request.request_dict):
+        if request is None or request.name != messages.TASK or not is_wake_up(request.request_dict):
             return super().on_apply(target, args, kwargs, callback, accept_callback, **more)
         from tasks.worker import this_worker
 

@@ -11,7 +11,7 @@ from queue import Full, Queue
 
 import structlog
 
-from jobs.once import once
+from foundation.once import once
 
 log = structlog.get_logger(__name__)
 

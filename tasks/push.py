@@ -4,14 +4,17 @@ Whether the push shows the right token is for the door to check, before.  Everyt
 been told: the same verdict, the same guarded write.  The worker that still polls finds its run over.
 """
 
+from dispatch.outcome import Kind, Outcome
+from foundation import exact
+from jobs.events import TYPES
 from jobs.record import Job
-from routing import exact, runs
-from routing.outcome import Kind, Outcome
+from jobs.states import State
 from tasks import callbacks
 from tasks.descriptions import Misconfigured, server_for
 from tasks.servers import Call
 from tasks.settlement import settle
 from tasks.wiring import dispatcher
+from upkeep import runs
 
 # What a push can say about the end of a run.  Of anything else the polling worker makes more.
 _ENDS = frozenset({Kind.DONE, Kind.FAILED, Kind.RETRY, Kind.CANCELED})
@@ -20,14 +23,14 @@ _FETCH_S = 30.0  # for a description that has the result fetched from elsewhere
 
 def read(job: Job, body: bytes) -> Outcome | None:
     """What the push says; None: not the end of the run, or its server is not known any more."""
-    known = dispatcher().fleet.snapshot().servers.get(job.server or "")
-    url = known.endpoints.get(job.model) if known else None
+    known = dispatcher().catalog.snapshot().servers.get(job.server or "")
+    url = known.endpoints.get(dispatcher().catalog.snapshot().current(job.model)) if known else None
     if url is None:
         return None
     if _names_another(job, body):
         return None
     try:
-        server = server_for(url, dispatcher().fleet.model(job.model), job.described_by)
+        server = server_for(url, dispatcher().catalog.model(job.model), job.described_by)
     except Misconfigured:  # The worker that watches the run says so.
         return None
     if not server.description.keeps_results and server.description.mode != "callback":
@@ -48,15 +51,41 @@ def _names_another(job: Job, body: bytes) -> bool:
     return dispatcher().store.state_of(named) is not None
 
 
+def is_token_of(job: Job, shown: str) -> bool:
+    """Whether it is the token that the job's present run has at its server.  Of made-up ones nothing is looked up."""
+    if callbacks.is_valid(shown, job.id, job.attempt):
+        return True
+    attempt = next((it for it in _earlier(job) if callbacks.is_valid(shown, job.id, it)), None)
+    return attempt is not None and attempt == _attempt_at_server(job)
+
+
+def _earlier(job: Job) -> range:
+    """Attempts one of which may have sent what the present one goes on with, the latest first."""
+    if job.sent_ms is None or job.started_ms is None or job.sent_ms >= job.started_ms:
+        return range(0)
+    return range(job.attempt - 1, 0, -1)
+
+
+def _attempt_at_server(job: Job) -> int:
+    """The attempt whose token the server has, where another worker goes on with the run."""
+    starts = (it for it in dispatcher().store.events_of(job.id) if it.type == TYPES[State.RUNNING])
+    return max((it.attempt for it in starts if it.at_ms <= (job.sent_ms or 0)), default=job.attempt)
+
+
+def is_between_workers(job: Job) -> bool:
+    """Whether its run goes on at the server, and the worker that will go on with it has not begun."""
+    return job.state is State.QUEUED and job.remote_id is not None
+
+
 def push(job: Job, outcome: Outcome) -> bool:
     """End the run that `job` shows, as the worker would.  False: it is over already, and nothing was changed.
 
     Raises RecordUnavailable.
     """
-    task = runs.task_of(dispatcher(), job)
-    if task is None:
+    active = runs.active_run(dispatcher(), job)
+    if active is None:
         return False
-    return settle(task, outcome, canceling=task.run.cancel_requested).moved is not None
+    return settle(active, outcome, canceling=active.run.cancel_requested).moved is not None
 
 
 def _call(job: Job) -> Call:

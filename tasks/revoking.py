@@ -15,14 +15,17 @@ from celery.utils.functional import maybe_list
 from celery.worker import control
 from celery.worker.state import revoked
 
-from jobs.errors import Conflict, JobNotFound, RecordUnavailable
-from jobs.once import once
+from audit import acts
+from audit.acts import Actor
+from foundation.errors import Conflict, JobNotFound, RecordUnavailable
+from foundation.once import once
 from tasks.celery_app import celery
 from tasks.wiring import dispatcher
 
 log = structlog.get_logger(__name__)
 
 _AGAIN_S = 1.0
+_CLIENT = Actor("a client of Celery", "Celery")  # Celery does not say which.
 _TRIES = 300
 _UNKNOWN_YET = frozenset({states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED})
 
@@ -66,7 +69,8 @@ def cancels() -> Cancels:
 def cancel(job_id: str) -> None:
     """Cancel a job; one that has ended stays as it is.  Raises RecordUnavailable."""
     try:
-        dispatcher().cancel(job_id)
+        with acts.acting(_CLIENT):
+            dispatcher().cancel(job_id)
     except Conflict:
         log.debug("revoked_too_late", job_id=job_id)
     except JobNotFound:

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from jobs.record import Server
-from routing.policies.identity import ServerReport
+from registry.values import Server
+from upkeep.identity import ServerReport
 
 MOST = 256  # servers asked at once
 MOST_SLOW = 160  # of them, those that were slow last time

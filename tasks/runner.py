@@ -1,6 +1,7 @@
 """One run: a job is handed to its server, and watched until something final can be said about it."""
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -8,14 +9,15 @@ from enum import Enum
 
 import structlog
 
-from jobs.config import ModelConfig
-from jobs.crash import crash_at
+from dispatch.dispatcher import ActiveRun
+from dispatch.outcome import Kind, Outcome
+from foundation import exact
+from foundation.crash import crash_at
+from insight.spans import ATTEMPT
 from jobs.record import Run, now_ms
-from routing import exact
-from routing.dispatcher import Task
-from routing.outcome import Kind, Outcome
-from tasks import callbacks
-from tasks.heartbeat import Hold
+from registry.config import ModelConfig
+from tasks import callbacks, tracing
+from tasks.heartbeat import Watch
 from tasks.servers import Call, Health, HealthKind, Live
 
 log = structlog.get_logger(__name__)
@@ -38,19 +40,29 @@ NoteRemote = Callable[[str], Awaitable[bool]]
 """Stores the server's own id of the job; False: this run is over."""
 
 
-class Watch:
+class Runner:
     """One run while it lasts, in the event loop.  `live` None: its server was removed."""
 
-    def __init__(self, task: Task, hold: Hold, config: ModelConfig, live: Live | None, note_remote: NoteRemote) -> None:
-        self._run: Run = task.run
-        self._hold = hold
+    def __init__(
+        self,
+        active: ActiveRun,
+        watch: Watch,
+        config: ModelConfig,
+        live: Live | None,
+        note_remote: NoteRemote,
+        model_version: str = "",
+        swap: bool = True,
+    ) -> None:
+        self._run: Run = active.run
+        self._watch = watch
         self._config = config
         self._live = live
         self._note_remote = note_remote
-        self._end = time.monotonic() + _seconds_left(task.run, config)
+        self._model_version, self._swap = model_version, swap
+        self._end = time.monotonic() + _seconds_left(active.run, config)
         self._question = self._new_question(live)
-        self._resumes = task.run.remote_id is not None
-        self._remote_id = task.run.remote_id
+        self._resumes = active.run.remote_id is not None
+        self._remote_id = active.run.remote_id
         self._unheard = False  # No answer to the request, and nothing since, has said that the server knows the run.
         self._answered = False
         self._canceling: asyncio.Task[None] | None = None
@@ -58,6 +70,8 @@ class Watch:
         self._let_go = False  # The server has said yes to a cancel, and is described as one whose yes frees the slot.
         self._gone_since: float | None = None
         self._silent_since: float | None = None  # Since when a server that tells the end itself is well and has not.
+        # When in its interval it is asked: runs that began together each need a connection if asked together.
+        self._phase = random.random()
         self._may_send_again = True  # once, if the server has been there all the time
 
     async def outcome(self) -> Outcome | Left:
@@ -65,13 +79,13 @@ class Watch:
         live = self._live
         if live is None:
             return Outcome(Kind.UNREACHABLE, code="server_removed", message="The server was removed.")
-        self._hold.listen(self._hear)
+        self._watch.listen(self._hear)
         try:
-            return await self._watch(live)
+            return await self._follow(live)
         finally:
-            self._hold.listen_no_more()
+            self._watch.listen_no_more()
 
-    async def _watch(self, live: Live) -> Outcome | Left:
+    async def _follow(self, live: Live) -> Outcome | Left:
         found = await self._begin(live)
         while isinstance(found, Outcome) and found.kind in (Kind.PENDING, Kind.UNKNOWN):
             if not await self._keep(found.remote_id):
@@ -92,7 +106,7 @@ class Watch:
             return await self._ask(live)
         if (left := self._left()) is not None:  # Nothing has been sent: who shall not go on has nothing to wait for.
             return left
-        if self._hold.cancel:
+        if self._watch.cancel:
             return Outcome(Kind.CANCELED, message="Canceled before it was sent.")
         if live.description.is_found_by_given_id and not await self._keep(live.known_id(self._question)):
             return Left.LOST
@@ -117,6 +131,9 @@ class Watch:
             callback_token=callbacks.token(run.job.id, run.attempt),
             deadline_s=_ASK_S,
             model=run.job.model,
+            model_version=self._model_version,
+            swap=self._swap,
+            traceparent=tracing.told(run.job.id, run.traceparent, ATTEMPT, run.attempt),
         )
 
     @property
@@ -139,17 +156,17 @@ class Watch:
 
     def _left(self) -> Left | None:
         """Why this worker shall not go on with the run."""
-        if self._hold.lost:
+        if self._watch.lost:
             return Left.LOST
-        return Left.STOPPED if self._hold.stop else None
+        return Left.STOPPED if self._watch.stop else None
 
     async def _pause(self, live: Live, last: Outcome) -> Outcome | Left | None:
         """Wait one interval; answers what the waiting itself has come to, if it is over."""
         if self._left() is None:
-            await self._hold.wait(self._interval_s(last))
+            await self._watch.wait(self._interval_s(last))
         if (left := self._left()) is not None:
             return left
-        if self._hold.cancel:
+        if self._watch.cancel:
             return self._cancel()
         if time.monotonic() < self._end:
             return None
@@ -158,8 +175,9 @@ class Watch:
     def _interval_s(self, last: Outcome) -> float:
         """How long to wait before the server is asked again."""
         every_s = self._config.poll_interval if last.kind is Kind.PENDING else _FIND_OUT_EVERY_S
-        if self._hold.cancel:  # It may have been heard while the server was being asked, and has its own patience.
+        if self._watch.cancel:  # It may have been heard while the server was being asked, and has its own patience.
             return min(every_s, _FIND_OUT_EVERY_S)
+        every_s, self._phase = every_s * self._phase, 1.0
         return max(min(every_s, self._end - time.monotonic()), 0)
 
     def _cancel(self) -> Outcome | None:
@@ -178,7 +196,7 @@ class Watch:
             return
         if self._left() is not None:
             self._live.cut()
-        elif self._hold.cancel and self._canceling is None:
+        elif self._watch.cancel and self._canceling is None:
             self._canceling = asyncio.get_running_loop().create_task(self._end_by_cancel(self._live))
 
     async def _end_by_cancel(self, live: Live) -> None:

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from jobs.config import ModelConfig
+from dispatch.dispatcher import ActiveRun, Settled
+from dispatch.outcome import Kind, Outcome
+from dispatch.verdict import Verdict, judge
+from foundation import exact
 from jobs.record import Run, now_ms
 from jobs.states import Why
 from jobs.store import Error
-from routing import exact
-from routing.dispatcher import Settled, Task
-from routing.outcome import Kind, Outcome
-from routing.policies.verdict import Verdict, judge
+from registry.config import ModelConfig
 from tasks.descriptions import keeps_results
 from tasks.wiring import dispatcher
 
@@ -24,7 +24,7 @@ class End:
     verdict: Verdict
     result: str | None
     error: Error | None
-    wish_s: float | None
+    retry_after_s: float | None
     lingers: str
     is_kept: bool = True  # its server has the result still
 
@@ -42,30 +42,30 @@ def judged(run: Run, outcome: Outcome, config: ModelConfig, *, canceling: bool) 
         verdict,
         result=exact.dumps(outcome.result).decode() if outcome.kind is Kind.DONE else None,
         error=_error(outcome, verdict),
-        wish_s=outcome.retry_after_s,
+        retry_after_s=outcome.retry_after_s,
         lingers=(outcome.code or outcome.kind.value) if outcome.lingers else "",
         is_kept=keeps_results(run.described_by),
     )
 
 
-def settle(task: Task, outcome: Outcome, *, canceling: bool, taker: str = "") -> Settled:
-    """Judge what came of a run, and store that; its slot is free after it.  `taker`: as in Dispatcher.settle.
+def settle(active: ActiveRun, outcome: Outcome, *, canceling: bool, claimant: str = "") -> Settled:
+    """Judge what came of a run, and store that; its slot is free after it.  `claimant`: as in Dispatcher.settle.
 
     Raises RecordUnavailable.
     """
-    end = judged(task.run, outcome, dispatcher().fleet.model(task.run.job.model).config, canceling=canceling)
-    return store(task, end, taker=taker)
+    end = judged(active.run, outcome, dispatcher().catalog.model(active.run.job.model).config, canceling=canceling)
+    return store(active, end, claimant=claimant)
 
 
-def store(task: Task, end: End, *, taker: str = "") -> Settled:
+def store(active: ActiveRun, end: End, *, claimant: str = "") -> Settled:
     """Raises RecordUnavailable."""
     return dispatcher().settle(
-        task,
+        active,
         end.verdict,
         result=end.result,
         error=end.error,
-        wish_s=end.wish_s,
-        taker=taker,
+        retry_after_s=end.retry_after_s,
+        claimant=claimant,
         lingers=end.lingers,
     )
 

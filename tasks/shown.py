@@ -19,11 +19,11 @@ from celery.worker.request import Request, create_request_cls  # type: ignore[at
 from celery.worker.state import task_reserved
 from celery.worker.strategy import logger as strategy
 
-from jobs.crash import crash_at
+from dispatch.outcome import Outcome
+from foundation import exact
+from foundation.crash import crash_at
 from jobs.states import State
 from jobs.store import Moved
-from routing import exact
-from routing.outcome import Outcome
 from routing.queues import Offer
 from tasks import messages
 from tasks.telling import JobFailed

@@ -2,16 +2,33 @@
 
 import threading
 
-from celery.signals import beat_init, setup_logging, worker_init
+from celery.signals import beat_init, setup_logging, worker_init, worker_ready
 
-from jobs import logs
+from foundation import logs
 from tasks.config import TaskSettings
 
 
 @setup_logging.connect
 def _log(loglevel: int | str | None = None, **_: object) -> None:
     """Celery asks for its own way of logging; this takes its place, also in beat and Flower."""
-    logs.configure(loglevel or TaskSettings().log_level)
+    logs.configure(loglevel or TaskSettings().log_level, TaskSettings().log_format)
+
+
+@worker_ready.connect
+def _say_maintenance_lives(**_: object) -> None:
+    """A worker of jobs says so itself, from when it takes some."""
+    from tasks.beat import QUEUE
+    from tasks.celery_app import celery
+
+    if QUEUE in celery.amqp.queues.consume_from:
+        _say_alive("maintenance")
+
+
+def _say_alive(role: str) -> None:
+    from tasks import alive
+    from tasks.wiring import processes
+
+    alive.begin(role, processes())
 
 
 @worker_init.connect
@@ -20,7 +37,7 @@ def _begin(**_: object) -> None:
     """As all processes begin; and what messages unpack to is bounded."""
     if threading.current_thread() is not threading.main_thread():
         return  # Beat that is embedded in a worker, which has begun.
-    from jobs.errors import SlotkeeperError
+    from foundation.errors import SlotkeeperError
     from tasks import startup
     from tasks.packed import bound_unpacking
 
@@ -29,3 +46,9 @@ def _begin(**_: object) -> None:
         startup.begin()
     except (SlotkeeperError, OSError) as error:  # Celery would only log what a signal's receiver raises.
         raise SystemExit(f"Error: {error}") from error
+
+
+@beat_init.connect
+def _say_beat_lives(**_: object) -> None:
+    if threading.current_thread() is threading.main_thread():
+        _say_alive("beat")

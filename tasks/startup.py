@@ -10,11 +10,11 @@ import structlog
 from redis import Redis
 from redis.exceptions import RedisError
 
-from jobs import logs
-from jobs.config import RecordSettings
-from jobs.home import open_home
-from jobs.once import once
-from routing.suitability import evicts, forgets
+from foundation import logs
+from foundation.config import RecordSettings
+from foundation.home import open_home
+from foundation.once import once
+from scripting.suitability import evicts, forgets
 from tasks.config import TaskSettings
 from tasks.keyring import fingerprints
 from tasks.wiring import scripts
@@ -68,7 +68,7 @@ def check_redis() -> None:
 
 def begin() -> None:
     """Raises HomeNotPrivate, OSError: the state folder cannot be used."""
-    logs.configure(TaskSettings().log_level)
+    logs.configure(TaskSettings().log_level, TaskSettings().log_format)
     open_home(RecordSettings())
     compare_secret()
     check_redis()

@@ -1,7 +1,7 @@
 """How Celery's clients are told of an end: results, links, errbacks, parts of chords, the next steps of chains.
 
 The record owes it to every job that came by Celery, from its last transition until result backend and broker have
-taken it (jobs/tellings.py).  A thread of each process tells what ends there, so neither a slot nor a worker's thread
+taken it (outbox/tellings.py).  A thread of each process tells what ends there, so neither a slot nor a worker's thread
 waits for a backend that is away; what was not told then, `tell_due` tells later.  So each end is told at least once.
 A result, a part of a chord and a next step that is `infer` come to the same if they are told twice; another task may
 be sent twice, with the same task id.
@@ -16,6 +16,7 @@ from uuid import NAMESPACE_OID, uuid5
 
 import structlog
 from celery import Signature, signature, states
+from celery import Task as CeleryTask
 from celery._state import _task_stack  # type: ignore[attr-defined]
 from celery.app.task import Context
 from celery.exceptions import TaskRevokedError
@@ -24,16 +25,16 @@ from kombu.exceptions import EncodeError, OperationalError
 from redis.exceptions import ConnectionError as RedisUnreachable
 from redis.exceptions import TimeoutError as RedisTimeout
 
-from jobs.crash import crash_at
-from jobs.errors import RecordUnavailable, SlotkeeperError, TooMany
-from jobs.once import once
+from foundation import exact
+from foundation.crash import crash_at
+from foundation.errors import RecordUnavailable, SlotkeeperError, TooMany
+from foundation.once import once
 from jobs.record import Job, now_ms
 from jobs.states import State
-from jobs.tellings import Telling, Tellings
-from routing import exact
+from jobs.store import Store
+from outbox.tellings import Telling, Tellings
 from tasks import messages
 from tasks.celery_app import celery
-from tasks.wiring import database, dispatcher
 
 log = structlog.get_logger(__name__)
 
@@ -55,15 +56,11 @@ class JobFailed(Exception):
 class Teller:
     """Tells ends in a thread of its own, one after another, and removes them from what is owed."""
 
-    def __init__(self, owed: Tellings) -> None:
-        self._owed = owed
+    def __init__(self, owed: Tellings, store: Store) -> None:
+        self._owed, self._store = owed, store
         self._waiting: Queue[Telling] = Queue(_MOST_WAITING)
         self._pause = threading.Event()
         self._begun = threading.Lock()
-
-    @property
-    def idle(self) -> bool:
-        return self._waiting.empty()
 
     def soon(self, telling: Telling) -> None:
         """Tell it as soon as may be.  With too many before it, it is left to whoever finds it owed."""
@@ -78,9 +75,15 @@ class Teller:
         if self._begun.acquire(blocking=False):
             try:
                 threading.Thread(target=self._run, name="teller", daemon=True).start()
+                worker_shutdown.connect(self._flush)
             except RuntimeError:
                 self._begun.release()
                 raise
+
+    def _flush(self, **_: object) -> None:
+        """A worker that stops in order leaves nothing that its clients would wait five seconds more for."""
+        if not self.flush(_FLUSH_S):
+            log.info("tellings_left_for_later")
 
     def _run(self) -> None:
         while True:
@@ -103,6 +106,12 @@ class Teller:
         with self._waiting.all_tasks_done:
             return self._waiting.all_tasks_done.wait_for(lambda: not self._waiting.unfinished_tasks, within_s)
 
+    def tell_due(self) -> None:
+        """Tell what is owed and was not told, because a process died or the backend was away."""
+        if self._waiting.empty():
+            for telling in self._owed.claim_due(now_ms(), _AT_ONCE):
+                self.soon(telling)
+
     def tell(self, batch: list[Telling]) -> None:
         """Tell these, whatever becomes of each, and remember which need not be told again."""
         told = [telling.id for telling in batch if self._told(telling)]
@@ -117,7 +126,7 @@ class Teller:
         """Whether it is told now; False: later.  While the outside is away, nothing else could be told either."""
         while True:
             try:
-                job = dispatcher().store.get(telling.job_id)
+                job = self._store.get(telling.job_id)
                 if job is not None and self._owed.owed(telling.id):
                     tell(job)
                 return True
@@ -127,25 +136,6 @@ class Teller:
             except Exception as error:
                 log.error("telling_failed", job_id=telling.job_id, error=repr(error))
                 return False
-
-
-@once
-def teller() -> Teller:
-    return Teller(Tellings(database()))
-
-
-@worker_shutdown.connect
-def _flush(**_: object) -> None:
-    """A process that stops in order leaves nothing that its clients would wait five seconds more for."""
-    if teller.made and not teller().flush(_FLUSH_S):
-        log.info("tellings_left_for_later")
-
-
-def tell_due() -> None:
-    """Tell what is owed and was not told, because a process died or the backend was away."""
-    if teller().idle:
-        for telling in Tellings(database()).claim_due(now_ms(), _AT_ONCE):
-            teller().soon(telling)
 
 
 # -- one end ---------------------------------------------------------------------------------------------------
@@ -170,17 +160,31 @@ def tell_refusal(request: Context, refusal: SlotkeeperError) -> None:
     celery.backend.mark_as_failure(str(request.id), error, request=request, store_result=not request.ignore_result)
 
 
+class _EndedJob(CeleryTask):
+    """What `infer` is to Celery while it sends what follows a job: its name, and the request that stands for the job.
+
+    The task itself runs jobs, and so cannot be loaded here, where all who end one come by.
+    """
+
+    name = messages.TASK
+
+
+@once
+def _ended_job() -> CeleryTask:
+    _EndedJob.bind(celery)
+    return _EndedJob()
+
+
 @contextmanager
 def _as_its_task(request: Context) -> Iterator[None]:
     """What is sent meanwhile is sent by this job, so that it is found among its result's children."""
-    from tasks.inference import infer
-
-    _task_stack.push(infer)
-    infer.request_stack.push(request)
+    task = _ended_job()
+    _task_stack.push(task)
+    task.request_stack.push(request)
     try:
         yield
     finally:
-        infer.request_stack.pop()
+        task.request_stack.pop()
         _task_stack.pop()
 
 

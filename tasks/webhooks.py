@@ -1,79 +1,126 @@
-"""Webhooks: a process of its own that tells clients how their jobs ended, after the slot is free (HOOK-1).
+"""Webhooks: a process of its own that tells clients what became of their jobs, after the slot is free (HOOK-1).
 
     python -m tasks.webhooks
 
-It asks the record for what is owed, claims what it can send at once, and sends each message in a thread of its own.
-So nothing else waits for a receiver, and receivers wait for each other only within the bounds of tasks/berths.py.
-Any number of these processes may run: a message is claimed before it is sent.
+It asks each source for what is owed (the callbacks of single jobs, the receivers of tenants), claims what it can send
+at once, and sends each message in a thread of its own.  So nothing else waits for a receiver, and receivers wait for
+each other only within the bounds of tasks/berths.py.  Any number of these processes may run: a message is claimed
+before it is sent.
 """
 
-import random
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
-from datetime import UTC, datetime
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import structlog
 
-from jobs.catalog import Catalog
-from jobs.config import RecordSettings
-from jobs.crash import crash_at
-from jobs.db import Database
-from jobs.errors import RecordUnavailable
-from jobs.record import Job, Webhook, now_ms
-from jobs.rotations import Rotations
+import scripting.lean  # noqa: F401  Before redis is imported.
+from database.db import Database
+from database.lookout import Lookout
+from foundation.config import RecordSettings
+from foundation.errors import RecordUnavailable
 from jobs.store import Store
-from jobs.webhooks import Due, Webhooks
-from routing import exact
-from tasks import startup
+from outbox.webhooks import Webhooks
+from registry.catalog import Catalog
+from registry.rotations import Rotations
+from tasks import alive, startup
 from tasks.berths import Berth, Berths
-from tasks.config import TaskSettings
-from tasks.keyring import webhook_secrets
-from tasks.lines import Lines
-from tasks.outbound import Sender, Sent, parse_allow
+from tasks.callback_urls import CallbackUrls
+from tasks.config import EventSettings, TaskSettings
+from tasks.lines import Admits, Lines, Owed
+from tasks.outbound import Sender, parse_allow
+from tasks.receivers import ReceiverMessages
+from tasks.relay import Relaying
+from tasks.wiring import processes
 
 log = structlog.get_logger(__name__)
 
-_FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 6 * 3600.0
-_LOOK_EVERY_S = 0.25
+_LOOK_EVERY_S = 0.25  # while anything is owed
+_LOOK_AGAIN_S = 5.0  # though nothing was owed, and nobody has written since
 _LOOKING_SHARE = 0.2  # of the time, however much is owed
-_PAGE = 1000
-_NEWEST = 200  # that each look reads beside its page
+_LONGEST_PAUSE_S = 1.0  # between two looks
 _HEAR_EVERY_S = 5.0
 _AT_ONCE = 64  # messages that one transaction claims
 _AWAY_S = 1.0
 _LAST_TRIES_S = 3.0  # what those under way get when the process is told to stop
 
-Send = Callable[[Webhook, Job, bytes], Sent]
+
+class Source(Protocol):
+    """Where messages are owed."""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether its last look has not come to the end of what is due."""
+        ...
+
+    @property
+    def owes(self) -> bool:
+        """Whether anything was owed at its last look, due or not.  If not, nothing will be until somebody writes."""
+        ...
+
+    @property
+    def gathers(self) -> bool:
+        """Whether time alone may bring more to write down, as for a receiver that is left alone for a while."""
+        ...
+
+    def gather(self) -> bool:
+        """Write down some of what is owed for what has happened; whether there may be more of it.  Raises
+        RecordUnavailable, as the others do."""
+        ...
+
+    def look(self, admits: Admits) -> Iterable[Owed]:
+        """Some of what is due; of receivers that `admits` says no to nothing needs to be read."""
+        ...
+
+    def claim(self, ids: Sequence[Any]) -> Mapping[Any, Any]:
+        """Begin a try of each of these that is due and that nobody else is at; by their ids."""
+        ...
+
+    def deliver(self, message: Any) -> bool | None:
+        """Send a message and note what came of it.  Whether the receiver answered; None: it was not asked."""
+
+    def give_back(self, message: Any, why: str) -> None:
+        """Note that it could not be sent."""
 
 
 class Deliveries:
-    """Looks for what is due, and has it sent."""
+    """Looks for what is due, and has it sent; beside that, in a thread of its own, has written down what is owed.
 
-    def __init__(self, webhooks: Webhooks, store: Store, send: Send, timeout_s: float, max_tries: int) -> None:
-        self._webhooks, self._store, self._send = webhooks, store, send
-        self._timeout_s, self._max_tries = timeout_s, max_tries
+    Both look rarely while nothing is owed and nobody writes to the record; `lookout` wakes them.
+    """
+
+    def __init__(self, database: Database, *sources: Source, lookout: Lookout | None = None) -> None:
+        """`lookout`: one that others have, too; None: one of its own."""
+        self._sources = sources
+        self._lookout = lookout or Lookout(database)
         self._berths, self._lines = Berths(), Lines()
         self._lock = threading.Lock()  # over the berths
         self._woken = threading.Event()
         self._ended = threading.Event()
-        self._last: Due | None = None  # up to where this look has come
-        self._look_at = self._hear_at = 0.0
-        self._catalog = Catalog(webhooks.database)
+        self._news = threading.Event()  # Something was written since the last look,
+        self._unread = threading.Event()  # or since it was last looked for what is to be written down.
+        self._gathers = True
+        self._look_at = self._soonest = self._hear_at = 0.0
+        self._catalog = Catalog(database)
 
     def run(self) -> None:
         """Send what is owed until `stop`, then give the tries under way a moment to end."""
+        self._lookout.wake(self._hear)
+        self._lookout.begin()
+        gathering = threading.Thread(target=self._keep_gathering, name="gather", daemon=True)
+        gathering.start()
         while not self._ended.is_set():
             try:
-                self.turn()
+                self._send()
             except Exception as error:
-                level = log.warning if isinstance(error, RecordUnavailable) else log.exception
-                level("webhooks_postponed", error=str(error))
+                _postponed(error)
                 self._ended.wait(_AWAY_S)
-            self._woken.wait(max(self._look_at - time.monotonic(), 0))
+            self._woken.wait(max(self._next_look - time.monotonic(), 0))
             self._woken.clear()
+        gathering.join(_LAST_TRIES_S)
         until = time.monotonic() + _LAST_TRIES_S
         while self.under_way and time.monotonic() < until:
             self._woken.wait(0.1)
@@ -81,6 +128,14 @@ class Deliveries:
 
     def stop(self) -> None:
         self._ended.set()
+        self._lookout.end()
+        self._woken.set()
+        self._unread.set()
+
+    def _hear(self) -> None:
+        """Something was written."""
+        self._unread.set()
+        self._news.set()
         self._woken.set()
 
     @property
@@ -89,8 +144,44 @@ class Deliveries:
             return self._berths.taken
 
     def turn(self) -> int:
-        """Look for what is due, if it is time to, and begin what may begin; answers how many tries."""
-        if time.monotonic() >= self._look_at:
+        """A turn by hand: write down some of what is owed, look for what is due, if it is time to, and begin what may
+        begin; answers how many tries."""
+        self._gather()
+        return self._send()
+
+    def _keep_gathering(self) -> None:
+        while not self._ended.is_set():
+            began = time.monotonic()
+            if self._gather():
+                self._ended.wait(min(time.monotonic() - began, _LOOK_EVERY_S))
+            else:
+                self._unread.wait(_LOOK_EVERY_S if self._gathers else _LOOK_AGAIN_S)
+                self._unread.clear()
+
+    def _gather(self) -> bool:
+        """Whether a source has found anything.  One that cannot gather keeps nothing from being sent."""
+        gathered = self._gathers = False
+        for source in self._sources:
+            try:
+                gathered |= source.gather()
+            except Exception as error:
+                log.warning("events_not_spread", error=str(error))
+                self._gathers = True
+        self._gathers |= any(source.gathers for source in self._sources)
+        if gathered:
+            self._news.set()
+            self._woken.set()
+        return gathered
+
+    @property
+    def _next_look(self) -> float:
+        """When to look again, as time.monotonic() has it."""
+        return min(self._look_at, self._soonest) if self._news.is_set() else self._look_at
+
+    def _send(self) -> int:
+        """Look, if it is time to, and begin what may begin; answers how many tries."""
+        if time.monotonic() >= self._next_look:
+            self._news.clear()
             self._look()
         begun = 0
         while (now_begun := self._begin()) > 0:
@@ -98,37 +189,42 @@ class Deliveries:
         return begun
 
     def _look(self) -> None:
-        """Read one page of what is due, from where the last look stopped, so that nobody's pile hides another's; and
-        what has become due just now, so that it does not wait until the pile has been read."""
+        """Ask all sources.  One that cannot be asked keeps the others from nothing."""
         began = time.monotonic()
         if began >= self._hear_at:
             self._catalog.version()  # With it the common time is heard.
             self._hear_at = began + _HEAR_EVERY_S
-        now = now_ms()
-        page = self._webhooks.due(now, _PAGE, self._last)
-        newest = self._webhooks.newest_due(now, _NEWEST) if len(page) == _PAGE else []
-        for due in (*newest, *page):
-            self._lines.add(due)
-        self._last = page[-1] if len(page) == _PAGE else None
-        took_s = time.monotonic() - began
-        rest_s = took_s / _LOOKING_SHARE if self._last else _LOOK_EVERY_S
-        self._look_at = began + rest_s
+        failed = False
+        for source in self._sources:
+            try:
+                for owed in source.look(self._admits):
+                    self._lines.add(owed)
+            except Exception as error:
+                _postponed(error)
+                failed = True
+        owes = any(source.owes for source in self._sources)
+        pause_s = _AWAY_S if failed else _LOOK_EVERY_S if owes else _LOOK_AGAIN_S
+        soonest_s = min((time.monotonic() - began) / _LOOKING_SHARE, _LONGEST_PAUSE_S)
+        if any(source.has_more for source in self._sources):
+            pause_s = soonest_s
+        self._look_at, self._soonest = began + pause_s, began + soonest_s
+
+    def _admits(self, receiver: str, tenant: str) -> bool:
+        with self._lock:
+            return self._berths.admits(receiver, tenant)
 
     def _begin(self) -> int:
         """Claim and begin some tries; answers how many were chosen."""
         with self._lock:
             chosen = self._lines.take(self._berths, _AT_ONCE)
-        if not chosen:
-            return 0
-        now = now_ms()
-        berths = dict(chosen)
+        berths = {owed.id: berth for owed, berth in chosen}
         try:
-            claimed = self._webhooks.claim_all(list(berths), now, now + round(self._timeout_s * 2000))
-            crash_at("webhook_claimed")
-            for webhook in claimed:
-                task = (webhook, berths[webhook.id])
-                threading.Thread(target=self._try, args=task, name="webhook", daemon=True).start()
-                del berths[webhook.id]
+            for source in self._sources:
+                mine = [owed.id for owed, _ in chosen if owed.source is source]
+                for id_, message in (source.claim(mine) if mine else {}).items():
+                    task = (source, message, berths[id_])
+                    threading.Thread(target=self._try, args=task, name="webhook", daemon=True).start()
+                    del berths[id_]
         finally:
             for berth in berths.values():  # Somebody else was quicker, or the database is away.
                 self._leave(berth, None)
@@ -139,78 +235,63 @@ class Deliveries:
             self._berths.leave(berth, answered)
         self._woken.set()
 
-    def _try(self, webhook: Webhook, berth: Berth) -> None:
+    def _try(self, source: Source, message: Any, berth: Berth) -> None:
         """Send one message, and note what came of it."""
         answered = None
         try:
-            answered = self._deliver(webhook)
+            answered = source.deliver(message)
         except RecordUnavailable as error:  # It is sent again, under the same id, when its claim is over.
-            log.warning("webhook_not_noted", webhook_id=webhook.id, error=str(error))
+            log.warning("webhook_not_noted", webhook_id=message.id, error=str(error))
         except Exception as error:
-            log.exception("webhook_failed", webhook_id=webhook.id)
-            self._give_back(webhook, f"It could not be sent: {type(error).__name__}.")
+            log.exception("webhook_failed", webhook_id=message.id)
+            self._give_back(source, message, f"It could not be sent: {type(error).__name__}.")
         finally:
             self._leave(berth, answered)
 
-    def _deliver(self, webhook: Webhook) -> bool | None:
-        """Whether the receiver took it; None: it was not asked."""
-        job = self._store.get(webhook.job_id)
-        if job is None:
-            self._webhooks.failed(webhook, None, None, "the job was removed from the record")
-            return None
-        sent = self._send(webhook, job, exact.dumps(body(webhook, job)))
-        crash_at("webhook_sent")
-        if sent.ok:
-            self._webhooks.delivered(webhook, now_ms(), sent.status or 0)
-        else:
-            next_ms = None if sent.permanent else _next_try(webhook.tries, self._max_tries)
-            self._webhooks.failed(webhook, next_ms, sent.status, sent.error)
-        return sent.status is not None
-
-    def _give_back(self, webhook: Webhook, why: str) -> None:
+    def _give_back(self, source: Source, message: Any, why: str) -> None:
         try:
-            self._webhooks.failed(webhook, _next_try(webhook.tries, self._max_tries), None, why)
+            source.give_back(message, why)
         except RecordUnavailable as error:
-            log.warning("webhook_not_noted", webhook_id=webhook.id, error=str(error))
+            log.warning("webhook_not_noted", webhook_id=message.id, error=str(error))
 
 
-def body(webhook: Webhook, job: Job) -> dict[str, Any]:
-    """What the client is told: how the job ended, at the time when the message was owed."""
-    told: dict[str, Any] = {"job_id": job.id, "model": job.model, "status": webhook.status}
-    if job.state is webhook.status:
-        told["attempts"] = job.attempts
-        told["result"] = exact.loads(job.result) if job.result else None
-        told["error"] = {"code": job.error_code, "message": job.error_message} if job.error_code else None
-    return told
+def _postponed(error: Exception) -> None:
+    level = log.warning if isinstance(error, RecordUnavailable) else log.exception
+    level("webhooks_postponed", error=str(error))
 
 
-def _next_try(tries: int, most: int) -> int | None:
-    """When to try again after `tries` of them, in ms since the epoch; None: that was the last."""
-    if tries >= most:
-        return None
-    wait_s = min(_FIRST_RETRY_S * 2.5 ** (tries - 1), _LONGEST_RETRY_S) * random.uniform(0.9, 1.1)
-    return now_ms() + round(wait_s * 1000)
-
-
-def deliveries(database: Database) -> Deliveries:
+def deliveries(database: Database, lookout: Lookout | None = None) -> Deliveries:
     """As the settings say."""
     settings = TaskSettings()
     sender = Sender(parse_allow(settings.webhook_allow), settings.webhook_timeout_s)
-    rotations = Rotations(database)
-
-    def send(webhook: Webhook, job: Job, content: bytes) -> Sent:
-        secrets = webhook_secrets(job.tenant, rotations.of(job.tenant), now_ms())
-        return sender.send(webhook.url, webhook.id, content, datetime.now(UTC), secrets)
-
-    return Deliveries(Webhooks(database), Store(database), send, settings.webhook_timeout_s, settings.webhook_max_tries)
+    claim_ms = round(settings.webhook_timeout_s * 2000)
+    send = CallbackUrls.sender(sender, Rotations(database))
+    of_jobs = CallbackUrls(Webhooks(database), Store(database), send, claim_ms, settings.webhook_max_tries)
+    of_tenants = ReceiverMessages(database, ReceiverMessages.sender(sender), claim_ms, settings.webhook_keep_s)
+    return Deliveries(database, of_jobs, of_tenants, lookout=lookout)
 
 
 def main() -> None:
+    """With `--embedded-relay` this process is the relay, too, in threads: that spares memory where one is enough."""
     startup.begin()
-    found = deliveries(Database(RecordSettings().record_url))
+    database = Database(RecordSettings().record_url)
+    lookout = Lookout(database)
+    relaying = Relaying(database, EventSettings(), lookout) if "--embedded-relay" in sys.argv[1:] else None
+    found = deliveries(database, lookout)
+
+    def stop(*_: object) -> None:
+        found.stop()
+        if relaying is not None:
+            relaying.stop()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: found.stop())
+        signal.signal(number, stop)
+    alive.begin("webhooks", processes())
+    if relaying is not None:
+        relaying.begin()
     found.run()
+    if relaying is not None:
+        relaying.end()
 
 
 if __name__ == "__main__":

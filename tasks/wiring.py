@@ -1,29 +1,38 @@
 """One process's Dispatcher, put together from the settings on first use."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from admission.admission import Admission
+from database.db import Database
+from dispatch.dispatcher import Dispatcher
+from foundation.config import RecordSettings
+from foundation.errors import RecordUnavailable
+from foundation.home import open_home
+from foundation.once import once
 from insight.estimates import Estimates
 from insight.forecasts import Forecasts
-from jobs.catalog import Catalog
-from jobs.config import RecordSettings
-from jobs.db import Database
-from jobs.errors import RecordUnavailable
-from jobs.home import open_home
-from jobs.once import once
-from jobs.rotations import Rotations
+from insight.processes import Processes
+from insight.said import Telling
+from insight.tallies import Tallies
 from jobs.store import Store
-from routing.admission import Admission
+from outbox.tellings import Tellings
+from registry.cache import CatalogCache
+from registry.catalog import Catalog
+from registry.rotations import Rotations
 from routing.config import RoutingSettings
-from routing.dispatcher import Dispatcher
-from routing.fleet import Fleet
-from routing.keys import Keys
 from routing.queues import Queues
-from routing.scripts import Scripts, connect
 from routing.slots import Slots
 from routing.workers import Workers
+from scripting.keys import Keys
+from scripting.scripts import Scripts, connect
 from tasks.config import TaskSettings
 from tasks.outbound import check_url, parse_allow
 from tasks.releases import PatientLeases
+from upkeep import pulse
+
+if TYPE_CHECKING:
+    from tasks.telling import Teller
 
 
 @once
@@ -68,31 +77,63 @@ def workers() -> Workers:
 
 
 @once
-def fleet() -> Fleet:
-    return Fleet(catalog(), RoutingSettings().catalog_refresh_s)
+def processes() -> Processes:
+    return Processes(scripts())
+
+
+@once
+def last_runs() -> pulse.LastRuns:
+    return pulse.LastRuns(scripts())
+
+
+@once
+def tallies() -> Tallies:
+    return Tallies(scripts())
+
+
+@once
+def telling() -> Telling:
+    return Telling(scripts())
+
+
+@once
+def catalog_cache() -> CatalogCache:
+    return CatalogCache(catalog(), RoutingSettings().catalog_refresh_s)
 
 
 @once
 def estimates() -> Estimates:
-    return Estimates(fleet(), Forecasts(scripts()))
+    return Estimates(catalog_cache(), Forecasts(scripts()))
+
+
+@once
+def store() -> Store:
+    return Store(database(), RecordSettings().idempotency_window_s)
+
+
+@once
+def teller() -> "Teller":
+    from tasks.telling import Teller  # Loads Celery, which not every process has a use for.
+
+    return Teller(Tellings(database()), store())
 
 
 @once
 def dispatcher() -> Dispatcher:
-    from tasks.announce import CeleryAnnouncer
+    from tasks.announce import CeleryAnnouncer  # As above.
 
-    settings, record = RoutingSettings(), RecordSettings()
+    settings = RoutingSettings()
     queues = Queues(scripts(), settings, workers().room)
     allow = parse_allow(TaskSettings().webhook_allow)
     return Dispatcher(
-        store=Store(database(), record.idempotency_window_s),
-        fleet=fleet(),
+        store=store(),
+        catalog=catalog_cache(),
         queues=queues,
         leases=leases(),
         slots=Slots(scripts(), settings),
-        admission=Admission(queues, fleet(), estimates(), settings),
+        admission=Admission(queues, catalog_cache(), estimates(), settings, tallies().refused),
         observer=estimates(),
         settings=settings,
-        announcer=CeleryAnnouncer(),
+        announcer=CeleryAnnouncer(store(), teller()),
         check_url=lambda url: check_url(url, allow),
     )

@@ -1,91 +1,105 @@
 """A worker process: its name on leases, its heartbeat, and the lives of its runs, from their offers to their ends."""
 
-import os
 import random
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import structlog
-from celery import bootsteps
 from celery.exceptions import Ignore
-from celery.signals import worker_shutting_down
 from celery.worker.request import Request
 from redis.exceptions import RedisError
 
-from jobs.crash import crash_at
-from jobs.db import Write
-from jobs.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
-from jobs.once import once
+from database.db import Write
+from dispatch.dispatcher import ActiveRun, Dispatcher, new_owner
+from dispatch.outcome import Kind, Outcome
+from foundation import exact, logs
+from foundation.crash import crash_at
+from foundation.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
+from foundation.once import once
+from foundation.traces import trace_of
+from insight.said import Telling
 from jobs.record import Run, now_ms
 from jobs.states import State
 from jobs.store import Moved
-from routing import draining, exact, runs
-from routing.dispatcher import Dispatcher, Task, new_owner
-from routing.leases import Held
-from routing.outcome import Kind, Outcome
+from registry.config import ModelConfig
+from registry.values import attribute_text
+from routing.leases import Lease
 from routing.queues import Offer
 from routing.workers import Workers
-from tasks import descriptions, messages, settlement, startup
+from tasks import descriptions, messages, settlement
 from tasks.aside import Aside
-from tasks.celery_app import celery
 from tasks.config import TaskSettings
 from tasks.descriptions import Misconfigured, server_of
 from tasks.engine import Engine
-from tasks.heartbeat import Heartbeat, Hold
+from tasks.heartbeat import Heartbeat, Watch
 from tasks.inquiry import Inquiry
 from tasks.poller import Poller
+from tasks.pulse import end_if_stopped
 from tasks.releases import PatientLeases
-from tasks.runner import Left, Watch
+from tasks.runner import Left, Runner
+from tasks.said import Saying, Speech
 from tasks.servers import Live
 from tasks.settlement import End
 from tasks.shown import Reception, Shown, in_celerys_words
-from tasks.wiring import dispatcher, leases, workers
+from tasks.wiring import dispatcher, leases, tallies, telling, workers
+from upkeep import draining, runs
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
-_WATCH_EVERY_S = 1.0
+_FELT_EVERY_S = 1.0
 _START_AGAIN_MS = 1_000
-_EVENTS_EVERY_S = 0.2
-_EVENTS_AT_ONCE = 10_000  # Above it the loop would have to send them, and wait for a silent broker.
 _STORE_AGAIN_S = 1.0
 _LAST_TRIES_S = 3.0  # A worker that is told to stop goes on trying for so long: another can resume what is stored.
 
 
 @dataclass(frozen=True, slots=True)
-class ActiveRun:
+class OwnRun:
     """A run of this process: the job it runs, its lease, and the task that Celery shows."""
 
-    task: Task
-    hold: Hold
+    active: ActiveRun
+    watch: Watch
     shown: Shown
 
     @property
     def canceling(self) -> bool:
-        return self.hold.cancel or self.task.run.cancel_requested
+        return self.watch.cancel or self.active.run.cancel_requested
 
 
 class Worker:
     """What belongs to this process.  There is one, made when the first job comes."""
 
-    def __init__(self, dispatcher: Dispatcher, leases: PatientLeases, workers: Workers, capacity: int) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        leases: PatientLeases,
+        workers: Workers,
+        telling: Telling,
+        capacity: int,
+        note_gap: Callable[[float], object] = lambda seconds: None,
+    ) -> None:
+        """`note_gap`: is told how long a slot that was handed on waited for its next request, in s."""
         self.dispatcher = dispatcher
+        self._note_gap = note_gap
         self.owner = new_owner("worker")
         self._leases = leases
         self.engine = Engine(dispatcher.store.database, leases)
+        self._saying = Saying(telling, self.engine.ask_room, self.engine.loop)
         self._workers = workers
-        workers.refresh_by(Aside("room", self._look_at_workers).ask)  # The loop asks for it, and must not wait.
+        self._room = Aside("room", self._look_at_workers)
+        workers.refresh_by(self._room.ask)  # The loop asks for it, and must not wait.
         self.inquiry = Inquiry(dispatcher.store, leases)
         self._chores = Aside("chores", self.do_chores)
         self.heartbeat = Heartbeat(
             leases,
             self.owner,
             dispatcher.settings.renew_every_ms,
-            doubt=lambda holds: self.inquiry.ask(holds, doubted=True),
+            doubt=lambda watches: self.inquiry.ask(watches, doubted=True),
             then=self._after_beat,
             soon=self.engine.soon,
         )
@@ -93,12 +107,14 @@ class Worker:
         self.consumer: Any = None  # Celery's consumer; None while there is none, or while draining
         self._draining = False  # for good
         self._grace_over = False  # runs are handed back
-        self.poller = Poller(dispatcher, workers, self.owner, lambda: self.room, self.hand_on)
-        self._capacity = capacity
-        self._begun: dict[str, Shown] = {}  # leases whose offers this process has taken up, until their runs end
+        self.poller = Poller(dispatcher, workers, self.owner, lambda: self.room, self.run_claimed)
+        self.capacity = capacity
+        self._taken_up: dict[str, Shown] = {}  # leases whose offers this process has taken up, until their runs end
+        self._handed_on: dict[str, float] = {}  # leases that came with a slot's release, and since when (monotonic s)
         self._unfilled = 0  # places of ended runs for which nothing was taken, since ends waited for the record
         self._reception: Reception | None = None  # by which Celery's consumer hears of runs that were handed on
         self._lock = threading.Lock()
+        self.engine.repeat(_FELT_EVERY_S, lambda: end_if_stopped(self.heartbeat))  # which watches all others
 
     @property
     def takes(self) -> bool:
@@ -108,10 +124,15 @@ class Worker:
     @property
     def room(self) -> int:
         """For how many more runs there is room; none while draining."""
-        return max(self._capacity - len(self._begun), 0) if self.takes else 0
+        return max(self.capacity - len(self._taken_up), 0) if self.takes else 0
 
     @property
-    def taker(self) -> str:
+    def runs(self) -> int:
+        """How many are under way."""
+        return len(self._taken_up)
+
+    @property
+    def claimant(self) -> str:
         """Who takes the next offer at once: this worker, or nobody, if it is full (see `_go_on`) or draining."""
         return self.owner if self.room else ""
 
@@ -136,7 +157,7 @@ class Worker:
         else:
             self._show_nothing(shown)
 
-    def hand_on(self, offer: Offer | None) -> None:
+    def run_claimed(self, offer: Offer | None) -> None:
         """Run a job whose offer this worker holds, without the broker."""
         if offer is None:
             return
@@ -145,13 +166,14 @@ class Worker:
             return
         shown = Shown()
         with self._lock:
-            self._begun[offer.lease] = shown  # Its message may be here too, and finds the offer taken up.
+            self._taken_up[offer.lease] = shown  # Its message may be here too, and finds the offer taken up.
         self.engine.live(self.begin(offer, shown))
 
     # -- a run, in the loop ----------------------------------------------------------------------------------
 
     async def begin(self, offer: Offer, shown: Shown) -> None:
         """An offer's life: claimed if it is open, started, run, and settled."""
+        logs.about(job_id=offer.job_id)
         claimed: Offer | None = offer
         try:
             if offer.owner != self.owner:
@@ -169,31 +191,31 @@ class Worker:
         self._forget(offer.lease, shown)
         self._show_nothing(shown)
         if claimed is not None:  # The job was gone, so the slot goes to the next.
-            await self._go_on(self._held(claimed), await self.engine.rarely(self._free, claimed))
+            await self._go_on(self._lease_of(claimed), await self.engine.rarely(self._free, claimed))
 
-    async def _start(self, offer: Offer, shown: Shown) -> ActiveRun | None:
+    async def _start(self, offer: Offer, shown: Shown) -> OwnRun | None:
         """Its lease is kept alive while its start is being stored, which may take longer than a lease lasts."""
         crash_at("start_claimed")
-        held, run = self._held(offer), None
-        hold = self.heartbeat.add(held, starting=True)
+        lease, run = self._lease_of(offer), None
+        watch = self.heartbeat.add(lease, starting=True)
         if self._grace_over:  # All runs have been told already.
-            hold.end("stop")
+            watch.end("stop")
         try:
-            run = await self._store_start(offer, hold)
+            run = await self._store_start(offer, watch)
         finally:
-            hold.starting = False
+            watch.starting = False
             if run is None:
-                self.heartbeat.remove(hold)
+                self.heartbeat.remove(watch)
         crash_at("start_committed")
-        return None if run is None else ActiveRun(self.dispatcher.begun(offer, run, held), hold, shown)
+        return None if run is None else OwnRun(self.dispatcher.begun(offer, run, lease), watch, shown)
 
-    async def _store_start(self, offer: Offer, hold: Hold) -> Run | None:
+    async def _store_start(self, offer: Offer, watch: Watch) -> Run | None:
         """Store a start; None: the job is gone.
 
         Where its COMMIT was not heard of, the record is asked until it answers.  Raises RecordUnavailable: it was not
         stored; RecordUncertain: this was not found out before the worker had to stop; SlotkeeperError.
         """
-        store, fleet, tag = self.dispatcher.store, self.dispatcher.fleet, hold.held.tag
+        store, fleet, tag = self.dispatcher.store, self.dispatcher.catalog, watch.lease.tag
         if not fleet.known().has(offer.server, offer.model):
             await self.engine.rarely(fleet.refresh)
         by = fleet.known().described_by(offer.server, offer.model)
@@ -201,151 +223,182 @@ class Worker:
         try:
             return await self.engine.store(start)
         except RecordUncertain:
-            while not (hold.lost or hold.stop):
-                await hold.wait(_STORE_AGAIN_S)
+            while not (watch.lost or watch.stop):
+                await watch.wait(_STORE_AGAIN_S)
                 try:
-                    return await self.engine.rarely(self._recorded_start, hold.held)
+                    return await self.engine.rarely(self._recorded_start, watch.lease)
                 except RecordUnavailable as error:
                     log.warning("start_not_known", job_id=offer.job_id, error=str(error))
             raise
 
-    def _recorded_start(self, held: Held) -> Run | None:
+    def _recorded_start(self, lease: Lease) -> Run | None:
         """The run that the record has under this lease; None: the job is gone.
 
         Raises RecordUnavailable; SlotkeeperError: the start was not stored.
         """
-        job = self.dispatcher.store.get(held.job_id)
+        job = self.dispatcher.store.get(lease.job_id)
         if job is not None and job.state is State.QUEUED:
             raise SlotkeeperError("The start was not stored.")
-        task = None if job is None else runs.task_of(self.dispatcher, job)
-        return task.run if task is not None and task.held.tag == held.tag else None
+        active = None if job is None else runs.active_run(self.dispatcher, job)
+        return active.run if active is not None and active.lease.tag == lease.tag else None
 
-    async def _run(self, run: ActiveRun) -> None:
+    async def _run(self, run: OwnRun) -> None:
         self.engine.later(self._show, run)
-        job_id, held, said = run.task.run.job.id, run.task.held, Ignore()
+        job_id, lease, task_end = run.active.run.job.id, run.active.lease, Ignore()
+        trace = trace_of(job_id, run.active.run.traceparent)
+        logs.about(job_id=job_id, tenant=run.active.run.job.tenant, trace_id=trace.id)
         try:
-            said = await self._end(run, await self._outcome(run))
+            task_end = await self._end(run, await self._outcome(run))
         except RecordUnavailable as error:  # The lease is gone, or this worker is: another will run it again.
             log.error("result_not_stored", job_id=job_id, error=str(error))
         except Exception:  # The lease expires, and its reaper sees to it.
             log.exception("result_not_stored", job_id=job_id)
-        self.heartbeat.remove(run.hold)
-        self._forget(held.lease, run.shown)
-        self.engine.later(run.shown.ended, said)
-        if run.hold.restored:  # Its lease was written again while its end was on the way to the record.
-            await self.engine.rarely(lambda: self.dispatcher.free(held, back=False))
-        await self._fill(held.fleet)
+        self.heartbeat.remove(run.watch)
+        self._forget(lease.name, run.shown)
+        self.engine.later(run.shown.ended, task_end)
+        if run.watch.restored:  # Its lease was written again while its end was on the way to the record.
+            await self.engine.rarely(lambda: self.dispatcher.free(lease, back=False))
+        await self._fill(lease.fleet)
 
-    async def _outcome(self, run: ActiveRun) -> Outcome | Left:
-        if run.task.run.cancel_requested:
+    async def _outcome(self, run: OwnRun) -> Outcome | Left:
+        if run.active.run.cancel_requested:
             return Outcome(Kind.CANCELED, message="Canceled before it was sent.")
+        speech = self._saying.of(run.active.run.job.id, run.active.run.attempt)
         try:
-            return await (await self._watch(run)).outcome()
+            runner = await self._runner(run, speech)
+            if (since_s := self._handed_on.pop(run.active.lease.name, None)) is not None:
+                self._note_gap(time.monotonic() - since_s)
+            return await runner.outcome()
         except RecordUnavailable:
             raise  # It says nothing of the server, nor of the job.
         except Misconfigured as error:
             return Outcome(Kind.RETRY, code="misconfigured", message=f"The model's configuration is wrong: {error}.")
         except Exception as error:
-            log.exception("run_failed", job_id=run.task.run.job.id)
+            log.exception("run_failed", job_id=run.active.run.job.id)
             said = f"The worker failed under it: {type(error).__name__}."
             return Outcome(Kind.LOST, code="internal_error", message=said)
+        finally:
+            speech.end()
 
-    async def _watch(self, run: ActiveRun) -> Watch:
+    async def _runner(self, run: OwnRun, speech: Speech) -> Runner:
         """Raises Misconfigured, RecordUnavailable, UnknownModel."""
-        it, store = run.task.run, self.dispatcher.store
-        config = self.dispatcher.fleet.known().models[it.job.model].config
+        it, store = run.active.run, self.dispatcher.store
+        config = self._config_of(it.job.model)
         if not descriptions.is_known(it.described_by):
             await self.engine.rarely(descriptions.learn, it.described_by)
 
         async def note_remote(remote_id: str) -> bool:
-            return await self._stored(store.noting_remote(it.job.id, it.attempt, remote_id, now_ms()), run.hold)
+            return await self._stored(store.noting_remote(it.job.id, it.attempt, remote_id, now_ms()), run.watch)
 
-        return Watch(run.task, run.hold, config, self._speak_to(run), note_remote)
+        live = self._speak_to(run, speech)
+        swap = live is not None and live.description.asks_for_swap and await self._swaps(run.active.lease)
+        return Runner(run.active, run.watch, config, live, note_remote, self._version_at(it), swap)
 
-    def _speak_to(self, run: ActiveRun) -> Live | None:
-        server = server_of(run.task.run, self.dispatcher.fleet.known())
-        return None if server is None else Live(server, self.engine.wires)
+    def _version_at(self, it: Run) -> str:
+        """Of the run's model, as its server was registered for it; "": it was registered without."""
+        server = self.dispatcher.catalog.known().servers.get(it.server)
+        return "" if server is None else attribute_text(server.declared(it.job.model, "model_version") or "")
+
+    async def _swaps(self, lease: Lease) -> bool:
+        """Whether the server has to change its model for this run, as far as is known."""
+        try:
+            return await self.engine.ask_room(self._leases.swaps(lease))
+        except RedisError:
+            return True
+
+    def _config_of(self, model: str) -> ModelConfig:
+        """Of a model that may have been renamed since the run began.  A model is not removed while it has runs."""
+        found = self.dispatcher.catalog.known().model(model)
+        return found.config if found is not None else self.dispatcher.catalog.model(model).config
+
+    def _speak_to(self, run: OwnRun, speech: Speech) -> Live | None:
+        server = server_of(run.active.run, self.dispatcher.catalog.known())
+        return None if server is None else Live(server, self.engine.wires, speech)
 
     # -- its end ---------------------------------------------------------------------------------------------
 
-    async def _end(self, run: ActiveRun, outcome: Outcome | Left) -> Any:
+    async def _end(self, run: OwnRun, outcome: Outcome | Left) -> Any:
         """Settle what came of a run; answers what its task ends with.  Raises RecordUnavailable."""
         if outcome is Left.STOPPED:
             return await self._hand_back(run)
         if isinstance(outcome, Left):
             return await self._ended_elsewhere(run)
-        config = self.dispatcher.fleet.known().models[run.task.run.job.model].config
-        end = settlement.judged(run.task.run, outcome, config, canceling=run.canceling)
+        config = self._config_of(run.active.run.job.model)
+        end = settlement.judged(run.active.run, outcome, config, canceling=run.canceling)
         moved = await (self._settle_behind(run, end) if end.passes_on else self._settle(run, end))
         return await self._ended_elsewhere(run) if moved is None else in_celerys_words(moved, outcome)
 
-    async def _settle_behind(self, run: ActiveRun, end: End) -> Moved | None:
+    async def _settle_behind(self, run: OwnRun, end: End) -> Moved | None:
         """The server has let go: the slot goes to the next job, and the end is stored while that is on its way.
 
         If this process dies in between, the record has a run without a lease: it gets one, which expires, and the job
         is run again on the same server, which knows it by its key.
         """
-        task, it, held = run.task, run.task.run, run.task.held
-        run.hold.passed_on_s = time.monotonic()
-        await self._go_on(held, await self._pass_on(held, end))
+        active, it, lease = run.active, run.active.run, run.active.lease
+        run.watch.passed_on_s = time.monotonic()
+        following = await self._release_and_claim(lease, end)
+        if following is not None:
+            self._handed_on[following.lease] = run.watch.passed_on_s
+        await self._go_on(lease, following)
         crash_at("slot_passed_on")
         write = self.dispatcher.store.settling(
             it.job.id, it.attempt, end.verdict.why, now_ms(), result=end.result, error=end.error
         )
-        moved = await self._stored(write, run.hold)
+        moved = await self._stored(write, run.watch)
         crash_at("settle_committed")
         if moved is None:
-            await self.engine.rarely(self.dispatcher.let_go, task)
+            await self.engine.rarely(self.dispatcher.let_go, active)
             return None
         self.dispatcher.announce_end(moved, by_worker=True)
         crash_at("settle_announced")
         return moved
 
-    async def _pass_on(self, held: Held, end: End) -> Offer | None:
-        taker, outcome = self.taker, end.verdict.outcome
+    async def _release_and_claim(self, lease: Lease, end: End) -> Offer | None:
+        claimant, outcome = self.claimant, end.verdict.outcome
         try:
             released = await self.engine.ask_room(
-                self._leases.releasing(held, back=False, taker=taker, outcome=outcome)
+                self._leases.releasing(lease, back=False, claimant=claimant, outcome=outcome)
             )
         except RedisError as error:
-            log.warning("release_postponed", job_id=held.job_id, error=str(error))
-            self._leases.owe(held)
+            log.warning("release_postponed", job_id=lease.job_id, error=str(error))
+            self._leases.owe(lease)
             return None
-        return self.dispatcher.pass_on(released.offers, taker)
+        return self.dispatcher.publish_others(released.offers, claimant)
 
-    async def _settle(self, run: ActiveRun, end: End) -> Moved | None:
+    async def _settle(self, run: OwnRun, end: End) -> Moved | None:
         """First the record, then the slot: the job may come back, or its server may be at it still."""
-        settled = await self._patiently(lambda: settlement.store(run.task, end, taker=self.taker), run.hold)
-        await self._go_on(run.task.held, settled.next)
+        settled = await self._patiently(lambda: settlement.store(run.active, end, claimant=self.claimant), run.watch)
+        await self._go_on(run.active.lease, settled.next)
         return settled.moved
 
-    async def _hand_back(self, run: ActiveRun) -> Ignore:
+    async def _hand_back(self, run: OwnRun) -> Ignore:
         """Let another worker resume: the server goes on with the job, the slot stays taken."""
-        handed = await self._patiently(lambda: self.dispatcher.hand_back(run.task), run.hold)
-        log.info("handed_back", job_id=run.task.run.job.id, stored=handed)
+        handed = await self._patiently(lambda: self.dispatcher.hand_back(run.active), run.watch)
+        log.info("handed_back", job_id=run.active.run.job.id, stored=handed)
         return Ignore()
 
-    async def _ended_elsewhere(self, run: ActiveRun) -> Any:
+    async def _ended_elsewhere(self, run: OwnRun) -> Any:
         """This run counts no more: its lease was lost, or the server's push was quicker than the poll.
 
         Whoever ended it has told everybody.  Only the result of a push is left for this task to say.
         """
-        it, held, taker = run.task.run, run.task.held, self.taker
-        following = await self.engine.rarely(lambda: self.dispatcher.leave(held, it.job.id, it.attempt, taker=taker))
-        await self._go_on(held, following)
+        it, lease = run.active.run, run.active.lease
+        leave = partial(self.dispatcher.leave, lease, it.job.id, it.attempt, claimant=self.claimant)
+        following = await self.engine.rarely(leave)
+        await self._go_on(lease, following)
         job = await self.engine.rarely(self.dispatcher.store.get, it.job.id)
         if job is not None and job.state is State.COMPLETED and job.attempt == it.attempt:
             return exact.plain(job.result) if job.result else None
         return Ignore()
 
-    async def _go_on(self, ended: Held, offer: Offer | None) -> None:
+    async def _go_on(self, ended: Lease, offer: Offer | None) -> None:
         """A run is over: go on with the offer that came of it, or find another if this worker is full.
 
         A full worker reads no messages, so each fleet with work in turn gets the place that has become free.
         """
         if offer is None and self.takes and not self.room:
-            others = len(self._begun) - (ended.lease in self._begun)
-            if others < self._capacity:
+            others = len(self._taken_up) - (ended.name in self._taken_up)
+            if others < self.capacity:
                 offer = await self.engine.rarely(self._offer_in_turn, ended.fleet)
             else:  # Runs whose ends are not stored yet have taken their next already, and they still count.
                 self._unfilled += 1
@@ -361,15 +414,15 @@ class Worker:
         if offer is not None and not self.takes:
             await self.engine.rarely(self._reopen, offer)
         else:
-            self.hand_on(offer)
+            self.run_claimed(offer)
 
-    async def _stored(self, write: Write[T], hold: Hold) -> T:
-        return await self._until_stored(lambda: self.engine.store(write), hold)
+    async def _stored(self, write: Write[T], watch: Watch) -> T:
+        return await self._until_stored(lambda: self.engine.store(write), watch)
 
-    async def _patiently(self, act: Callable[[], T], hold: Hold) -> T:
-        return await self._until_stored(lambda: self.engine.rarely(act), hold)
+    async def _patiently(self, act: Callable[[], T], watch: Watch) -> T:
+        return await self._until_stored(lambda: self.engine.rarely(act), watch)
 
-    async def _until_stored(self, act: Callable[[], Any], hold: Hold) -> Any:
+    async def _until_stored(self, act: Callable[[], Any], watch: Watch) -> Any:
         """Try until the record takes it, for as long as the run is this worker's.  Raises RecordUnavailable."""
         ends: float | None = None
         while True:
@@ -377,20 +430,20 @@ class Worker:
                 return await act()
             except RecordUnavailable:
                 now = self.engine.loop.time()
-                if hold.stop:
+                if watch.stop:
                     ends = ends or now + _LAST_TRIES_S
-                if hold.lost or (ends is not None and now >= ends):
+                if watch.lost or (ends is not None and now >= ends):
                     raise
                 # Not all at the same moment, in which they would make one batch again that may be what is too much.
-                await hold.wait(_STORE_AGAIN_S * random.uniform(0.5, 1.5))
+                await watch.wait(_STORE_AGAIN_S * random.uniform(0.5, 1.5))
 
     # -- Celery ----------------------------------------------------------------------------------------------
 
-    def _show(self, run: ActiveRun) -> None:
+    def _show(self, run: OwnRun) -> None:
         """Tell Celery of a run that has begun; of one that was handed on it hears now for the first time."""
         if self._reception is not None and self.consumer is not None:
-            it, held = run.task.run, run.task.held
-            offer = Offer(held.fleet, held.job_id, held.lease, held.slot, held.server, it.job.model, 0)
+            it, lease = run.active.run, run.active.lease
+            offer = Offer(lease.fleet, lease.job_id, lease.name, lease.slot, lease.server, it.job.model, 0)
             run.shown.introduce(self._reception, offer, it.failures)
         run.shown.began()
 
@@ -404,7 +457,7 @@ class Worker:
     def _offer_in_turn(self, fleet: str) -> Offer | None:
         try:
             for following in self.poller.turns.after(fleet):
-                offers = self.dispatcher.queues.offer(following, 1, taker=self.owner)
+                offers = self.dispatcher.queues.offer(following, 1, claimant=self.owner)
                 if offers:
                     return offers[0]
         except RedisError as error:
@@ -414,20 +467,21 @@ class Worker:
     def _note(self, lease: str, shown: Shown) -> bool:
         """Remember that this process has taken up an offer.  False: it had done so before."""
         with self._lock:
-            return self._begun.setdefault(lease, shown) is shown
+            return self._taken_up.setdefault(lease, shown) is shown
 
     def _forget(self, lease: str, shown: Shown) -> bool:
         """False: the offer came to this process another way meanwhile, and that run lives."""
+        self._handed_on.pop(lease, None)
         with self._lock:
-            mine = self._begun.get(lease) is shown
+            mine = self._taken_up.get(lease) is shown
             if mine:
-                del self._begun[lease]
+                del self._taken_up[lease]
             return mine
 
     def _free(self, offer: Offer) -> Offer | None:
         try:
             job = self.dispatcher.store.get(offer.job_id)
-            return draining.leave(self.dispatcher, self._held(offer), job, self.taker)
+            return draining.leave(self.dispatcher, self._lease_of(offer), job, self.claimant)
         except Exception as error:  # The lease expires, and its reaper sees to it.
             log.warning("release_postponed", job_id=offer.job_id, error=str(error))
             return None
@@ -435,9 +489,9 @@ class Worker:
     def _reopen(self, offer: Offer) -> None:
         """Let another worker have what this one has been offered and not begun."""
         if offer.number == 0:
-            self.dispatcher.offer_again(self._held(offer), offer.model)
+            self.dispatcher.offer_again(self._lease_of(offer), offer.model)
         else:
-            self.dispatcher.free(self._held(offer), back=True)
+            self.dispatcher.free(self._lease_of(offer), back=True)
 
     def _put_back(self, offer: Offer, error: Exception) -> None:
         """The job could not be started, through no fault of its own: back to its place, and not at once again."""
@@ -448,14 +502,13 @@ class Worker:
             return
         if isinstance(error, RecordUncertain):
             return  # It may be running under this lease; when that expires, the reaper knows what the record says.
-        self.dispatcher.free(self._held(offer), back=True, rest_ms=_START_AGAIN_MS)
+        self.dispatcher.free(self._lease_of(offer), back=True, cooldown_ms=_START_AGAIN_MS)
 
     def _after_beat(self, was_away: bool) -> None:
         """Redis answers: have done what can wait for that, by others than the heartbeat."""
-        if self.engine.hangs():
-            _give_up()
+        end_if_stopped(*self.engine.pulses, self._room, self._chores, self.poller)
         if was_away:  # A cancel or a passed deadline of which Redis could not tell us stands in the record.
-            self.inquiry.ask(self.heartbeat.holds())
+            self.inquiry.ask(self.heartbeat.watches())
         self._chores.ask()
 
     def _look_at_workers(self) -> None:
@@ -470,13 +523,13 @@ class Worker:
 
     def _free_owed(self) -> None:
         """Redis is back: free what could not be freed.  Whoever has such a lease by now is not disturbed (LEASE-4)."""
-        for held, (back, rest_ms) in self._leases.owed().items():
-            self.dispatcher.free(held, back=back, rest_ms=rest_ms)
-            if held in self._leases.owed():
+        for lease, (back, cooldown_ms) in self._leases.owed().items():
+            self.dispatcher.free(lease, back=back, cooldown_ms=cooldown_ms)
+            if lease in self._leases.owed():
                 return  # It is away again, and each try costs its time-out.
 
-    def _held(self, offer: Offer) -> Held:
-        return Held(offer.fleet, offer.job_id, offer.lease, self.owner, offer.slot)
+    def _lease_of(self, offer: Offer) -> Lease:
+        return Lease(offer.fleet, offer.job_id, offer.lease, self.owner, offer.slot)
 
     def attend(self, consumer: Any, reception: Reception | None = None) -> None:
         """Take jobs from now on, as tasks of this consumer of Celery's."""
@@ -505,78 +558,7 @@ class Worker:
         self.engine.close()
 
 
-def _give_up() -> NoReturn:
-    """End this process, none of whose runs would ever end: its leases expire, and other workers go on with them."""
-    log.critical("loop_hangs")
-    os._exit(os.EX_SOFTWARE)
-
-
 @once
 def this_worker() -> Worker:
     """The process's Worker, made on first use."""
-    return Worker(dispatcher(), leases(), workers(), TaskSettings().threads)
-
-
-class _QueueWatch(threading.Thread):
-    """Consumes from the queue of every model in the catalog, also of those registered later."""
-
-    def __init__(self, consumer: Any) -> None:
-        super().__init__(name="queue-watch", daemon=True)
-        self._consumer = consumer
-        self.ended = threading.Event()
-
-    def run(self) -> None:
-        while not self.ended.is_set():
-            try:
-                self._look()
-            except Exception as error:
-                log.warning("queue_watch_failed", error=str(error))
-            self.ended.wait(_WATCH_EVERY_S)
-
-    def _look(self) -> None:
-        # Compared with what is really consumed, so that nothing that went wrong once stays so.
-        consumed = {queue.name for queue in self._consumer.task_consumer.queues}
-        wanted = {messages.queue_of(model) for model in dispatcher().fleet.snapshot().models}
-        for queue in sorted(wanted - consumed):
-            # Not from here: the connection belongs to the thread of the loop.
-            self._consumer.hub.call_soon(self._consumer.add_task_queue, queue)
-
-
-class RunsJobs(bootsteps.StartStopStep):
-    """Marks a worker that runs jobs: it consumes the models' queues and keeps leases."""
-
-    requires = ("celery.worker.consumer.tasks:Tasks",)
-
-    def __init__(self, parent: Any, **kwargs: Any) -> None:
-        self._watch: _QueueWatch | None = None
-        super().__init__(parent, **kwargs)
-
-    def start(self, parent: Any) -> None:
-        if "celery" not in celery.amqp.queues.consume_from:
-            return  # A worker for maintenance or webhooks alone.
-        this_worker().attend(parent, Reception(parent))
-        startup.collect_rarely()
-        _bundle_events(parent)
-        self._watch = _QueueWatch(parent)
-        self._watch.start()
-
-    def stop(self, parent: Any) -> None:
-        if self._watch is not None:
-            self._watch.ended.set()
-
-
-def _bundle_events(consumer: Any) -> None:
-    """Send task events five times a second instead of at each turn of the loop: a quarter of a busy worker's time."""
-    if consumer.hub is not None and consumer.event_dispatcher is not None:
-        consumer.event_dispatcher.on_send_buffered = None
-        consumer.event_dispatcher.buffer_limit = _EVENTS_AT_ONCE
-        consumer.hub.call_repeatedly(_EVENTS_EVERY_S, consumer._flush_events)
-
-
-celery.steps["consumer"].add(RunsJobs)
-
-
-@worker_shutting_down.connect
-def _drain(**_: object) -> None:
-    if this_worker.made:
-        this_worker().drain()
+    return Worker(dispatcher(), leases(), workers(), telling(), TaskSettings().threads, tallies().handed_on)

@@ -2,7 +2,7 @@
 
 A Description says how to ask and how to read the answers; Description() is the slot protocol.
 Server speaks to one server by it and gives back Outcomes.  Knows requests, libcurl, pydantic and
-routing.outcome; never jobs, Redis, Celery, Flask or SQL (setup.cfg, importlinter).
+dispatch.outcome; never jobs, Redis, Celery, Flask or SQL (setup.cfg, importlinter).
 
   description  what can be said, checked when stored     defaults   the protocol as rules
   templates    values put into a request                 rules      an answer -> an Outcome
@@ -10,6 +10,7 @@ routing.outcome; never jobs, Redis, Celery, Flask or SQL (setup.cfg, importlinte
   wire         one bounded HTTP exchange, in a thread     client     Server
   curl         the same, in an event loop                 live       Server, spoken to from there
   call         what goes into an exchange                 answers    what came back
+  stream       an answer that comes in pieces
   pointers, patterns, paths  safe ways to read and to ask
   presets      descriptions that come with Slotkeeper, by name
   probe        what answers at an address, asked and told

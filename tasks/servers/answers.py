@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from routing import exact
+from foundation import exact
 from tasks.servers.patterns import TEXT_LIMIT
 
 NOT_JSON: Final[Any] = type("NotJson", (), {"__repr__": lambda self: "NOT_JSON", "__slots__": ()})()
@@ -89,7 +89,7 @@ def is_too_deep(value: Any) -> bool:
 
 
 def _nothing(_: object) -> None:
-    """In place of a number that orjson cannot write (routing.exact): it has no levels."""
+    """In place of a number that orjson cannot write (foundation.exact): it has no levels."""
 
 
 def id_text(value: Any) -> str | None:
@@ -108,8 +108,8 @@ def retry_after_s(header: str | None, now_s: float) -> float | None:
     if not header:
         return None
     text = header.strip()
-    wish = float(text) if re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", text) else _seconds_until(text, now_s)
-    return None if wish is None else min(max(wish, 0.0), MAX_RETRY_AFTER_S)
+    wanted_s = float(text) if re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", text) else _seconds_until(text, now_s)
+    return None if wanted_s is None else min(max(wanted_s, 0.0), MAX_RETRY_AFTER_S)
 
 
 def _seconds_until(http_date: str, now_s: float) -> float | None:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+MAX_DEADLINE_S = 7 * 86_400.0  # sockets take no endless time-outs
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -17,6 +19,18 @@ class Call:
     traceparent: str | None = None  # W3C trace context
     deadline_s: float = 600.0  # seconds for one exchange in total, however it trickles
     model: str = ""
+    model_version: str = ""  # as the server was registered for it
+    swap: bool = True  # the server's last job was of another model, or is not known
+
+    @property
+    def whole_deadline_s(self) -> int:
+        """For a server that counts in seconds; at least 1, and else no later than ours."""
+        return max(self.deadline_ms // 1000, 1)
+
+    @property
+    def deadline_ms(self) -> int:
+        """At least 1."""
+        return max(int(min(self.deadline_s, MAX_DEADLINE_S) * 1000), 1)
 
     @property
     def attempt_id(self) -> str:

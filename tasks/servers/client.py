@@ -3,17 +3,18 @@
 import re
 import time
 from collections.abc import Generator, Mapping
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import requests
 
-from routing.outcome import Kind, Outcome
+from dispatch.outcome import Kind, Outcome
 from tasks.servers.answers import Answer, Break, Broken
-from tasks.servers.call import Call, Health, HealthKind
+from tasks.servers.call import MAX_DEADLINE_S, Call, Health, HealthKind
 from tasks.servers.description import DEFAULT, Description
 from tasks.servers.plan import Plan, Request, Step, compile_plan
 from tasks.servers.rules import About
+from tasks.servers.stream import Hearing, Tell, tell_nobody
 from tasks.servers.templates import SecretLookup, TemplateError, Values, to_json
 from tasks.servers.wire import Limits, exchange, shared_session
 
@@ -23,7 +24,6 @@ MAX_HEALTH_BYTES = 1024 * 1024
 _CONTENT_TYPE = "Content-Type"
 _OURS = {"X-Source": "dispatcher"}
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}[!-~]{0,100}")
-_MAX_DEADLINE_S = 7 * 86_400.0  # sockets take no endless time-outs
 
 T = TypeVar("T")
 
@@ -36,6 +36,8 @@ class Ask(NamedTuple):
     headers: dict[str, str]
     body: bytes | None
     limits: Limits
+    hearing: Hearing | None = None
+    """Where the answer may be a stream."""
 
 
 Talk: TypeAlias = Generator[Ask, Answer | Broken, T]
@@ -91,10 +93,11 @@ class Server:
         """
         return self._carry_out(self.submit_talk(call))
 
-    def submit_talk(self, call: Call) -> Talk[Outcome]:
+    def submit_talk(self, call: Call, tell: Tell = tell_nobody) -> Talk[Outcome]:
+        """`tell` is given the pieces of a streamed answer as they come."""
         values = self._values(call, self.known_id(call))
         try:
-            outcome = yield from self._ask(self._plan.submit, values, _end_of(call))
+            outcome = yield from self._ask(self._plan.submit, values, _end_of(call), self._hearing(values, tell))
         except TemplateError as error:
             return Outcome(error.kind, code=error.code, message=str(error))
         return outcome or Outcome(Kind.RETRY, code="bad_answer")
@@ -180,14 +183,21 @@ class Server:
             return outcome
         return (yield from self._ask(self._plan.result, values, end)) or outcome
 
-    def _ask(self, step: Step, values: Values, end: float) -> Talk[Outcome | None]:
+    def _hearing(self, values: Values, tell: Tell) -> Hearing | None:
+        plan = self._plan.stream
+        return None if plan is None else Hearing(plan, self._plan.submit.judge, lambda: self._about(values), tell)
+
+    def _ask(self, step: Step, values: Values, end: float, hearing: Hearing | None = None) -> Talk[Outcome | None]:
         """One step, asked and judged.  Raises TemplateError; then nothing was sent."""
         assert values.call is not None
         headers = _job_headers(values.call)
         if step is self._plan.submit:
             headers |= _submit_headers(values.call)
-        reply = yield self._wanted(step.request, values, headers, end, self._max_bytes)
-        return step.judge.outcome(reply, self._about(values))
+        ask = self._wanted(step.request, values, headers, end, self._max_bytes)
+        if hearing is None:
+            return step.judge.outcome((yield ask), self._about(values))
+        reply = yield ask._replace(hearing=hearing)
+        return hearing.outcome(reply) if hearing.is_stream else step.judge.outcome(reply, self._about(values))
 
     def _wanted(self, request: Request, values: Values, headers: dict[str, str], end: float, max_bytes: int) -> Ask:
         url = self._endpoint if request.path is None else self._base + request.path.fill(values)
@@ -212,11 +222,16 @@ class Server:
             return None
         headers[_CONTENT_TYPE] = "application/json"
         if is_payload and values.call is not None:
-            return to_json(values.call.payload)
+            return to_json(self._asking_for_stream(values.call.payload))
         return to_json(request.body.fill(values)) if request.body else None
 
+    def _asking_for_stream(self, payload: Any) -> Any:
+        """The payload, with what asks for a stream where it does not say otherwise."""
+        stream = self.description.submit.stream
+        return {**stream.ask, **payload} if stream and stream.ask and isinstance(payload, dict) else payload
+
     def _values(self, call: Call | None, remote_id: str | None) -> Values:
-        return Values(call, remote_id, self._secret, endpoint=self._path)
+        return Values(call, remote_id, self._secret, self._path, self._plan.output_size)
 
     def _about(self, values: Values) -> About:
         assert values.call is not None
@@ -240,7 +255,7 @@ def split_endpoint(endpoint: str) -> tuple[str, str]:
 
 
 def _end_of(call: Call) -> float:
-    return time.monotonic() + min(call.deadline_s, _MAX_DEADLINE_S)
+    return time.monotonic() + min(call.deadline_s, MAX_DEADLINE_S)
 
 
 def _job_headers(call: Call) -> dict[str, str]:
@@ -255,8 +270,7 @@ def _job_headers(call: Call) -> dict[str, str]:
 def _submit_headers(call: Call) -> dict[str, str]:
     # The same key for every attempt: a server that keeps its latest results by key can answer a
     # repeated attempt from there instead of running the job twice.
-    left_ms = max(int(min(call.deadline_s, _MAX_DEADLINE_S) * 1000), 1)
-    headers = {"Idempotency-Key": call.job_id, "X-Deadline-Ms": str(left_ms)}
+    headers = {"Idempotency-Key": call.job_id, "X-Deadline-Ms": str(call.deadline_ms)}
     if call.callback_url:
         headers["X-Callback-Url"] = call.callback_url
     if call.callback_token:

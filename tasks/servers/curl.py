@@ -21,7 +21,8 @@ import requests
 
 from tasks.servers import wire
 from tasks.servers.answers import Answer, Break, Broken
-from tasks.servers.wire import MESSAGES, Limits
+from tasks.servers.stream import Hearing
+from tasks.servers.wire import MESSAGES, STREAM_GRACE_S, Limits
 
 _MOST_KEPT = 4096  # connections, and handles for exchanges
 _EARLY_S = 0.001  # so much earlier than it wants libcurl may be called: it counts in milliseconds
@@ -43,8 +44,10 @@ class Exchange:
     __slots__ = (
         "_body",
         "_handle",
+        "_hearing",
         "_is_stale",
         "_limits",
+        "_listening",
         "_moved",
         "_sent",
         "_size",
@@ -53,8 +56,10 @@ class Exchange:
         "reply",
     )
 
-    def __init__(self, wires: "Wires", limits: Limits) -> None:
+    def __init__(self, wires: "Wires", limits: Limits, hearing: Hearing | None = None) -> None:
         self.reply: asyncio.Future[Answer | Broken] = wires.loop.create_future()
+        self._hearing = hearing
+        self._listening: asyncio.TimerHandle | None = None
         self._wires = wires
         self._limits = limits
         self._handle: Handle | None = None
@@ -107,6 +112,8 @@ class Exchange:
             status = self._handle.getinfo(pycurl.RESPONSE_CODE)
             if status == wire.FAILED_INSIDE:
                 self._wires.doubt(self._handle.getinfo(pycurl.LOCAL_IP), self._handle.getinfo(pycurl.LOCAL_PORT))
+            if self._hearing is not None and not self._body and not self._hearing.is_stream:
+                self._hearing.opens(status, head)  # It was a stream of nothing.
             self._finish(Answer(status, head, b"".join(self._body)))
 
     def break_off(self, how: Break) -> None:
@@ -114,6 +121,8 @@ class Exchange:
 
     def _finish(self, reply: Answer | Broken) -> None:
         self._stop_looking()
+        if self._listening is not None:
+            self._listening.cancel()
         handle, self._handle = self._handle, None
         if handle is not None:
             self._wires.give_back(handle)
@@ -131,8 +140,34 @@ class Exchange:
         self._size += len(piece)
         if self._size > self._limits.max_bytes:
             return 0  # Not what it is long: libcurl gives up.
-        self._body.append(piece)
+        if self._hearing is None or not self._listens(self._hearing):
+            self._body.append(piece)
+            return None
+        was_over = self._hearing.is_over
+        self._hearing.take(piece)
+        if self._hearing.is_broken_off:
+            return 0
+        if self._hearing.is_over and not was_over:
+            self._stop_looking()
+            self._timer = self._wires.loop.call_later(STREAM_GRACE_S, self.break_off, Break.RESET)
         return None
+
+    def _listens(self, hearing: Hearing) -> bool:
+        """Whether the answer is a stream, which its head tells when the first of its body is here."""
+        if self._size and not self._body and not hearing.is_stream:
+            assert self._handle is not None
+            head = _headers(self._handle.head)
+            if head is not None and hearing.opens(_status(self._handle.head), head):
+                self._listen_on(hearing)
+        return hearing.is_stream
+
+    def _listen_on(self, hearing: Hearing) -> None:
+        """Give up when only signs of life come."""
+        if hearing.is_silent:
+            self.break_off(Break.TIMEOUT)
+        elif self._handle is not None and not hearing.is_over and hearing.silent_s < math.inf:
+            pause_s = hearing.silent_s / _LOOK_EVERY
+            self._listening = self._wires.loop.call_later(pause_s, self._listen_on, hearing)
 
     def _stop_looking(self) -> None:
         if self._timer is not None:
@@ -222,9 +257,17 @@ class Wires:
         self._doubted: set[_Address] = set()
         self._new: set[_Address] = set()  # connections of which the file descriptor is not known yet
 
-    def begin(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, limits: Limits) -> Exchange:
+    def begin(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        limits: Limits,
+        hearing: Hearing | None = None,
+    ) -> Exchange:
         """Ask once, as `wire.exchange`.  The request has left, or is waiting for its connection, when this returns."""
-        exchange = Exchange(self, limits)
+        exchange = Exchange(self, limits, hearing)
         if limits.deadline <= time.monotonic():
             exchange.reply.set_result(Broken(Break.CONNECT, "there was no time left to ask"))
             return exchange
@@ -463,6 +506,12 @@ def _headers(lines: list[bytes]) -> Mapping[str, str] | None:
         if not lines[n].strip():  # What follows the body is no head.
             return _Head(lines[begins + 1 : n])
     return None
+
+
+def _status(lines: list[bytes]) -> int:
+    """Of the last head that came."""
+    first = next(line for line in reversed(lines) if line.startswith(b"HTTP/"))
+    return int(first.split(None, 2)[1])
 
 
 def _ms(seconds: float) -> int:

@@ -8,7 +8,7 @@ failed says nothing about the job: it stays pending, and the caller's max_poll_t
 from functools import cache
 from typing import Any
 
-from tasks.servers.description import HealthRule, Rule
+from tasks.servers.description import EventRule, HealthRule, Rule
 
 DONE_WORDS = ["success", "completed", "done"]
 FAILED_WORDS = ["failed", "error"]
@@ -99,6 +99,19 @@ _HEALTH = [
     _broken("timeout", "busy"),  # health can hang for as long as a generation takes
     _broken(["connect", "reset"], "down"),
 ]
+
+
+_ENDS = {
+    "if": {"pointer": "/status", "value": [*DONE_WORDS, *FAILED_WORDS, *CANCELED_WORDS]},
+    "then": "end",
+}
+_STREAM = [{"if": {"pointer": "/error"}, "then": "retry", "code": "job_failed"}]
+
+
+@cache
+def event_rules(is_read_whole: bool) -> tuple[EventRule, ...]:
+    """What follows a stream's own rules.  `is_read_whole`: an event with a word for its end is the answer."""
+    return tuple(EventRule.model_validate(rule) for rule in ([_ENDS] if is_read_whole else []) + _STREAM)
 
 
 @cache

@@ -30,7 +30,7 @@ MAX_BODY_BYTES = 64 * 1024  # of a body template
 MAX_RULES = 50  # per step
 
 # What each kind of request can be filled from.
-SUBMIT_SOURCES = frozenset({"payload", "job", "callback_url", "callback_token", "secret"})
+SUBMIT_SOURCES = frozenset({"payload", "job", "run", "callback_url", "callback_token", "secret"})
 JOB_SOURCES = frozenset({"payload", "job", "id", "secret"})
 HEALTH_SOURCES = frozenset({"secret"})
 
@@ -91,6 +91,9 @@ Word = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")]
 HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]{0,63}$")]
 HeaderText = Annotated[str, Field(pattern=r"^[\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?$", max_length=2000)]
 Method = Literal["GET", "POST", "PUT", "DELETE"]
+EventName = Annotated[str, Field(min_length=1, max_length=100)]
+MediaType = Annotated[str, Field(pattern=r"^[a-z0-9.+-]{1,60}/[a-z0-9.+-]{1,60}$")]
+_MEDIA_TYPES = {"sse": "text/event-stream", "lines": "application/x-ndjson", "raw": "text/plain"}
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
@@ -218,6 +221,80 @@ def _fits(text: str, sources: frozenset[str], at: Iterable[str | int]) -> None:
         raise _placed(at, str(error)) from None
 
 
+class EventCondition(_Data):
+    """When a rule applies to an event of a stream: all that is given must hold.  A null counts as nothing there."""
+
+    event: Annotated[tuple[EventName, ...], _one_or_more(EventName)] = ()  # of an SSE event; without one, "message"
+    text: PatternText | None = None  # a regular expression found in the event's data
+    pointer: PointerText | None = None
+    value: Annotated[tuple[Scalar, ...], _one_or_more(Scalar)] = ()
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if not self.event and self.text is None and self.pointer is None:
+            raise ValueError("a condition is about an event's name, its text, or what stands at a pointer")
+        if self.value and self.pointer is None:
+            raise ValueError("a value needs a pointer that tells where it stands")
+        return self
+
+
+class EventRule(_Data):
+    """If `when` holds, then the event is this."""
+
+    when: EventCondition = Field(alias="if")
+    then: Literal["piece", "end", "skip", "failed", "retry", "busy", "canceled"]
+    code: Word | None = None
+    message: str | None = Field(default=None, max_length=200)
+
+
+class Stream(_Data):
+    """Reading an answer that comes in pieces.  Stream() is the slot protocol's."""
+
+    frames: Literal["sse", "lines", "raw"] = "sse"  # events; a JSON value in each line; text as it comes
+    type: MediaType | None = None  # of such an answer; another is read whole.  None: what is usual for `frames`
+    piece: PointerText = "/piece"  # where in an event its piece stands
+    progress: PointerText | None = "/progress"  # where in an event it stands how far the run is
+    rules: Annotated[tuple[EventRule, ...], Field(max_length=MAX_RULES)] = ()
+    # text: the pieces one after another.  list: a list of them.  last: the event that ends it is the whole answer, and
+    # is read as an answer that does not stream.
+    join: Literal["text", "list", "last"] = "last"
+    ends_by: Literal["mark", "length"] = "mark"  # mark: an event that is its end; length: the end of a whole answer
+    keep: dict[Word, PointerText] = Field(default_factory=dict, max_length=20)  # what stands beside the pieces
+    ask: dict[str, JsonValue] = Field(default_factory=dict, max_length=20)  # what is added to a payload without it
+    silent_s: Seconds | None = 300.0  # between two pieces, whatever else comes; None: only the call's deadline counts
+
+    @model_validator(mode="after")
+    def _raw_text_has_no_events(self) -> Self:
+        if self.frames != "raw":
+            return self
+        if self.rules or self.keep:
+            raise _placed(["rules" if self.rules else "keep"], "raw text has no events: leave it out")
+        if self.ends_by != "length":
+            raise _placed(["ends_by"], "raw text has no mark: it ends by length")
+        if self.join == "last":
+            raise _placed(["join"], "raw text has no last event: join it as text")
+        return self
+
+    @model_validator(mode="after")
+    def _only_sse_has_names(self) -> Self:
+        named = (number for number, rule in enumerate(self.rules) if rule.when.event)
+        if self.frames != "sse" and (number := next(named, None)) is not None:
+            raise _placed(["rules", number, "if", "event"], "only server-sent events have names")
+        return self
+
+    @model_validator(mode="after")
+    def _ends_somehow(self) -> Self:
+        if self.ends_by == "mark" and self.join != "last" and not any(rule.then == "end" for rule in self.rules):
+            raise _placed(["ends_by"], "a stream that ends by a mark needs a rule whose `then` is 'end'")
+        if self.join == "last" and self.keep:
+            raise _placed(["keep"], "the last event is the whole answer: nothing is kept beside it")
+        return self
+
+    @property
+    def media_type(self) -> str:
+        return self.type or _MEDIA_TYPES[self.frames]
+
+
 class Submit(_Asking, _Reading):
     """Handing the job over.  No path: the registered endpoint.  No body: the payload itself."""
 
@@ -226,6 +303,13 @@ class Submit(_Asking, _Reading):
     method: Method = "POST"
     read_s: Seconds | None = None
     id: PointerText = "/job_id"  # where the server says how it calls the job
+    stream: Stream | None = None  # None: an answer is read when it is whole
+
+    @model_validator(mode="after")
+    def _asks_where_a_payload_is_sent(self) -> Self:
+        if self.stream is not None and self.stream.ask and self.body is not None:
+            raise _placed(["stream", "ask"], "the body stands in submit.body: say it there")
+        return self
 
 
 class StatusStep(_Asking, _Reading):
@@ -234,6 +318,7 @@ class StatusStep(_Asking, _Reading):
     sources = JOB_SOURCES
     meanings = frozenset(["done", "pending", "failed", "retry", "canceled", "lost", "next"])
     path: str | None = "/status/{{id}}"
+    progress: PointerText | None = "/progress"  # where it stands how far a run is that is pending
 
 
 class Result(_Asking, _Reading):
@@ -291,6 +376,14 @@ class HealthStep(_Asking):
     rules: Annotated[tuple[HealthRule, ...], Field(max_length=MAX_RULES)] = ()
 
 
+class ExpectedSize(_Data):
+    """How much a run is expected to put out, counted as its payload counts it: tokens, images, seconds."""
+
+    # Where a payload says it: the first place at which a whole number stands.
+    pointer: Annotated[tuple[PointerText, ...], Field(min_length=1, max_length=10), _one_or_more(PointerText)]
+    default: Annotated[int, Field(ge=0, le=2**53, strict=True)]  # of a payload that does not say it
+
+
 class Description(_Data):
     """How to speak to one kind of inference server.  Description() is the slot protocol."""
 
@@ -306,6 +399,14 @@ class Description(_Data):
     # The id under which the server will know the job, if it is us who give it, so that the job can be
     # found again although no answer to the submit ever came.  Some servers run the same id twice.
     given_id: Literal["{{job/id}}", "{{job/attempt_id}}"] | None = None
+
+    output_size: ExpectedSize | None = None  # what {{run/output_size}} is
+
+    @model_validator(mode="after")
+    def _says_what_output_is_expected(self) -> Self:
+        if self.output_size is None and (at := self._where_put_in("run", "output_size")) is not None:
+            raise _placed(at, "for {{run/output_size}} add output_size, which says where a payload tells it")
+        return self
 
     @model_validator(mode="after")
     def _next_has_a_next(self) -> Self:
@@ -329,6 +430,17 @@ class Description(_Data):
         asked = (*self.status, self.result, self.cancel)
         texts = (text for step in asked if step for _, text in texts_in(step.model_dump()))
         return any(source == "payload" for text in texts for source, _ in sources_in(text))
+
+    @cached_property
+    def asks_for_swap(self) -> bool:
+        """Whether the server is told that its model changes."""
+        return self._where_put_in("run", "swap") is not None
+
+    def _where_put_in(self, source: str, name: str) -> tuple[str | int, ...] | None:
+        """Where, if anywhere, the submit puts this in."""
+        asked = {"path": self.submit.path, "headers": self.submit.headers, "body": self.submit.body}
+        places = (at for at, text in texts_in(asked) if (source, name) in sources_in(text))
+        return next((("submit", *at) for at in places), None)
 
     @cached_property
     def secrets(self) -> frozenset[str]:

@@ -2,11 +2,12 @@
 
 from typing import TypeVar
 
-from routing.outcome import Kind, Outcome
+from dispatch.outcome import Kind, Outcome
 from tasks.servers.call import Call, Health
 from tasks.servers.client import Server, Talk
 from tasks.servers.curl import Exchange, Wires
 from tasks.servers.description import Description
+from tasks.servers.stream import Piece, Tell, tell_nobody
 
 T = TypeVar("T")
 
@@ -14,10 +15,10 @@ _CUT = Outcome(Kind.UNKNOWN, code="cut_short", message="The call was cut short."
 
 
 class Live:
-    """One run's talk with its server."""
+    """One run's talk with its server.  `tell` is given what the server says while it is at it."""
 
-    def __init__(self, server: Server, wires: Wires) -> None:
-        self._server, self._wires = server, wires
+    def __init__(self, server: Server, wires: Wires, tell: Tell = tell_nobody) -> None:
+        self._server, self._wires, self._tell = server, wires, tell
         self._submit: Exchange | None = None
         self._is_cut = False
 
@@ -30,7 +31,7 @@ class Live:
 
     async def submit(self, call: Call) -> Outcome:
         """As Server.submit; UNKNOWN also if it is cut before the answer is there."""
-        talk = self._server.submit_talk(call)
+        talk = self._server.submit_talk(call, self._tell)
         try:
             ask = next(talk)
             while not self._is_cut:
@@ -51,7 +52,10 @@ class Live:
             self._submit.cut()
 
     async def status(self, call: Call, remote_id: str) -> Outcome:
-        return await self._carry_out(self._server.status_talk(call, remote_id))
+        outcome = await self._carry_out(self._server.status_talk(call, remote_id))
+        if outcome.progress is not None:
+            self._tell(Piece(progress=outcome.progress))
+        return outcome
 
     async def cancel(self, call: Call, remote_id: str | None = None) -> bool:
         return await self._carry_out(self._server.cancel_talk(call, remote_id))

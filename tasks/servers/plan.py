@@ -16,7 +16,8 @@ from tasks.servers.description import (
 from tasks.servers.health import HealthJudge, health_judge
 from tasks.servers.pointers import parse
 from tasks.servers.rules import Judge, compile_rule, error_pointers
-from tasks.servers.templates import Body, Headers, Path
+from tasks.servers.stream import StreamPlan, compile_stream
+from tasks.servers.templates import Body, Headers, OutputSize, Path
 
 _Step = Submit | StatusStep | Result | Cancel | HealthStep
 
@@ -47,11 +48,13 @@ class Plan:
 
     description: Description
     submit: Step
+    stream: StreamPlan | None  # of the submit's answer
     status: tuple[Step, ...]
     result: Step | None
     cancel: Step | None
     callback: Judge
     health: tuple[Request, HealthJudge] | None
+    output_size: OutputSize | None
 
 
 def compile_plan(description: Description) -> Plan:
@@ -60,11 +63,15 @@ def compile_plan(description: Description) -> Plan:
     return Plan(
         description=d,
         submit=Step(_request(d.submit), _submit_judge(d)),
+        stream=compile_stream(d.submit.stream) if d.submit.stream else None,
         status=tuple(Step(_request(s), _poll_judge(d, s, defaults.poll_rules())) for s in d.status),
         result=_optional(d, d.result, defaults.result_rules()),
         cancel=_optional(d, d.cancel, defaults.cancel_rules()),
         callback=_poll_judge(d, d.callback, defaults.poll_rules()),
         health=(_request(d.health), health_judge(d.health)) if d.health else None,
+        output_size=OutputSize(tuple(map(parse, d.output_size.pointer)), d.output_size.default)
+        if d.output_size
+        else None,
     )
 
 
@@ -92,7 +99,7 @@ def _submit_judge(d: Description) -> Judge:
         as_text=d.submit.result_as == "text",
         errors=error_pointers(d.submit.error),
         id=parse(d.submit.id),
-        needs_id=d.mode != "callback",
+        requires_id=d.mode != "callback",
         echo=None,  # the id in the answer is the server's own; only the header repeats ours
         echo_header=d.submit.echo,
     )
@@ -106,7 +113,8 @@ def _poll_judge(d: Description, step: StatusStep | Result | Cancel | Callback, m
         as_text=step.result_as == "text",
         errors=error_pointers(step.error),
         id=parse(d.submit.id),
-        needs_id=False,
+        requires_id=False,
         echo=parse(d.submit.id) if step.echo else None,
         echo_header=step.echo,
+        progress=parse(step.progress) if isinstance(step, StatusStep) and step.progress is not None else None,
     )

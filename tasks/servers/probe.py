@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import requests
 
-from routing.outcome import Kind, Outcome
+from dispatch.outcome import Kind, Outcome
 from tasks.servers import presets
 from tasks.servers.answers import NOT_JSON, Answer, Broken, clean
 from tasks.servers.call import Call, Health

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from routing.outcome import Kind, Outcome
+from dispatch.outcome import Kind, Outcome
 from tasks.servers.answers import (
     MAX_DEPTH,
     NOT_JSON,
@@ -128,6 +128,17 @@ def _numbers(when: Condition) -> Iterable[int]:
             yield from range(int(status[:3]), int(status[4:]) + 1)
 
 
+class Said(Protocol):
+    """What a rule makes of an answer that it holds for."""
+
+    @property
+    def then(self) -> str: ...
+    @property
+    def code(self) -> str | None: ...
+    @property
+    def message(self) -> str | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Judge:
     """How the answers to one step are read."""
@@ -138,9 +149,10 @@ class Judge:
     as_text: bool
     errors: tuple[Pointer, ...]
     id: Pointer  # submit: where the server's id stands
-    needs_id: bool  # without an id there is no polling
+    requires_id: bool  # without an id there is no polling
     echo: Pointer | None  # poll: where the answer names a job, which must be the one we asked for
     echo_header: bool
+    progress: Pointer | None = None  # poll: where it stands how far the run is
 
     def outcome(self, reply: Answer | Broken, about: About) -> Outcome | None:
         """What the reply means for the job, or None for "ask the next step"."""
@@ -152,21 +164,29 @@ class Judge:
             return self._nonsense("the answer is about another job", about)
         for rule in self.rules:
             if rule.holds_for(reply, about.asked):
-                return None if rule.then == "next" else self._conclude(rule, reply, about)
+                return None if rule.then == "next" else self.conclude(rule, reply, about)
         return self._nonsense("nothing describes such an answer", about)
 
-    def _conclude(self, rule: CompiledRule, reply: Answer | Broken, about: About) -> Outcome:
+    def conclude(self, rule: Said, reply: Answer | Broken, about: About) -> Outcome:
+        """What a rule that holds makes of the reply."""
         kind = Kind(rule.then)
         if kind is Kind.DONE and isinstance(reply, Answer):
             return self._done(reply, about)
         remote_id = self._remote_id(reply, about) if kind is Kind.PENDING else None
-        if kind is Kind.PENDING and remote_id is None and self.needs_id:
+        if kind is Kind.PENDING and remote_id is None and self.requires_id:
             return self._nonsense("the server has taken the job but gave no usable id", about)
         code = rule.code if rule.code is not None else _CODES[kind]
         asks_patience = kind in (Kind.BUSY, Kind.RETRY) and isinstance(reply, Answer)
-        wish = retry_after_s(reply.headers.get("Retry-After"), about.now_s) if asks_patience else None  # type: ignore[union-attr]
+        wanted_s = retry_after_s(reply.headers.get("Retry-After"), about.now_s) if asks_patience else None  # type: ignore[union-attr]
         message = rule.message or (self._message(reply, about) if code else "")
-        return Outcome(kind, code=code, message=message, remote_id=remote_id, retry_after_s=wish)
+        far = self._progress(reply) if kind is Kind.PENDING else None
+        return Outcome(kind, code=code, message=message, remote_id=remote_id, retry_after_s=wanted_s, progress=far)
+
+    def _progress(self, reply: Answer | Broken) -> Any:
+        if self.progress is None or isinstance(reply, Broken) or reply.json is NOT_JSON:
+            return None
+        value = resolve(reply.json, self.progress)
+        return None if value is MISSING or is_too_deep(value) else value
 
     def _done(self, answer: Answer, about: About) -> Outcome:
         if self.as_text:

@@ -1,4 +1,4 @@
-"""Templates put VALUES into a description: {{payload/prompt}}, {{job/id}}, {{id}}, {{secret/NAME}}.
+"""Templates put VALUES into a description: {{payload/prompt}}, {{job/id}}, {{run/swap}}, {{id}}, {{secret/NAME}}.
 
 A path may begin with {{endpoint}}, the path of the registered endpoint ("" for http://gpu1:9001/), so that one
 description serves models whose names stand in their addresses, and servers behind a prefix.
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from routing import exact
-from routing.outcome import Kind
+from dispatch.outcome import Kind
+from foundation import exact
 from tasks.servers.call import Call
 from tasks.servers.paths import check_path
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve
@@ -23,7 +23,16 @@ from tasks.servers.pointers import MISSING, Pointer, parse, resolve
 SecretLookup = Callable[[str], str | None]
 
 _TEMPLATE = re.compile(r"\{\{([^{}]*)\}\}")
-_JOB_FIELDS = {"id": "job_id", "attempt": "attempt", "attempt_id": "attempt_id", "model": "model"}
+_FIELDS = {
+    "job": {"id": "job_id", "attempt": "attempt", "attempt_id": "attempt_id", "model": "model"},
+    "run": {
+        "deadline_ms": "deadline_ms",
+        "deadline_s": "whole_deadline_s",
+        "model_version": "model_version",
+        "output_size": "",
+        "swap": "swap",
+    },
+}
 _SECRET_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _HEADER_VALUE = re.compile(r"[\x21-\x7e]([\x20-\x7e\t]*[\x21-\x7e])?")
 _HARMLESS = re.compile(r"[A-Za-z0-9_-]+")
@@ -48,6 +57,20 @@ def _wrong_setup(message: str) -> TemplateError:
     return TemplateError(Kind.RETRY, "misconfigured", message)
 
 
+@dataclass(frozen=True, slots=True)
+class OutputSize:
+    """How much a run is expected to put out: what its payload says at the first of these places, or the default."""
+
+    places: tuple[Pointer, ...]
+    default: int
+
+    def of(self, payload: Any) -> int:
+        """A place where no size stands says nothing: whether a payload is right is for the server to judge."""
+        said = (resolve(payload, place) for place in self.places)
+        sizes = (it for it in said if isinstance(it, int) and not isinstance(it, bool) and it >= 0)
+        return next(sizes, self.default)
+
+
 @dataclass(slots=True)
 class Values:
     """What templates are filled from, in one exchange."""
@@ -56,14 +79,16 @@ class Values:
     remote_id: str | None = None
     secret: SecretLookup | None = None
     endpoint: str = ""  # the path of the registered endpoint, without a slash at its end
+    output_size: OutputSize | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
     """One {{...}}, parsed."""
 
-    source: str  # payload | job | id | callback_url | callback_token | secret | endpoint
-    name: str = ""  # of the job's field or the secret
+    source: str  # payload | job | run | id | callback_url | callback_token | secret | endpoint
+    name: str = ""  # of the secret, or what is put in of the job or the run
+    field: str = ""  # of the call
     pointer: Pointer = ()  # below the payload
     raw: bool = False  # in a path: not percent-encoded
 
@@ -71,7 +96,7 @@ class Ref:
         """The value to put in.  Raises TemplateError if there is none."""
         if self.source == "payload":
             return self._from_payload(values)
-        found = self._secret(values) if self.source == "secret" else self._from_call(values)
+        found = self._secret(values) if self.source == "secret" else self._of_the_run(values)
         if found is None:
             raise _wrong_setup(f"there is no value for {{{{{self.source}{'/' * bool(self.name)}{self.name}}}}}")
         return found
@@ -82,10 +107,12 @@ class Ref:
             raise _wrong_payload(f"the payload has no /{'/'.join(self.pointer)[:100]}, which this model needs")
         return found
 
-    def _from_call(self, values: Values) -> Any:
+    def _of_the_run(self, values: Values) -> Any:
         if self.source == "id":
             return values.remote_id
-        return getattr(values.call, self.name or self.source, None)
+        if values.call is not None and self.name == "output_size":
+            return values.output_size and values.output_size.of(values.call.payload)
+        return getattr(values.call, self.field or self.source, None)
 
     def _secret(self, values: Values) -> str | None:
         return (values.secret(self.name) if values.secret else None) or None
@@ -107,16 +134,23 @@ def _parse_ref(inside: str, allowed: frozenset[str]) -> Ref:
     raw = inside.startswith("raw:")
     source, slash, rest = inside.removeprefix("raw:").partition("/")
     if source not in allowed or (raw and "raw" not in allowed):
-        raise ValueError(f"{{{{{inside[:60]}}}}} is not known here; there is: {', '.join(sorted(allowed))}")
+        raise ValueError(f"{{{{{inside[:60]}}}}} is not known here; there is: {_known(allowed)}")
     if source == "payload":
         return Ref(source, pointer=parse(slash + rest), raw=raw)
-    if source == "job" and rest in _JOB_FIELDS:
-        return Ref(source, name=_JOB_FIELDS[rest], raw=raw)
+    if rest in (fields := _FIELDS.get(source, {})):
+        return Ref(source, name=rest, field=fields[rest], raw=raw)
     if source == "secret" and _SECRET_NAME.fullmatch(rest):
         return Ref(source, name=rest, raw=raw)
-    if source in ("job", "secret") or slash:
-        raise ValueError(f"{{{{{inside[:60]}}}}} names nothing that exists")
+    if source in ("secret", *_FIELDS) or slash:
+        raise ValueError(f"{{{{{inside[:60]}}}}} names nothing that exists; there is: {_known(allowed)}")
     return Ref(source, raw=raw)
+
+
+def _known(allowed: frozenset[str]) -> str:
+    """All names that a template may have there."""
+    below = {**_FIELDS, "payload": ["", "..."], "secret": ["NAME"], "raw": []}
+    names = (f"{source}/{name}".rstrip("/") for source in allowed for name in below.get(source, [""]))
+    return ", ".join(sorted(names))
 
 
 def sources_in(text: str) -> list[tuple[str, str]]:
@@ -227,7 +261,7 @@ def _example(part: str | Ref) -> str:
 
 def _path_value(ref: Ref, values: Values) -> str:
     value = ref.value(values)
-    value = exact.digits(value) or value
+    value = exact.digits(value) or (as_text(value) if ref.source == "run" else value)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise _wrong_payload("only a text or a whole number can be put into a path")
     text = str(value)

@@ -21,6 +21,7 @@ from requests.adapters import HTTPAdapter
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from tasks.servers.answers import Answer, Break, Broken
+from tasks.servers.stream import Hearing
 
 # A server that closes an idle connection may do so in the very moment in which we send on it, and
 # then nobody can tell whether it has read the request.  urllib3 sees connections that are closed
@@ -30,6 +31,8 @@ MAX_IDLE_S = 1.5
 # So does a server whose code has failed (uvicorn, under every FastAPI: a moment after a 500 that announces nothing),
 # and the slot's next job comes in that very moment.
 FAILED_INSIDE = 500
+STREAM_GRACE_S = 0.5
+"""How long after its end a stream's connection may take to come to its own, and be used again."""
 _CHUNK = 256 * 1024  # bytes read at a time
 _SOON_S = 0.001  # a time-out of zero would mean "do not block"
 
@@ -235,8 +238,9 @@ def exchange(
     headers: dict[str, str],
     body: bytes | None,
     limits: Limits,
+    hearing: Hearing | None = None,
 ) -> Answer | Broken:
-    """Ask once.  Never raises for what a server or a network can do.
+    """Ask once.  Never raises for what a server or a network can do.  A stream is given to `hearing` as it comes.
 
     Name resolution is the one thing the deadline does not bound.
     """
@@ -251,7 +255,7 @@ def exchange(
         response = session.request(
             method, url, headers=headers, data=body, timeout=timeout, stream=True, allow_redirects=False
         )
-        return _answer(response, limits.max_bytes)
+        return _answer(response, limits.max_bytes, hearing)
     except _WHAT_CAN_HAPPEN as error:
         how = _how_it_broke(error)
         return Broken(how, MESSAGES[how])
@@ -268,10 +272,12 @@ def _how_it_broke(error: Exception) -> Break:
     return Break.RESET
 
 
-def _answer(response: requests.Response, max_bytes: int) -> Answer | Broken:
+def _answer(response: requests.Response, max_bytes: int, hearing: Hearing | None) -> Answer | Broken:
     raw = response.raw
     connection = raw.connection
     try:
+        if hearing is not None and hearing.opens(response.status_code, response.headers):
+            return _heard(raw, response, max_bytes, hearing)
         body = _bounded_body(raw, max_bytes)
     except BaseException:
         raw.close()
@@ -283,6 +289,25 @@ def _answer(response: requests.Response, max_bytes: int) -> Answer | Broken:
     if connection is not None and response.status_code == FAILED_INSIDE:
         connection.close()
     return Answer(response.status_code, response.headers, body)
+
+
+def _heard(raw: urllib3.HTTPResponse, response: requests.Response, max_bytes: int, hearing: Hearing) -> Answer | Broken:
+    """A stream, until nothing that comes would change what came of it; its connection is not used again."""
+    pieces, size = list[bytes](), 0
+    try:
+        for piece in raw.stream(_CHUNK, decode_content=True):
+            hearing.take(piece)
+            pieces.append(piece)
+            size += len(piece)
+            if size > max_bytes:
+                return Broken(Break.TOO_LARGE, MESSAGES[Break.TOO_LARGE])
+            if hearing.is_silent:
+                return Broken(Break.TIMEOUT, MESSAGES[Break.TIMEOUT])
+            if hearing.is_over:
+                break
+        return Answer(response.status_code, response.headers, b"".join(pieces))
+    finally:
+        raw.close()
 
 
 def _bounded_body(raw: urllib3.HTTPResponse, max_bytes: int) -> bytes | None:

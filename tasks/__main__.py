@@ -1,0 +1,45 @@
+"""Celery's programs, as the Procfile starts them: python -m tasks worker|beat|flower ...
+
+`celery -A tasks worker ...` does the same, and loads all that Celery's other commands need, and those that others have
+added to them: a shell with its editor, and Flower.  That is 10 MiB in each process.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+from celery.bin.base import CLIContext
+
+import scripting.lean  # noqa: F401  Before redis is imported.
+from tasks.celery_app import celery
+
+_MODULES = {"worker": "celery.bin.worker", "beat": "celery.bin.beat", "flower": "flower.command"}
+
+
+def program(name: str) -> click.Command:
+    """One of them, which is loaded now, with the options that are ours."""
+    found: click.Command = getattr(import_module(_MODULES[name]), name)
+    known = {param.name for param in found.params}
+    found.params.extend(it for it in celery.user_options.get(name, ()) if it.name not in known)
+    return found
+
+
+def run(words: Sequence[str]) -> None:
+    """Be one of them until it ends; then this process does."""
+    context = CLIContext(app=celery, no_color=False, workdir=None)
+    _Programs("tasks").main(list(words), prog_name="python -m tasks", obj=context, auto_envvar_prefix="CELERY")
+
+
+class _Programs(click.Group):
+    """Loads only the one that is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return program(cmd_name) if cmd_name in _MODULES else None
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -1,0 +1,130 @@
+"""Each process says that it lives: to this host by a file that it touches, and to all by a line in Redis.
+
+The file needs nothing but the process itself, so a probe that looks at it restarts nobody because Redis is away.
+"""
+
+import atexit
+import hashlib
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import structlog
+from redis.exceptions import RedisError
+
+from foundation.config import RecordSettings
+from foundation.errors import SlotkeeperError
+from foundation.home import is_state_folder, private_folder
+from insight.processes import SAY_EVERY_S, Processes
+from jobs.record import now_ms
+
+log = structlog.get_logger(__name__)
+
+ROLES = ("web", "worker", "maintenance", "webhooks", "relay", "beat")
+STALE_S = 20.0
+"""A file that was not touched for so long is that of a process which does not turn any more."""
+
+Facts = Callable[[], dict[str, Any]]
+
+
+class Alive:
+    """The sign of life of one process, in a thread of its own.  `facts`: what else it says of itself each time."""
+
+    def __init__(self, role: str, processes: Processes, facts: Facts) -> None:
+        self.role, self.host = role, socket.gethostname()
+        self.name = f"{role}@{self.host}/{os.getpid()}"
+        self._processes, self._facts = processes, facts
+        self._same = {"role": role, "host": self.host, "pid": os.getpid(), "version": _version(), "since_ms": now_ms()}
+        self._ended = threading.Event()
+        self._file: Path | None = None
+
+    def begin(self) -> None:
+        """Say it from now on, until this process ends."""
+        folder = _folder_to_use()
+        _sweep(folder)
+        self._file = folder / f"{self.role}.{self.host}.{os.getpid()}"
+        threading.Thread(target=self._run, name="alive", daemon=True).start()
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """This process ends, and is not to be missed."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        with suppress(OSError):
+            if self._file is not None:
+                self._file.unlink(missing_ok=True)
+                self._file.parent.rmdir()  # Only the last one can.
+        with suppress(RedisError):
+            self._processes.leave(self.name)
+
+    def say(self) -> None:
+        """Once."""
+        with suppress(OSError, SlotkeeperError):
+            if self._file is not None:
+                private_folder(self._file.parent)  # Whoever left last has taken it away.
+                self._file.touch(mode=0o600)
+        try:
+            self._processes.say(self.name, {**self._same, **self._facts()})
+        except RedisError as error:
+            log.debug("sign_of_life_not_given", error=str(error))
+        except Exception:  # What it says of itself is wrong; it lives all the same.
+            log.exception("facts_not_told")
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            self.say()
+            self._ended.wait(SAY_EVERY_S)
+
+
+def living(role: str) -> list[int]:
+    """The process numbers of this role, on this host, that turn."""
+    oldest = time.time() - STALE_S
+    found = []
+    for folder in _folders():
+        for file in folder.glob(f"{role}.{socket.gethostname()}.*"):
+            with suppress(OSError, ValueError):
+                if file.stat().st_mtime > oldest:
+                    found.append(int(file.name.rpartition(".")[2]))
+    return sorted(found)
+
+
+def _folders() -> tuple[Path, Path]:
+    """Where processes of this installation touch their files: in the state folder, or without one in the system's."""
+    home = RecordSettings().home.absolute()
+    whose = hashlib.sha256(str(home).encode()).hexdigest()[:8]
+    return home / "alive", Path(tempfile.gettempdir()) / f"slotkeeper-{os.geteuid()}-{whose}"
+
+
+def _folder_to_use() -> Path:
+    ours, shared = _folders()
+    return ours if is_state_folder(ours.parent) else shared
+
+
+def _sweep(folder: Path) -> None:
+    """Take away what processes left that were killed."""
+    for file in folder.glob("*"):
+        with suppress(OSError):
+            if file.stat().st_mtime < time.time() - STALE_S:
+                file.unlink()
+
+
+def _version() -> str:
+    try:
+        return version("slotkeeper")
+    except PackageNotFoundError:
+        return "0"
+
+
+def begin(role: str, processes: Processes, facts: Facts = dict) -> Alive:
+    """Have this process say from now on that it lives."""
+    made = Alive(role, processes, facts)
+    made.begin()
+    return made

@@ -1,0 +1,117 @@
+"""A worker as a step of Celery's consumer: it consumes all models' queues, and drains when the process shuts down."""
+
+import threading
+from typing import Any
+
+import structlog
+from celery import bootsteps
+from celery.signals import worker_shutting_down
+
+from tasks import messages, presence, startup
+from tasks.celery_app import celery
+from tasks.shown import Reception
+from tasks.wiring import dispatcher
+from tasks.worker import this_worker
+
+log = structlog.get_logger(__name__)
+
+_WATCH_EVERY_S = 1.0
+_EVENTS_EVERY_S = 0.2
+_EVENTS_AGAIN_S = 5.0  # though nobody has said that there are any
+_EVENTS_AT_ONCE = 10_000  # Above it the loop would have to send them, and wait for a silent broker.
+
+
+class _QueueWatch(threading.Thread):
+    """Consumes from the queue of every model in the catalog, also of those registered later, and of no others."""
+
+    def __init__(self, consumer: Any) -> None:
+        super().__init__(name="queue-watch", daemon=True)
+        self._consumer = consumer
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.is_set():
+            try:
+                self._look()
+            except Exception as error:
+                log.warning("queue_watch_failed", error=str(error))
+            self.ended.wait(_WATCH_EVERY_S)
+
+    def _look(self) -> None:
+        # Compared with what is really consumed, so that nothing that went wrong once stays so.
+        consumed = {queue.name for queue in self._consumer.task_consumer.queues}
+        wanted = {messages.queue_of(model) for model in dispatcher().catalog.snapshot().models}
+        # Not from here: the connection belongs to the thread of the loop.
+        for queue in sorted(wanted - consumed):
+            self._consumer.hub.call_soon(self._consumer.add_task_queue, queue)
+        for queue in sorted(name for name in consumed - wanted if messages.is_of_model(name)):
+            self._consumer.hub.call_soon(self._consumer.cancel_task_queue, queue)
+            self._consumer.hub.call_soon(_delete_queue, self._consumer, queue)
+
+
+def _delete_queue(consumer: Any, queue: str) -> None:
+    """Of a model that is gone, or called otherwise: with what the broker keeps of it, unless something lies there."""
+    try:
+        consumer.task_consumer.channel.queue_delete(queue, if_empty=True)
+    except Exception as error:  # It costs a key at the broker, or a queue that stands empty.
+        log.info("queue_not_deleted", queue=queue, error=str(error))
+
+
+class RunsJobs(bootsteps.StartStopStep):
+    """Marks a worker that runs jobs: it consumes the models' queues and keeps leases."""
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def __init__(self, parent: Any, **kwargs: Any) -> None:
+        self._watch: _QueueWatch | None = None
+        super().__init__(parent, **kwargs)
+
+    def start(self, parent: Any) -> None:
+        if "celery" not in celery.amqp.queues.consume_from:
+            return  # A worker for maintenance or webhooks alone.
+        this_worker().capacity = parent.pool.limit  # as the worker's options or the settings say
+        this_worker().attend(parent, Reception(parent))
+        startup.collect_rarely()
+        _bundle_events(parent)
+        presence.show(this_worker(), parent)
+        self._watch = _QueueWatch(parent)
+        self._watch.start()
+
+    def stop(self, parent: Any) -> None:
+        if self._watch is not None:
+            self._watch.ended.set()
+
+
+class _Bundle:
+    """Sends task events five times a second instead of at each turn of the loop: a quarter of a busy worker's time."""
+
+    def __init__(self, consumer: Any) -> None:
+        self._consumer, self._hub = consumer, consumer.hub
+        self._is_due = False
+        consumer.event_dispatcher.buffer_limit = _EVENTS_AT_ONCE
+        consumer.event_dispatcher.on_send_buffered = self._note
+        self._hub.call_repeatedly(_EVENTS_AGAIN_S, self._send)
+
+    def _note(self) -> None:
+        """There is an event, from whatever thread."""
+        if not self._is_due:
+            self._is_due = True
+            self._hub.call_soon(self._hub.call_later, _EVENTS_EVERY_S, self._send)
+
+    def _send(self) -> None:
+        self._is_due = False  # First: what comes from now on is sent the next time.
+        self._consumer._flush_events()
+
+
+def _bundle_events(consumer: Any) -> None:
+    if consumer.hub is not None and consumer.event_dispatcher is not None:
+        _Bundle(consumer)
+
+
+celery.steps["consumer"].add(RunsJobs)
+
+
+@worker_shutting_down.connect
+def _drain(**_: object) -> None:
+    if this_worker.made:
+        this_worker().drain()

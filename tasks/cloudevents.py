@@ -1,0 +1,76 @@
+"""Events as CloudEvents 1.0, in JSON, structured mode: one text for all sinks.  Plain dicts: they are made for each."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+
+from jobs.states import Why
+from outbox.tail import Entry
+
+CONTENT_TYPE = "application/cloudevents+json; charset=utf-8"
+# A run that went wrong and is tried again: a job's failure in the words of other queues, where ours only ends a job.
+_FAILED = "job.failed"
+_TRIED_AGAIN = frozenset({Why.SERVER_ERROR, Why.SERVER_LOST, Why.LEASE_EXPIRED})
+
+
+def subject_of(it: Entry) -> str:
+    """What it is about: a job's id, else the kind and name of what an act changes."""
+    if it.event.job_id:
+        return it.event.job_id
+    for kind, name in (("server", it.server), ("model", it.model), ("tenant", it.tenant)):
+        if name:
+            return f"{kind}/{name}"
+    return "slotkeeper"
+
+
+def of(it: Entry, source: str) -> dict[str, Any]:
+    """An event as a CloudEvent.  `source` and its `id` tell it from all others."""
+    event, subject = it.event, subject_of(it)
+    made = {
+        "specversion": "1.0",
+        "id": str(event.id),
+        "source": source,
+        "type": event.type,
+        "subject": subject,
+        "time": moment(event.at_ms),
+        "datacontenttype": "application/json",
+        "partitionkey": subject,
+        "data": told(it),
+    }
+    return made | {"alias": _FAILED} if event.data.get("why") in _TRIED_AGAIN else made
+
+
+def text(it: Entry, source: str) -> str:
+    """The same as JSON."""
+    return orjson.dumps(of(it, source)).decode()
+
+
+def told(it: Entry) -> dict[str, Any]:
+    """What an event says: of a transition, of an act, or of what was noticed."""
+    event = it.event
+    if it.actor is not None:
+        about = {"job_id": event.job_id, "model": it.model, "server": it.server, "tenant": it.tenant}
+        known = {name: value for name, value in about.items() if value}
+        return {"actor": it.actor, **known, **event.data, "at": moment(event.at_ms)}
+    if "why" not in event.data:
+        return {"subject": event.job_id, **event.data, "at": moment(event.at_ms)}
+    said = {
+        "job_id": event.job_id,
+        "model": it.model,
+        "tenant": it.tenant,
+        "tier": it.tier,
+        "server": it.server,
+        "attempt": event.attempt,
+        "why": event.data["why"],
+        "at": moment(event.at_ms),
+    }
+    if event.data["why"] in _TRIED_AGAIN:
+        said["retry_in_ms"] = event.data.get("retry_in_ms", 0)
+    return said | ({"error": event.data["error"]} if "error" in event.data else {})
+
+
+def moment(at_ms: int) -> str:
+    """ISO 8601 in UTC with milliseconds."""
+    whole = datetime.fromtimestamp(at_ms // 1000, UTC)
+    return f"{whole:%Y-%m-%dT%H:%M:%S}.{at_ms % 1000:03d}Z"

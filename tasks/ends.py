@@ -1,0 +1,28 @@
+"""A line in the log for each job that has ended, whoever ended it.
+
+It is told by maintenance, from the record and some seconds later: workers have better things to do between two jobs.
+"""
+
+import structlog
+
+from foundation.traces import trace_of
+from insight.history import End
+
+log = structlog.get_logger(__name__)
+
+
+def log_end(end: End) -> None:
+    """Who, where, how long and why; nothing that a client or a server has sent."""
+    entry, event = end.entry, end.entry.event
+    facts = {"server": entry.server, "run_ms": end.ran_ms}
+    log.info(
+        "job_ended",
+        job_id=event.job_id,
+        tenant=entry.tenant,
+        trace_id=trace_of(event.job_id, entry.traceparent).id,
+        model=entry.model,
+        state=end.state.value,
+        why=event.data.get("why"),
+        attempt=event.attempt,
+        **{name: value for name, value in facts.items() if value is not None},
+    )

@@ -1,0 +1,51 @@
+"""Whether this host's processes live, and whether they can work.  None: yes; else a sentence for people."""
+
+import socket
+
+from redis.exceptions import RedisError
+
+from insight.processes import Process, Processes
+from routing.config import RoutingSettings
+from scripting.keys import Keys
+from scripting.scripts import Scripts, connect
+from tasks import alive
+from upkeep import pulse
+
+_CANARY_MS = 20_000
+
+
+def live(role: str) -> str | None:
+    """One of this role turns.  Nothing is asked of anybody: a process is not restarted because Redis is away."""
+    if alive.living(role):
+        return None
+    return f"No process {role} of this host has shown for {alive.STALE_S:.0f} s that it turns."
+
+
+def ready(role: str) -> str | None:
+    """Those of this role on this host can work, as far as it hangs on them."""
+    settings = RoutingSettings()
+    scripts = Scripts(connect(settings.room_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
+    try:
+        found = [it for it in Processes(scripts).all() if it.role == role and it.host == socket.gethostname()]
+        stopped = role == "maintenance" and pulse.has_stopped(scripts)
+    except RedisError:
+        return "Redis does not answer."
+    lives = [it for it in found if it.lives]
+    if not lives:
+        return f"No process {role} of this host has said lately that it lives."
+    if stopped:
+        return f"Maintenance has not swept for {pulse.FADES_S} s."
+    return next(filter(None, map(problem, lives)), None)
+
+
+def problem(it: Process) -> str | None:
+    """Why a process is not ready."""
+    if it.role != "worker":
+        return None
+    if not it.facts.get("takes", True):
+        return f"{it.name} takes no more jobs: it is about to end."
+    if it.canary_age_ms is None:
+        return f"No canary has come through {it.name} yet."
+    if it.canary_age_ms > _CANARY_MS:
+        return f"No canary has come through {it.name} for {it.canary_age_ms / 1000:.0f} s."
+    return None

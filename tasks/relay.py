@@ -1,0 +1,240 @@
+"""The relay: publishes all events, from the record to each sink, in their order.
+
+    python -m tasks.relay                        # a process of its own
+    python -m tasks.webhooks --embedded-relay    # threads of that process, where one of each is enough
+
+It reads the events as streams do (outbox/tail.py): none is passed over, and none is told that a power cut could take
+back.  A sink's cursor stands in the record (outbox/relays.py) and is moved when the sink keeps what was published, so
+each event is published at least once.  A sink that is away holds up nobody: what it has not got waits in the record.
+Any number of these processes may run; one of them at a time relays to a sink.
+"""
+
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+
+import structlog
+
+import scripting.lean  # noqa: F401  Before redis is imported.
+from database.db import Database
+from database.lookout import Lookout
+from foundation.config import RecordSettings
+from foundation.crash import crash_at
+from foundation.errors import RecordUnavailable
+from jobs.record import now_ms
+from outbox.relays import Lag, Relays
+from outbox.tail import Entry, Tail
+from registry.catalog import Catalog
+from tasks import alive, cloudevents, sinks, startup, wiring
+from tasks.config import EventSettings
+from tasks.sinks.sink import OutOfStep, Published, Sink, SinkAway
+
+log = structlog.get_logger(__name__)
+
+_FIRST_AT_ONCE, _MOST_AT_ONCE = 50, 500
+_LONG_S = 1.0  # for a batch: the next one is smaller, so that a cursor is never held longer than for _HELD_MS
+_SHORTEST_S, _LONGEST_S, _GROWTH = 0.05, 0.5, 1.4  # between two looks, longer each time that nothing has happened
+_HELD_MS = 10_000  # for so long a cursor is held; longer than any sink takes to answer
+_HOLD_EVERY_S = 3.0
+_AWAY_S, _LONGEST_AWAY_S = 0.25, 2.0
+_ENDS_S = 4.5
+
+
+class Relay:
+    """Publishes to one sink for as long as it holds that one's cursor.  For one thread."""
+
+    def __init__(self, name: str, database: Database, sink: Sink, holder: str = "") -> None:
+        """`holder`: who it is; empty: nobody else's name."""
+        self._name, self._database, self._sink = name, database, sink
+        self._relays, self._catalog = Relays(database), Catalog(database)
+        self._holder = holder or f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self._stopped = threading.Event()
+        self._news = threading.Event()  # It is to look, or to stop.
+        self._is_told = False  # whether somebody wakes it
+        self._source = ""
+        self._tail: Tail | None = None  # None: it is not known where to go on
+        self._position = 0  # of the cursor
+        self._at_once = _FIRST_AT_ONCE
+        self._hold_at = 0.0
+        self._away_s = 0.0  # how long it waits before it tries again; 0: all is well
+
+    def run(self) -> None:
+        """Publish until `stop`."""
+        retry_after_s = _SHORTEST_S
+        while not self._stopped.is_set():
+            try:
+                published = self.turn()
+                retry_after_s = _SHORTEST_S if published else min(retry_after_s * _GROWTH, _LONGEST_S)
+                self._away_s = 0.0
+            except (SinkAway, RecordUnavailable) as error:
+                retry_after_s = self._wait_longer(error)
+            except Exception as error:
+                log.exception("relay_failed", sink=self._name)
+                retry_after_s = self._wait_longer(error)
+            self._wait(retry_after_s)
+        self._leave()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._news.set()
+
+    def be_told(self, lookout: Lookout) -> None:
+        """Look when something was written, and hardly ever while nothing is."""
+        self._is_told = True
+        lookout.wake(self._news.set)
+
+    def _wait(self, seconds: float) -> None:
+        """Until it is time to look again, `seconds` being how long that is where nobody tells of news."""
+        if self._rests and seconds == _LONGEST_S:
+            self._news.wait(max(self._hold_at - time.monotonic(), seconds))
+            self._news.clear()
+        else:
+            self._stopped.wait(seconds)
+
+    @property
+    def _rests(self) -> bool:
+        """Whether there is nothing to do until somebody writes: all that can be told is, and the cursor is its own."""
+        return self._is_told and self._tail is not None and not self._tail.withholds
+
+    def turn(self) -> int:
+        """Publish what is new, up to a batch; answers how many.  Raises SinkAway, RecordUnavailable."""
+        tail = self._held()
+        if tail is None:
+            return 0
+        self._tail = None  # Unless all goes well it is asked anew how far the sink has come.
+        found = tail.read(self._at_once)
+        if found:
+            crash_at("relay_read")
+            try:
+                self._publish([self._published(it) for it in found])
+            except OutOfStep:
+                return 0
+            crash_at("relay_published")
+        if self._moved(tail.position):
+            self._tail = tail
+        if found:
+            crash_at("relay_moved")
+        return len(found)
+
+    def _publish(self, batch: list[Published]) -> None:
+        """The next batch is half as large if the sink takes long, and twice if not.  Raises SinkAway, OutOfStep."""
+        began, smaller = time.monotonic(), max(self._at_once // 2, 1)
+        try:
+            self._sink.publish(batch)
+        except SinkAway:  # Perhaps for it was given more than it takes in its time.
+            self._at_once = smaller
+            raise
+        took_long = time.monotonic() - began > _LONG_S
+        self._at_once = smaller if took_long else min(self._at_once * 2, _MOST_AT_ONCE)
+
+    def _published(self, it: Entry) -> Published:
+        return Published(it.event.id, cloudevents.subject_of(it), it.event.type, cloudevents.text(it, self._source))
+
+    def _held(self) -> Tail | None:
+        """Where to read on; None: somebody else relays.  Whoever has not held it for a while asks first."""
+        if self._tail is not None and time.monotonic() < self._hold_at:
+            return self._tail
+        self._hold_at = time.monotonic() + _HOLD_EVERY_S
+        now = now_ms()
+        position = self._relays.hold(self._name, self._holder, now, now + _HELD_MS, self._sink.keeps)
+        if position is None:
+            self._tail = None
+        elif self._tail is None or position != self._position:
+            self._position = position
+            self._source = self._source or f"/slotkeeper/{self._catalog.identity()}"
+            begins = self._sink.begin(position)
+            self._tail = Tail(self._database, after=begins, transitions_only=False)
+        return self._tail
+
+    def _moved(self, to: int) -> bool:
+        """All up to `to` are with the sink.  False: somebody else has moved the cursor."""
+        if to <= self._position:  # It had lost some, which it has again.
+            return True
+        until = now_ms() + _HELD_MS
+        moved = self._relays.move(self._name, self._holder, self._position, to, until)
+        if moved:
+            self._position = to
+        return moved
+
+    def _wait_longer(self, error: Exception) -> float:
+        if not self._away_s:
+            log.warning("events_not_relayed", sink=self._name, error=str(error))
+        self._away_s = min(max(self._away_s * 2, _AWAY_S), _LONGEST_AWAY_S)
+        return self._away_s
+
+    def _leave(self) -> None:
+        try:
+            self._sink.close()
+            self._relays.let_go(self._name, self._holder)
+        except Exception as error:  # Its time will be over soon.
+            log.warning("relay_not_ended_well", sink=self._name, error=str(error))
+
+
+def relays(database: Database, settings: EventSettings, holder: str = "") -> list[Relay]:
+    """One for each sink that the settings name.  Raises ValueError: one of them says too little."""
+
+    def known(number: int) -> str | None:
+        found = Tail(database, after=number - 1, transitions_only=False).read(1)
+        if not found or found[0].event.id != number:
+            return None
+        return cloudevents.text(found[0], f"/slotkeeper/{Catalog(database).identity()}")
+
+    return [Relay(name, database, sinks.make(name, settings, known), holder) for name in settings.sinks]
+
+
+def lags() -> list[Lag]:
+    """How far each sink is behind the record.  Raises RecordUnavailable."""
+    return Relays(wiring.database()).lags(EventSettings().sinks, now_ms())
+
+
+class Relaying:
+    """All relays of one process, each in a thread."""
+
+    def __init__(self, database: Database, settings: EventSettings, lookout: Lookout) -> None:
+        """Raises ValueError: a sink's settings say too little."""
+        self._relays = relays(database, settings)
+        self._lookout = lookout
+        for it in self._relays:
+            it.be_told(lookout)
+        self._threads = [threading.Thread(target=it.run, name="relay", daemon=True) for it in self._relays]
+        self._living: alive.Alive | None = None
+
+    def begin(self) -> None:
+        self._lookout.begin()
+        for thread in self._threads:
+            thread.start()
+        self._living = alive.begin("relay", wiring.processes())
+
+    def stop(self) -> None:
+        """Have them end; for a signal's handler, too."""
+        self._lookout.end()
+        for it in self._relays:
+            it.stop()
+
+    def end(self) -> None:
+        """Returns when all have let go of their cursors, or after 4.5 s."""
+        self.stop()
+        if self._living is not None:
+            self._living.end()
+        until = time.monotonic() + _ENDS_S
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0))
+
+
+def main() -> None:
+    startup.begin()
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    database = Database(RecordSettings().record_url)
+    relaying = Relaying(database, EventSettings(), Lookout(database))
+    relaying.begin()
+    stopped.wait()
+    relaying.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""What the servers of a worker's runs say while they are at it, told to those who watch: at once where somebody does,
+and together what comes in the same moment.
+
+One word is on its way for a run at a time.  What Redis does not take is dropped, and what a run keeps is bounded.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import structlog
+from redis.exceptions import RedisError
+
+from foundation import exact
+from insight.said import Clock, Telling
+from scripting.scripts import Command
+from tasks.servers.pointers import MISSING
+from tasks.servers.stream import Piece
+
+log = structlog.get_logger(__name__)
+
+TOGETHER_S = 0.02
+"""What comes within this is told together."""
+_UNWATCHED_S = 0.25
+_EACH_S = (
+    0.001  # longer for each run that says something, so that a worker asks Redis a thousand times a second at most
+)
+_AFTER_FAILURE_S = 1.0
+MOST_AT_ONCE = 16 * 1024
+"""Characters of an entry; a longer piece comes in parts, and a value that takes more is left out."""
+MOST_WAITING = 64 * 1024
+"""Characters that wait for Redis; what comes then is dropped."""
+MOST_KEPT = 64 * 1024
+"""Bytes of a job that are kept for those who come later."""
+
+
+class Saying:
+    """All runs of an event loop.  `ask`: runs a script."""
+
+    def __init__(self, telling: Telling, ask: Callable[[Command[int]], Awaitable[int]], loop: Any) -> None:
+        self.telling, self.ask, self.loop = telling, ask, loop
+        self.speaking = 0  # runs that have said something
+
+    def of(self, job_id: str, attempt: int) -> "Speech":
+        return Speech(self, job_id, attempt)
+
+
+class Speech:
+    """What one attempt's server says.  For the loop's thread alone."""
+
+    def __init__(self, saying: Saying, job_id: str, attempt: int) -> None:
+        self._saying, self._job_id, self._attempt = saying, job_id, attempt
+        self._clock = Clock(attempt)
+        # Lists: every run has a speech, and few say anything.  An empty deque takes ten times as much.
+        self._entries: list[_Entry] = []
+        self._waiting = 0  # characters
+        self._sizes: list[int] = []  # bytes of what is kept for those who come later
+        self._last_progress: Any = None
+        self._is_asking = self._has_begun = self._is_over = False
+        self._rests_until = 0.0  # by the loop's clock
+        self._timer: Any = None
+
+    def __call__(self, piece: Piece) -> None:
+        """The server has said this."""
+        if self._is_over:
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            self._saying.speaking += 1
+        self._note(piece)
+        self._send_soon()
+
+    def end(self) -> None:
+        """The run is over: what waits is told now."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._has_begun:
+            self._saying.speaking -= 1
+            self._rests_until = 0.0
+            self._send_soon()
+
+    def _note(self, piece: Piece) -> None:
+        if piece.progress is not None and piece.progress != self._last_progress:
+            self._last_progress = piece.progress
+            self._add(_Entry(0, progress=piece.progress), _size(piece.progress))
+        if piece.text is not None:
+            for at in range(0, len(piece.text), MOST_AT_ONCE):
+                self._add_text(piece.text[at : at + MOST_AT_ONCE], piece.offset + at)
+        elif piece.value is not MISSING:
+            self._add(_Entry(piece.offset, values=[piece.value]), _size(piece.value))
+
+    def _add_text(self, text: str, offset: int) -> None:
+        last = self._entries[-1] if self._entries else None
+        if last is not None and last.goes_on(offset) and last.size + len(text) <= MOST_AT_ONCE:
+            last.texts.append(text)
+            last.size += len(text)
+            self._waiting += len(text)
+        else:
+            self._add(_Entry(offset, texts=[text]), len(text))
+
+    def _add(self, entry: "_Entry", size: int) -> None:
+        if size > MOST_AT_ONCE or self._waiting + size > MOST_WAITING:
+            return
+        entry.size = size
+        self._entries.append(entry)
+        self._waiting += size + 1
+
+    def _send_soon(self) -> None:
+        if self._is_asking or not (self._entries or self._is_over):
+            return
+        left_s = self._rests_until - self._saying.loop.time()
+        if self._timer is not None:
+            if left_s > 0:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if left_s > 0:
+            self._timer = self._saying.loop.call_later(left_s, self._ring)
+        else:
+            self._is_asking = True
+            self._saying.loop.create_task(self._send())
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._send_soon()
+
+    async def _send(self) -> None:
+        pause_s = TOGETHER_S
+        try:
+            while self._entries:
+                watchers = await self._saying.ask(self._command(self._entries.pop(0)))
+                pause_s = TOGETHER_S if watchers > 0 else _UNWATCHED_S
+            if self._is_over:
+                await self._saying.ask(self._saying.telling.ending(self._job_id))
+        except RedisError:
+            pause_s = _AFTER_FAILURE_S
+        except Exception:
+            log.exception("not_told", job_id=self._job_id)
+            self._entries.clear()
+        self._waiting = sum(entry.size for entry in self._entries)
+        self._rests_until = self._saying.loop.time() + max(pause_s, _EACH_S * self._saying.speaking)
+        self._is_asking = False
+        if not self._is_over:
+            self._send_soon()
+
+    def _command(self, entry: "_Entry") -> Command[int]:
+        text = exact.dumps({"job_id": self._job_id, "attempt": self._attempt, **entry.said()})
+        self._sizes.append(len(text))
+        while sum(self._sizes) > MOST_KEPT and len(self._sizes) > 1:
+            self._sizes.pop(0)
+        return self._saying.telling.telling(self._job_id, self._clock.next(), text.decode(), len(self._sizes))
+
+
+class _Entry:
+    """What is told together."""
+
+    __slots__ = ("_offset", "_progress", "_values", "size", "texts")
+
+    def __init__(
+        self, offset: int, *, texts: list[str] | None = None, values: list[Any] | None = None, progress: Any = None
+    ) -> None:
+        self._offset, self.texts, self._values, self._progress = offset, texts or [], values, progress
+        self.size = 0
+
+    def goes_on(self, offset: int) -> bool:
+        """Whether a text that begins there goes on with this one's."""
+        return bool(self.texts) and self._offset + self.size == offset
+
+    def said(self) -> dict[str, Any]:
+        if self.texts:
+            return {"offset": self._offset, "text": "".join(self.texts)}
+        if self._values:
+            return {"offset": self._offset, "pieces": self._values}
+        return {"progress": self._progress}
+
+
+def _size(value: Any) -> int:
+    return len(exact.dumps(value))

@@ -1,0 +1,43 @@
+"""What all sinks of events are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """An event as it is published.  `key`: what it is about; those of one key stay in their order."""
+
+    number: int
+    key: str
+    type: str
+    body: str
+
+
+class SinkAway(Exception):
+    """It does not take events now; whether it has got some of those that it was given is not known."""
+
+
+class OutOfStep(Exception):
+    """It does not stand where it was believed to: ask it anew where to go on.  Nothing was taken."""
+
+
+class Sink(Protocol):
+    """One place that events are published to.  For one thread."""
+
+    @property
+    def keeps(self) -> int | None:
+        """So many of the newest events: what is older when it is begun with is of no use to it; None: all."""
+
+    def begin(self, position: int) -> int:
+        """Behind which event to go on, where by the record all up to `position` are there.  Raises SinkAway."""
+
+    def publish(self, batch: Sequence[Published]) -> None:
+        """Answers when the sink itself keeps all of them, each behind those before it of its key.
+
+        Raises SinkAway, OutOfStep.
+        """
+
+    def close(self) -> None:
+        """Let go of connections."""

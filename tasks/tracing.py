@@ -1,0 +1,22 @@
+"""The trace of a job, told to those who go on with it: its server, and the receiver of its webhook."""
+
+from foundation.once import once
+from foundation.traces import traceparent
+from tasks.config import EventSettings
+
+
+@once
+def is_exported() -> bool:
+    """Whether this installation tells its own spans.
+
+    Settings that are wrong are for the relay to refuse, and end no run.
+    """
+    try:
+        return "otlp" in EventSettings().sinks
+    except ValueError:
+        return False
+
+
+def told(job_id: str, given: str | None, kind: str, attempt: int = 0) -> str | None:
+    """The traceparent below which others go on; None: neither the client nor we want to see a trace."""
+    return traceparent(job_id, given, kind, attempt) if given is not None or is_exported() else None

@@ -9,9 +9,10 @@ from redis.exceptions import RedisError
 from app import auth
 from app.context import dispatcher
 from app.openapi import blueprint
-from routing import reconcile
-from routing.queues import Depths
-from routing.slots import ServerStanding
+from insight import servers
+from insight.servers import ServerStatus
+from upkeep import reconcile, rooms
+from upkeep.rooms import Depths
 
 log = structlog.get_logger(__name__)
 
@@ -36,16 +37,16 @@ def bring_to_redis(*fleets: str) -> None:
 def close_breaker(fleet: str, kind: Literal["server", "model"], name: str) -> None:
     """Somebody says that it works again: it is not left alone any longer.  While Redis is away, nothing is done."""
     try:
-        dispatcher().slots.reset(fleet, kind, name)
+        rooms.reset(dispatcher().slots.scripts, fleet, kind, name)
     except RedisError as error:
         log.warning("reset_left_out", kind=kind, name=name, error=str(error))
 
 
-def standings_of(fleets: list[str]) -> dict[str, ServerStanding]:
+def standings_of(fleets: list[str]) -> dict[str, ServerStatus]:
     """How each server of these fleets stands.  Raises RedisError."""
-    return {name: it for fleet in fleets for name, it in dispatcher().slots.standings(fleet).items()}
+    return {name: it for fleet in fleets for name, it in servers.standings(dispatcher().slots, fleet).items()}
 
 
 def depths_of(fleets: list[str]) -> dict[str, Depths]:
     """What stands in each fleet's room; one that cannot be read is left out.  Raises RedisError: Redis is away."""
-    return dispatcher().queues.depths_of(fleets)
+    return rooms.depths_of(dispatcher().queues.scripts, fleets)

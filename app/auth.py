@@ -10,19 +10,25 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from hmac import compare_digest
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from flask import Flask, Response, current_app, request
+from flask import Flask, Response, current_app, g, request
 from flask_httpauth import HTTPTokenAuth
 
 from app.config import AppSettings, is_loopback
 from app.errors import ProblemError, problem
-from jobs.tenants import LOCAL, Tenant, Tenants, hash_key
+from audit import acts
+from audit.acts import Actor
+from foundation import logs
+from registry.tenants import LOCAL, Tenant, Tenants, hash_key
 
 View = TypeVar("View", bound=Callable[..., object])
 
-ADMIN = "admin"
+ADMIN, AUDIT = "admin", "audit"
+_COMMAND_LINE = "slotkeeper-cli"
+"""What the command line calls itself; anybody can, so it says by which door somebody came, and opens none."""
 _EXTENSION = "slotkeeper_keys"
 _MOST_CACHED = 4096
 _CHANGES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
@@ -38,15 +44,16 @@ class _Bearer(HTTPTokenAuth):
     """Flask-HTTPAuth's token scheme, for which everybody is LOCAL while no keys are asked for."""
 
     def authenticate(self, auth: Any, stored_password: Any) -> Any:
-        return LOCAL if _keys() is None else super().authenticate(auth, stored_password)
+        return LOCAL if keys() is None else super().authenticate(auth, stored_password)
 
 
 _scheme = _Bearer("Bearer", realm="slotkeeper")
 
 
-def _keys() -> "Keys | None":
-    keys: Keys | None = current_app.extensions[_EXTENSION]
-    return keys
+def keys() -> "Keys | None":
+    """Of this application; None: it asks for none."""
+    found: Keys | None = current_app.extensions[_EXTENSION]
+    return found
 
 
 class Keys:
@@ -61,23 +68,32 @@ class Keys:
 
     def tenant(self, key: str) -> Tenant | None:
         """Whose key it is; None: nobody's.  Raises RecordUnavailable."""
-        name, now = hash_key(key), self._clock()
-        known = self._known.get(name)
+        return self.of_hashed(hash_key(key))
+
+    def of_hashed(self, hashed: str) -> Tenant | None:
+        """Whose key has this hash; None: nobody's.  Raises RecordUnavailable."""
+        now = self._clock()
+        known = self._known.get(hashed)
         if known is not None and now < known[0]:
             return known[1]
-        found = self._tenants.by_key(key)
+        found = self._tenants.by_hashed(hashed)
         with self._lock:
             if len(self._known) >= _MOST_CACHED:
                 self._known.clear()  # Somebody tries keys out; the good ones are soon back.
-            self._known[name] = (now + self._cache_s, found)
+            self._known[hashed] = (now + self._cache_s, found)
         return found
 
 
-def register(app: Flask, settings: AppSettings, tenants: Tenants) -> None:
+def register(app: Flask) -> None:
     """Stand before every view of `app`, but for those marked as public."""
+    app.before_request(_guard)
+    app.teardown_request(_leave)
+
+
+def equip(app: Flask, settings: AppSettings, tenants: Tenants) -> None:
+    """Say whose keys open `app`, where it asks for keys."""
     app.extensions[_EXTENSION] = Keys(tenants, settings.key_cache_s) if settings.require_keys else None
     app.extensions["slotkeeper_settings"] = settings
-    app.before_request(_guard)
 
 
 def public(view: View) -> View:
@@ -92,6 +108,36 @@ def guards_itself(view: View) -> View:
     return view
 
 
+def figures(view: View) -> View:
+    """Mark a view that shows figures of all tenants: the metrics key opens it, as an administrator's does."""
+    view.figures = True  # type: ignore[attr-defined]
+    return view
+
+
+def for_people(view: View) -> View:
+    """Mark a view of the page: who asks is found by its cookie (app.page.entrance), and forms may be sent."""
+    view.for_people = True  # type: ignore[attr-defined]
+    return view
+
+
+def come_in(whose: Tenant) -> None:
+    """This request is that tenant's, as something else than a key has shown."""
+    g.flask_httpauth_user = whose
+    _note_actor(whose, "page")
+
+
+def _note_actor(whose: Tenant, door: str) -> None:
+    """Whatever this request changes is noted as done by them, and its lines in the log say whose it is."""
+    logs.about(tenant=whose.name)
+    acts.act_as(Actor(whose.name, door, request.environ.get("REMOTE_ADDR") or None))
+
+
+def _leave(_: BaseException | None) -> None:
+    """The next request of this thread is somebody else's."""
+    acts.act_as(acts.NOBODY)
+    logs.about()
+
+
 def tenant() -> Tenant:
     """Whose request this is."""
     found = _scheme.current_user()
@@ -103,14 +149,26 @@ def _guard() -> Response | None:
     view = current_app.view_functions.get(request.endpoint or "")
     if view is None or getattr(view, "own_guard", False):
         return None
-    if _keys() is None:
+    if keys() is None:
         _refuse_strangers()
-    if getattr(view, "public", False):
+    if getattr(view, "public", False) or getattr(view, "for_people", False):
         return None
+    if getattr(view, "figures", False):
+        return None if _has_metrics_key() else require_admin()
     if request.method in _CHANGES:
         _refuse_forms()
     refused: Response | None = _identify()
+    if refused is None and request.method != "OPTIONS":  # which nobody needs a key for
+        by_command = request.user_agent.string == _COMMAND_LINE
+        _note_actor(tenant(), "command line" if by_command else "REST")
     return refused
+
+
+def _has_metrics_key() -> bool:
+    settings: AppSettings = current_app.extensions["slotkeeper_settings"]
+    key = settings.metrics_key.encode()
+    shown = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="replace")
+    return bool(key) and keys() is not None and compare_digest(shown, key)
 
 
 @_scheme.login_required
@@ -118,26 +176,43 @@ def _identify() -> None:
     """Let Flask-HTTPAuth read the header and remember the tenant."""
 
 
-@_scheme.login_required(role=ADMIN)
-def require_admin() -> None:
+def require_admin() -> Response | None:
     """For before_request of what only administrators may do."""
+    refused: Response | None = _identify_admin()
+    return refused
+
+
+@_scheme.login_required(role=ADMIN)
+def _identify_admin() -> None:
+    """As _identify, of one who may administer."""
+
+
+def require_audit() -> Response | None:
+    """For before_request of what only those may see who have the right to audit, or administer."""
+    refused: Response | None = _identify_auditor()
+    return refused
+
+
+@_scheme.login_required(role=AUDIT)
+def _identify_auditor() -> None:
+    """As _identify, of one who may see who did what."""
 
 
 @_scheme.verify_token
 def _verify(key: str) -> Tenant | None:
-    keys = _keys()
-    return None if keys is None else keys.tenant(key)
+    known = keys()
+    return None if known is None else known.tenant(key)
 
 
 @_scheme.get_user_roles
 def _roles(user: Tenant) -> list[str]:
-    return [ADMIN] if user.admin else []
+    return [ADMIN, AUDIT] if user.admin else [AUDIT] if user.audits else []
 
 
 @_scheme.error_handler
 def _refused(status: int) -> Response:
     if status == 403:
-        detail = "This needs the key of a tenant that may administer."
+        detail = "This needs the key of a tenant that may administer, or that has the right to it."
         return problem(403, "forbidden", "Not allowed", detail)
     detail = "Send a valid key in the header: Authorization: Bearer sk_…"
     return problem(401, "unauthorized", "No valid key", detail)

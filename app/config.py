@@ -21,10 +21,14 @@ class AppSettings(BaseSettings):
     """The port that is listened on."""
     require_keys: bool = False
     """Whether a request must show a tenant's key.  Without keys only this machine is served."""
+    metrics_key: str = Field("", repr=False)
+    """With keys: one that shows /metrics and the stats of models, and nothing else.  Empty: administrators' keys do."""
     trusted_proxies: str = ""
     """Without keys: addresses or networks of proxies whose requests are served, as CIDRs with commas between them."""
     key_cache_s: float = Field(5.0, ge=0, le=300)
     """How long a key that was looked up is not looked up again; a removed one works this long at most."""
+    session_s: int = Field(43_200, ge=60, le=30 * 86_400)
+    """How long a log-in to the page holds; removing its key ends it at once."""
     max_body_bytes: int = Field(2 << 20, gt=0)
     """Largest body of a request."""
     max_batch_bytes: int = Field(16 << 20, gt=0)

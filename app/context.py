@@ -6,9 +6,10 @@ from typing import cast
 from flask import current_app
 
 from app.config import AppSettings
+from app.readiness import Readiness
+from dispatch.dispatcher import Dispatcher
 from insight.estimates import Estimates
 from insight.places import Places
-from routing.dispatcher import Dispatcher
 
 _EXTENSION = "slotkeeper"
 
@@ -21,6 +22,7 @@ class Context:
     settings: AppSettings
     places: Places
     estimates: Estimates
+    readiness: Readiness
 
 
 def put(app_extensions: dict[str, object], context: Context) -> None:

@@ -14,8 +14,17 @@ def described(model: str, given: Mapping[str, Any]) -> str | None:
 
     Raises ProblemError, whose `errors` name each place as a JSON pointer into the body.
     """
+    return _described(given, _may_use(model), for_all=False)
+
+
+def described_for_all(given: Mapping[str, Any]) -> str | None:
+    """The same for any model: only secrets that are for all of them can be put in."""
+    return _described(given, _may_all_use(), for_all=True)
+
+
+def _described(given: Mapping[str, Any], may_use: Callable[[str], bool], *, for_all: bool) -> str | None:
     try:
-        return descriptions.whole(given, _may_use(model))
+        return descriptions.whole(given, may_use, for_all)
     except Unfit as unfit:
         errors = [
             {
@@ -31,6 +40,11 @@ def described(model: str, given: Mapping[str, Any]) -> str | None:
         ) from None
 
 
+def _may_all_use() -> Callable[[str], bool]:
+    secrets = dispatcher().catalog.refresh().secrets
+    return lambda name: name in secrets and secrets[name].models is None
+
+
 def _may_use(model: str) -> Callable[[str], bool]:
-    secrets = dispatcher().fleet.refresh().secrets
+    secrets = dispatcher().catalog.refresh().secrets
     return lambda name: name in secrets and secrets[name].is_for(model)

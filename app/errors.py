@@ -6,7 +6,7 @@ field, errors [{field, message}], index    what is wrong in the request, where i
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -17,10 +17,10 @@ from pydantic import ValidationError
 from redis.exceptions import RedisError
 from werkzeug.exceptions import HTTPException
 
-from jobs.errors import (
+from foundation.errors import (
     Conflict,
     IdempotencyConflict,
-    InvalidJob,
+    InvalidRequest,
     JobNotFound,
     NotFound,
     RecordUnavailable,
@@ -38,7 +38,7 @@ _LONGEST_TEXT = 500
 
 # The first that fits.
 _STATUS: tuple[tuple[type[SlotkeeperError], int], ...] = (
-    (InvalidJob, 422),
+    (InvalidRequest, 422),
     (IdempotencyConflict, 409),
     (Conflict, 409),
     (JobNotFound, 404),
@@ -74,7 +74,7 @@ def problem(
         "detail": printable(detail),
         "instance": printable(request.path),
         "code": code,
-        **{_RENAMED.get(name, name): value for name, value in (facts or {}).items()},
+        **{_RENAMED.get(name, name): _whole(value) for name, value in (facts or {}).items()},
     }
     response = Response(orjson.dumps(body, default=str), status, content_type=CONTENT_TYPE)
     response.headers.update(headers or {})
@@ -83,17 +83,36 @@ def problem(
 
 def printable(text: str) -> str:
     """What a stranger wrote, as JSON can carry it back: no half of a surrogate pair, and not too much."""
-    return text[:_LONGEST_TEXT].encode(errors="replace").decode()
+    whole: str = _whole(text[:_LONGEST_TEXT])
+    return whole
+
+
+def _whole(fact: Any) -> Any:
+    """Without halves of surrogate pairs, which JSON cannot carry."""
+    return fact.encode(errors="replace").decode() if isinstance(fact, str) else fact
 
 
 def register(app: Flask) -> None:
     """Let every error of `app` leave as a problem."""
-    app.register_error_handler(ProblemError, _of_door)
-    app.register_error_handler(SlotkeeperError, _of_use_case)
-    app.register_error_handler(ValidationError, of_validation)
-    app.register_error_handler(HTTPException, _of_http)
-    app.register_error_handler(RedisError, _of_redis)
-    app.register_error_handler(Exception, _of_bug)
+    for kind, answer in _answers().items():
+        app.register_error_handler(kind, answer)
+
+
+def of(error: Exception) -> Response | HTTPException:
+    """The problem that an error is answered with."""
+    return next(answer for kind, answer in _answers().items() if isinstance(error, kind))(error)
+
+
+def _answers() -> dict[type[Exception], Callable[[Any], Response | HTTPException]]:
+    """By kind of error, the first that fits."""
+    return {
+        ProblemError: _of_door,
+        SlotkeeperError: _of_use_case,
+        ValidationError: of_validation,
+        HTTPException: _of_http,
+        RedisError: _of_redis,
+        Exception: _of_bug,
+    }
 
 
 def _of_door(error: ProblemError) -> Response:
@@ -105,7 +124,7 @@ def _of_use_case(error: SlotkeeperError) -> Response:
     if status >= 500:
         log.warning("request_refused", code=error.code, path=request.path, detail=error.detail)
     facts = dict(error.facts)
-    if isinstance(error, InvalidJob):
+    if isinstance(error, InvalidRequest):
         facts["errors"] = [{"field": error.field, "message": printable(error.detail)}]
     return problem(status, error.code, title_of(error), error.detail, facts, _retry_after(error.retry_after_s))
 

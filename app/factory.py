@@ -4,43 +4,82 @@ from importlib.metadata import PackageNotFoundError, version
 
 from flask import Flask
 from flask_openapi import APIBlueprint
+from pydantic import BaseModel
 
-from app import auth, context, errors, kinds, metrics, openapi, schemas, sealed
+from app import auth, context, errors, kinds, metrics, openapi, probes, reading, receivers, schemas, sealed
 from app.api import (
+    audit,
+    batches,
     callback,
+    defaults,
     dlq,
     docs,
+    figures,
     health,
     jobs,
     ledger,
     models,
     presets,
+    processes,
     queue,
     secrets,
     servers,
     streams,
     tenants,
+    webhooks,
 )
 from app.config import AppSettings
 from app.context import Context
+from app.page import entrance, screens
+from app.readiness import Readiness
 from insight.places import Places
-from jobs.tenants import Tenants
+from registry.tenants import Tenants
 from tasks import startup, wiring
 
 _APIS: tuple[APIBlueprint, ...] = (
     queue.api,
     jobs.api,
+    batches.api,
     streams.api,
+    webhooks.api,
     callback.api,
     servers.api,
     presets.api,
     models.api,
+    defaults.api,
     tenants.api,
     secrets.api,
     dlq.api,
     ledger.api,
+    audit.api,
     health.api,
-    health.metrics_api,
+    figures.api,
+    processes.api,
+)
+
+
+_BODIES: tuple[type[BaseModel], ...] = (
+    schemas.SubmitBody,
+    schemas.BatchItem,
+    schemas.RegisterBody,
+    schemas.StateBody,
+    kinds.ProbeBody,
+    sealed.SecretBody,
+    receivers.ReceiverBody,
+    receivers.ReceiverChange,
+    receivers.ReasonBody,
+    receivers.ReplayBody,
+    receivers.ReceiverQuery,
+    receivers.TriesQuery,
+    receivers.GivenUpQuery,
+    receivers.CallbacksQuery,
+    receivers.CallbacksReplayBody,
+    schemas.ListQuery,
+    batches.BatchQuery,
+    schemas.WaitQuery,
+    streams.StreamQuery,
+    audit.AuditQuery,
+    streams.JobStreamQuery,
 )
 
 
@@ -51,33 +90,40 @@ def create_app(settings: AppSettings | None = None) -> Flask:
     """
     settings = settings or AppSettings()
     settings.check()
-    dispatcher = wiring.dispatcher()
-    startup.begin()
+    app = with_routes()
+    equip(app, settings)
+    return app
+
+
+def with_routes() -> Flask:
+    """All views and what stands before them, which no setting changes."""
     app = openapi.new_app(_version())
-    app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
-    estimates = wiring.estimates()
-    places = Places(dispatcher.fleet, dispatcher.queues, estimates)
-    context.put(app.extensions, Context(dispatcher, settings, places, estimates))
-    app.extensions["slotkeeper_metrics"] = metrics.registry(dispatcher)
     errors.register(app)
-    for body in (
-        schemas.SubmitBody,
-        schemas.BatchItem,
-        schemas.RegisterBody,
-        schemas.StateBody,
-        kinds.ProbeBody,
-        sealed.SecretBody,
-        schemas.ListQuery,
-        schemas.WaitQuery,
-        streams.StreamQuery,
-        streams.JobStreamQuery,
-    ):
+    for body in _BODIES:
         errors.know_fields(body.__name__, body.model_fields)
-    auth.register(app, settings, Tenants(wiring.database()))
+    app.before_request(reading.refuse_nul)
+    auth.register(app)
     for api in _APIS:
         app.register_api(api)
     docs.register(app)
+    screens.register(app)
     return app
+
+
+def equip(app: Flask, settings: AppSettings) -> None:
+    """Give `app` its settings, and what its views share."""
+    dispatcher = wiring.dispatcher()
+    startup.begin()
+    app.extensions["slotkeeper_version"] = _version()
+    app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
+    estimates = wiring.estimates()
+    places = Places(dispatcher.catalog, dispatcher.queues, estimates)
+    context.put(app.extensions, Context(dispatcher, settings, places, estimates, Readiness(probes.ALL)))
+    app.extensions["slotkeeper_metrics"] = metrics.registry(
+        dispatcher, wiring.scripts(), wiring.processes(), wiring.tallies()
+    )
+    auth.equip(app, settings, Tenants(wiring.database()))
+    entrance.equip(app)
 
 
 def _version() -> str:

@@ -1,26 +1,33 @@
 """What is read and written about kinds of servers, and about what a server says of itself; see app.schemas."""
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
+from app.answers import GIVEN, Answer, Read, Time
 from app.openapi import Model
-from app.schemas import MODEL_NAME, Asked, Time
+from app.schemas import MODEL_NAME, Asked
+from dispatch.outcome import Outcome
+from insight import explain
+from registry import catalog
+from registry.values import Server
+from tasks.servers import Health, HealthKind, presets, probe
 
 
-class HealthReport(Model):
+class HealthReport(Answer, shows=Health):
     """What a server says of itself, asked just now."""
 
     kind: str = Field(description="up, busy, down, foreign, garbage, unknown")
     active_jobs: int | None = Field(description="null: it did not say.")
-    job_ids: list[str] | None
+    job_ids: Annotated[list[str] | None, Read(lambda it: None if it.job_ids is None else sorted(it.job_ids))]
     message: str
 
 
-class PresetView(Model):
+class PresetView(Answer, shows=presets.About):
     """A kind of inference server that is known by name."""
 
-    name: str
+    name: Annotated[str, GIVEN]
     title: str
     servers: str = Field(description="Which servers and releases it fits.")
     evidence: Literal["live", "recorded", "documented"] = Field(
@@ -34,12 +41,22 @@ class PresetView(Model):
     payload: dict[str, Any] = Field(description="An example.")
 
 
-class PresetList(Model):
+class Behind(Answer, shows=catalog.Model):
+    """A model whose configuration was stored with an older form of its preset."""
+
+    model: Annotated[str, Read("name")]
+    preset: Annotated[str, Read("config.preset")]
+
+
+class PresetList(Answer):
     presets: list[PresetView]
+    behind: list[Behind] = Field(description="Models whose copy of their preset is older than this release's.")
 
 
 class PresetDetail(PresetView):
-    description: dict[str, Any] = Field(description="What a model's `description` would say in its place.")
+    description: Annotated[dict[str, Any], GIVEN] = Field(
+        description="What a model's `description` would say in its place."
+    )
 
 
 class PresetPath(Model):
@@ -58,7 +75,7 @@ class ProbeBody(Asked):
     patience: float = Field(10.0, gt=0, le=25, description="Seconds for that job.")
 
 
-class Exchange(Model):
+class Exchange(Answer, shows=probe.Heard):
     """One request to the server, and its answer.  Headers are not told, secrets are masked."""
 
     step: Literal["look", "health", "submit", "status", "result", "cancel"]
@@ -71,33 +88,33 @@ class Exchange(Model):
     means: str | None
 
 
-class Candidate(Model):
+class Candidate(Answer, shows=probe.Candidate):
     preset: str
     weight: int = Field(description="The heavier, the surer.")
     because: str
 
 
-class TrialView(Model):
+class TrialView(Answer, shows=Outcome):
     """What came of the job."""
 
     kind: str
     code: str
     message: str
-    result: str | None = Field(description="Its beginning.")
+    result: Annotated[str | None, GIVEN] = Field(description="Its beginning.")
 
 
-class ProbeView(Model):
-    reachable: bool
+class ProbeView(Answer, shows=probe.Recognized):
+    reachable: Annotated[bool, Read("is_there")]
     candidates: list[Candidate]
-    preset: str | None = Field(description="The one that was asked for, or is proposed.")
-    endpoint: str | None = Field(description="What to register.")
+    preset: Annotated[str | None, GIVEN] = Field(description="The one that was asked for, or is proposed.")
+    endpoint: Annotated[str | None, GIVEN] = Field(description="What to register.")
     model: str | None = Field(description="What the server calls its model, if it tells.")
-    health: HealthReport | None
-    outcome: TrialView | None
-    exchanges: list[Exchange]
+    health: Annotated[HealthReport | None, GIVEN]
+    outcome: Annotated[TrialView | None, GIVEN]
+    exchanges: Annotated[list[Exchange], GIVEN]
 
 
-class IdleReason(Model):
+class IdleReason(Answer, shows=explain.Blocker):
     """One thing that keeps a server from getting jobs.  `code` is stable."""
 
     code: str
@@ -106,10 +123,38 @@ class IdleReason(Model):
     until: Time | None = Field(description="When it may be over.")
 
 
-class ServerCheck(Model):
+class ServerCheck(Answer):
     """Why a server gets no jobs.  `reasons` is empty: nothing keeps it from them."""
 
     server: str
     sentence: str
     reasons: list[IdleReason]
     health: HealthReport | None = Field(description="null: it serves no model, or cannot be asked as it is described.")
+
+
+_AILING = {
+    HealthKind.BUSY: "its health check says that it is busy, or still loading; jobs are offered all the same",
+    HealthKind.DOWN: "nobody answers its health check",
+    HealthKind.FOREIGN: "what answers there does not know the path of its health check: wrong address, or wrong preset",
+    HealthKind.GARBAGE: "its health check is answered with something else than its description expects",
+}
+
+
+def server_check(it: Server, reasons: Sequence[explain.Blocker], health: Health | None) -> dict[str, Any]:
+    """ServerCheck."""
+    found = list(reasons)
+    if health is not None and health.kind in _AILING:
+        found.insert(0, explain.Blocker(f"health_{health.kind}", _AILING[health.kind], it.name))
+    said = f"{it.name}: " + "; ".join(one.sentence for one in found) if found else "Nothing keeps it from jobs."
+    return ServerCheck.of(
+        server=it.name,
+        sentence=said,
+        reasons=[IdleReason.of(one) for one in found],
+        health=health and HealthReport.of(health),
+    )
+
+
+class DescriptionSchema(Model):
+    """A JSON schema (2020-12)."""
+
+    model_config = ConfigDict(extra="allow")

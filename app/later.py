@@ -7,7 +7,8 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.tail import Entry
+from insight.said import NOWHERE, Place
+from outbox.tail import Entry
 
 TAKES_OVER = "slotkeeper.takes_over"
 """In the WSGI environment: whether the server goes on where a view leaves off."""
@@ -30,6 +31,7 @@ class Wanted:
     tenant: str | None = None
     models: frozenset[str] = frozenset()
     types: frozenset[str] = frozenset()
+    batches: frozenset[str] = frozenset()
     job_id: str | None = None
 
     def includes(self, entry: Entry) -> bool:
@@ -37,16 +39,20 @@ class Wanted:
             self.tenant in (None, entry.tenant)
             and self.job_id in (None, entry.event.job_id)
             and (not self.models or entry.model in self.models)
+            and (not self.batches or entry.batch in self.batches)
             and (not self.types or entry.event.type in self.types)
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """Go on with these events behind the answer's head.  `after`: the last that the client has; None: from now on."""
+    """Go on with these events behind the answer's head.  `after`: the last that the client has; None: from now on.
+    `heard`: the last that it has of what the job's server said.
+    """
 
     wanted: Wanted
     after: int | None
+    heard: Place = NOWHERE
 
 
 def leave(environ: MutableMapping[str, Any], how: UntilEnded | Following) -> bool:

@@ -1,21 +1,33 @@
 """Figures for Prometheus, read from the record and from Redis when they are asked for.
 
-So they are right however many processes there are, and survive all of them.
+So they are right however many processes there are, and survive all of them.  None is by tenant, of whom there may be
+any number; models and fleets beyond the first MOST_MODELS stand together as `other`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import structlog
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from redis.exceptions import RedisError
 
-from jobs import ledger
-from jobs.catalog import Snapshot
-from jobs.errors import RecordUnavailable
-from routing.dispatcher import Dispatcher
-from routing.queues import Depths
+from dispatch.dispatcher import Dispatcher
+from foundation.errors import RecordUnavailable
+from insight import depth, history, overview, standings, tallies
+from insight.history import MOST_MODELS, OTHER, History
+from insight.processes import Process, Processes
+from insight.servers import standings_of
+from insight.tallies import HANDED_ON, REFUSED, Tallies
+from jobs.record import now_ms
+from outbox.relays import Relays
+from registry.catalog import Snapshot
+from scripting.scripts import Scripts
+from tasks.config import EventSettings
+from upkeep import ledger, pulse
+from upkeep.rooms import Depths, depths_of
 
 log = structlog.get_logger(__name__)
 
@@ -23,17 +35,20 @@ log = structlog.get_logger(__name__)
 class Figures(Collector):
     """Collects at each scrape.  Never fails: what cannot be read is left out, and `up` of it is 0."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, dispatcher: Dispatcher, scripts: Scripts, processes: Processes, counted: Tallies) -> None:
+        self._dispatcher, self._scripts = dispatcher, scripts
+        self._processes, self._tallies = processes, counted
 
     def collect(self) -> Iterable[Metric]:
         up = GaugeMetricFamily("slotkeeper_up", "Whether this process reaches a part.", labels=["part"])
-        for part, read in (("database", self._record), ("redis", self._rooms)):
+        for part, reads in (("database", self._record()), ("redis", self._redis())):
+            up.add_metric([part], 1)
             try:
-                yield from list(read())
-                up.add_metric([part], 1)
+                for read in reads:
+                    yield from list(read())
             except (RecordUnavailable, RedisError) as error:
                 log.warning("figures_missing", part=part, error=str(error))
+                up.samples.pop()
                 up.add_metric([part], 0)
         yield up
 
@@ -41,42 +56,238 @@ class Figures(Collector):
         """Nothing: a registry would else read everything when this is registered."""
         return []
 
-    def _record(self) -> Iterator[Metric]:
-        jobs = GaugeMetricFamily("slotkeeper_jobs", "Jobs in the record by state.", labels=["state"])
-        for state, count in ledger.standing(self._dispatcher.store.database).items():
-            jobs.add_metric([state.value], count)
-        yield jobs
-        broken = GaugeMetricFamily(
-            "slotkeeper_invariant_findings", "Differences that the latest audit found.", labels=["check"]
+    def _record(self) -> Sequence[Callable[[], Iterator[Metric]]]:
+        return self._states, self._history, self._owed
+
+    def _redis(self) -> Sequence[Callable[[], Iterator[Metric]]]:
+        return self._rooms, self._lanes, self._tasks, self._counts, self._living
+
+    # -- from the record ---------------------------------------------------------------------------------------
+
+    def _states(self) -> Iterator[Metric]:
+        database = self._dispatcher.store.database
+        jobs = ((state.value, count) for state, count in ledger.standing(database).items())
+        yield _gauge("slotkeeper_jobs", "Jobs in the record by state.", ["state"], jobs)
+        found = ledger.findings(database)
+        difference = found.pop(ledger.DIFFERENCE, None)
+        checks = found.items()
+        yield _gauge(
+            "slotkeeper_invariant_findings", "Differences that the latest check of invariants found.", ["check"], checks
         )
-        for check, count in ledger.findings(self._dispatcher.store.database).items():
-            broken.add_metric([check], count)
-        yield broken
+        if difference is not None:
+            told = "Jobs accepted and not accounted for, at the latest check; 0 is right."
+            yield GaugeMetricFamily("slotkeeper_ledger_difference", told, difference)
+
+    def _history(self) -> Iterator[Metric]:
+        database = self._dispatcher.store.database
+        found = history.read(database)
+        yield from _sums(found)
+        yield _histogram(
+            "slotkeeper_wait_seconds",
+            "From when a job came into its queue, or back, to its start.",
+            ["model", "tier"],
+            history.BOUNDS_S,
+            {labels: (it.parts, it.sum_s) for labels, it in found.waits.items()},
+        )
+        yield _histogram(
+            "slotkeeper_run_seconds",
+            "From an attempt's start to its end.",
+            ["model"],
+            history.BOUNDS_S,
+            {labels: (it.parts, it.sum_s) for labels, it in found.runs.items()},
+        )
+        lag_s = history.lag_ms(database, now_ms()) / 1000
+        yield GaugeMetricFamily("slotkeeper_figures_lag_seconds", "Age of the oldest event not counted yet.", lag_s)
+
+    def _owed(self) -> Iterator[Metric]:
+        database = self._dispatcher.store.database
+        owed = standings.webhooks_owed(database, now_ms())
+        yield GaugeMetricFamily("slotkeeper_webhooks_pending", "Messages that are still owed.", owed.pending)
+        told = "By how much the oldest message that is due is late."
+        yield GaugeMetricFamily("slotkeeper_webhook_lag_seconds", told, owed.late_ms / 1000)
+        sinks = Relays(database).lags(EventSettings().sinks, now_ms())
+        told = "Age of the oldest event that a sink has not got."
+        yield _gauge("slotkeeper_event_lag_seconds", told, ["sink"], ((it.sink, it.seconds) for it in sinks))
+        withheld = standings.withheld_slots(database)
+        named = _named(self._dispatcher.catalog.snapshot())
+        by_model: Counter[tuple[str, str]] = Counter()
+        for (model, reason), count in withheld.items():
+            by_model[(named(model), reason)] += count
+        told = "Slots withheld until their server lets go of a run that has ended here."
+        yield _gauge("slotkeeper_slots_withheld", told, ["model", "reason"], by_model.items())
+
+    # -- from Redis --------------------------------------------------------------------------------------------
 
     def _rooms(self) -> Iterator[Metric]:
-        catalog = self._dispatcher.fleet.snapshot()
-        rooms = self._dispatcher.queues.depths_of(catalog.fleets())
+        catalog = self._dispatcher.catalog.snapshot()
+        fleets = catalog.fleets()
+        rooms = depths_of(self._scripts, fleets)
         yield _waiting(catalog, rooms)
-        yield _slots(rooms)
+        yield _slots(catalog, rooms)
+        offers = _folded(catalog, depth.offers_made(self._scripts, list(rooms)).items())
+        yield _counter("slotkeeper_offers", "Offers made.", ["fleet"], offers.items())
+        states: Counter[tuple[str, str]] = Counter()
+        named = _named_fleet(catalog)
+        for fleet, servers in standings_of(self._dispatcher.slots, list(rooms)).items():
+            for state in ("closed", "open", "half_open", "probing"):
+                states[(named(fleet), state)] += sum(it.breaker == state for it in servers.values())
+        yield _gauge(
+            "slotkeeper_server_breakers", "Servers by state of their breaker.", ["fleet", "state"], states.items()
+        )
+        yield self._model_breakers(catalog)
+
+    def _model_breakers(self, catalog: Snapshot) -> Metric:
+        """Of the models that have a name of their own here."""
+        models = [catalog.models[name] for name in sorted(catalog.models)[:MOST_MODELS]]
+        found = overview.breakers_of(self._dispatcher, models)
+        open_ = {(name,): int(state not in ("", "closed")) for name, (state, _, _) in found.items()}
+        told = "Whether the model's own breaker is open: nothing of it is started."
+        return _gauge("slotkeeper_model_breaker_open", told, ["model"], open_.items())
+
+    def _lanes(self) -> Iterator[Metric]:
+        catalog = self._dispatcher.catalog.snapshot()
+        named = _named(catalog)
+        waiting: Counter[tuple[str, str]] = Counter()
+        oldest: dict[tuple[str, str], int] = {}
+        for it in depth.lanes_of(self._scripts, catalog.fleets()):
+            labels = named(it.model), str(it.tier)
+            waiting[labels] += it.jobs
+            oldest[labels] = min(oldest.get(labels, it.oldest_ms), it.oldest_ms)
+        yield _gauge("slotkeeper_queue_jobs", "Jobs in line.", ["model", "tier"], waiting.items())
+        now = now_ms()
+        ages = ((labels, max(now - created, 0) / 1000) for labels, created in oldest.items())
+        told = "Since when the first job in line was accepted."
+        yield _gauge("slotkeeper_oldest_job_age_seconds", told, ["model", "tier"], ages)
+
+    def _tasks(self) -> Iterator[Metric]:
+        runs = pulse.last_runs(self._scripts)
+        ended = ((name, it.ended_ms / 1000) for name, it in runs.items())
+        told = "When a task of maintenance last came to its end, s since the epoch."
+        yield _gauge("slotkeeper_task_last_run_timestamp_seconds", told, ["task"], ended)
+        took = ((name, it.took_s) for name, it in runs.items())
+        yield _gauge("slotkeeper_task_last_run_seconds", "How long that took.", ["task"], took)
+
+    def _counts(self) -> Iterator[Metric]:
+        refused = self._tallies.counts(REFUSED)
+        told = "Jobs refused, by the limit that refused them."
+        yield _counter("slotkeeper_jobs_refused", told, ["limit"], refused.items())
+        yield _histogram(
+            "slotkeeper_handoff_seconds",
+            "From a server's answer to the next request for its slot, where a job waited.",
+            [],
+            tallies.BOUNDS_S,
+            {(): self._tallies.histogram(HANDED_ON)},
+        )
+
+    def _living(self) -> Iterator[Metric]:
+        found = [it for it in self._processes.all() if it.lives]
+        roles = Counter(it.role for it in found)
+        yield _gauge("slotkeeper_processes", "Processes that live, by role.", ["role"], roles.items())
+        workers = [it for it in found if it.role == "worker"]
+        told = "Runs that workers have in flight."
+        yield _gauge("slotkeeper_worker_runs", told, ["host"], _by_host(workers, "runs").items())
+        told = "Runs that workers may have in flight."
+        yield _gauge("slotkeeper_worker_capacity", told, ["host"], _by_host(workers, "capacity").items())
+        slowest = {it.host: 0.0 for it in workers[:MOST_MODELS] if it.facts.get("canary_ms") is not None}
+        for it in workers:
+            if it.host in slowest:
+                slowest[it.host] = max(slowest[it.host], float(it.facts.get("canary_ms") or 0) / 1000)
+        told = "How long the last canary took through the slowest worker: broker, loop, Redis, record."
+        yield _gauge("slotkeeper_canary_seconds", told, ["host"], slowest.items())
 
 
-def _waiting(catalog: Snapshot, rooms: dict[str, Depths]) -> Metric:
-    waiting = GaugeMetricFamily("slotkeeper_waiting_jobs", "Queued jobs in line, by model.", labels=["model"])
+def _sums(found: History) -> Iterator[Metric]:
+    yield _counter("slotkeeper_jobs_accepted", "Jobs accepted.", ["model"], found.accepted.items())
+    yield _counter("slotkeeper_jobs_ended", "Jobs that have ended.", ["model", "state"], found.ended.items())
+    told = "Attempts that have ended, by reason."
+    yield _counter("slotkeeper_attempts_ended", told, ["model", "reason"], found.attempts.items())
+
+
+def _waiting(catalog: Snapshot, rooms: Mapping[str, Depths]) -> Metric:
+    named = _named(catalog)
+    waiting: Counter[str] = Counter()
     for model in catalog.models.values():
         if model.fleet in rooms:
-            waiting.add_metric([model.name], rooms[model.fleet].waiting.get(model.name, 0))
-    return waiting
+            waiting[named(model.name)] += rooms[model.fleet].waiting.get(model.name, 0)
+    return _gauge("slotkeeper_waiting_jobs", "Queued jobs in line, by model.", ["model"], waiting.items())
 
 
-def _slots(rooms: dict[str, Depths]) -> Metric:
-    slots = GaugeMetricFamily("slotkeeper_slots", "Slots by fleet and state.", labels=["fleet", "state"])
+def _slots(catalog: Snapshot, rooms: Mapping[str, Depths]) -> Metric:
+    named = _named_fleet(catalog)
+    slots: Counter[tuple[str, str]] = Counter()
     for fleet, depths in rooms.items():
-        for state, count in (("free", depths.free), ("resting", depths.resting), ("taken", depths.taken)):
-            slots.add_metric([fleet, state], count)
-    return slots
+        for state, count in (("free", depths.free), ("resting", depths.cooling), ("taken", depths.taken)):
+            slots[(named(fleet), state)] += count
+    return _gauge("slotkeeper_slots", "Slots by fleet and state.", ["fleet", "state"], slots.items())
 
 
-def registry(dispatcher: Dispatcher) -> CollectorRegistry:
+def _by_host(workers: Iterable[Process], fact: str) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for it in workers:
+        host = it.host if it.host in found or len(found) < MOST_MODELS else OTHER
+        found[host] += int(it.facts.get(fact) or 0)
+    return found
+
+
+def _folded(catalog: Snapshot, values: Iterable[tuple[str, int]]) -> Counter[str]:
+    named, found = _named_fleet(catalog), Counter[str]()
+    for fleet, value in values:
+        found[named(fleet)] += value
+    return found
+
+
+def _named(catalog: Snapshot) -> Callable[[str], str]:
+    """The label of a model."""
+    return _among(sorted(catalog.models))
+
+
+def _named_fleet(catalog: Snapshot) -> Callable[[str], str]:
+    return _among(sorted(catalog.fleets()))
+
+
+def _among(names: Sequence[str]) -> Callable[[str], str]:
+    shown = frozenset(names[:MOST_MODELS])
+    return lambda name: name if name in shown else OTHER
+
+
+# -- the form that Prometheus wants ----------------------------------------------------------------------------
+
+Labels = str | tuple[str, ...]
+
+
+def _texts(labels: Labels) -> list[str]:
+    return [labels] if isinstance(labels, str) else list(labels)
+
+
+def _gauge(name: str, told: str, labels: Sequence[str], values: Iterable[tuple[Labels, float]]) -> Metric:
+    family = GaugeMetricFamily(name, told, labels=labels)
+    for its, value in values:
+        family.add_metric(_texts(its), value)
+    return family
+
+
+def _counter(name: str, told: str, labels: Sequence[str], values: Iterable[tuple[Labels, float]]) -> Metric:
+    family = CounterMetricFamily(name, told, labels=labels)
+    for its, value in values:
+        family.add_metric(_texts(its), value)
+    return family
+
+
+def _histogram(
+    name: str,
+    told: str,
+    labels: Sequence[str],
+    bounds_s: Sequence[float],
+    values: Mapping[tuple[str, ...], tuple[Sequence[int], float]],
+) -> Metric:
+    family = HistogramMetricFamily(name, told, labels=labels)
+    edges = [*(f"{bound:g}" for bound in bounds_s), "+Inf"]
+    for its, (parts, sum_s) in values.items():
+        family.add_metric(list(its), list(zip(edges, accumulate(parts), strict=True)), sum_s)
+    return family
+
+
+def registry(dispatcher: Dispatcher, scripts: Scripts, processes: Processes, counted: Tallies) -> CollectorRegistry:
     made = CollectorRegistry(auto_describe=False)
-    made.register(Figures(dispatcher))
+    made.register(Figures(dispatcher, scripts, processes, counted))
     return made

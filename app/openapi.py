@@ -11,12 +11,12 @@ from flask_openapi import APIBlueprint, Info, OpenAPI
 from pydantic import BaseModel, ConfigDict
 from werkzeug.routing import BaseConverter
 
+from admission.placement import NAME
+from admission.submission import LONGEST_KEY
 from app.errors import CONTENT_TYPE, of_validation
 from app.reading import Request
-from jobs.tenants import SHOWN
-from routing import exact
-from routing.policies.placement import NAME
-from routing.submission import LONGEST_KEY
+from foundation import exact
+from registry.tenants import SHOWN
 
 _REASONS = {
     400: "The body is not valid JSON",
@@ -33,9 +33,9 @@ _REASONS = {
     500: "The server failed",
     503: "The database or Redis is away; Retry-After says when to come back",
 }
-_EVERYWHERE = (403, 421, 500)
+_EVERYWHERE = (403, 421, 422, 500)
 _HEADERS = "x-headers"  # only on the way to `document`
-_KEYED = (401, 403, 421, 500, 503)
+_KEYED = (401, 403, 421, 422, 500, 503)
 SECURITY: dict[str, Any] = {"key": {"type": "http", "scheme": "bearer", "description": "A tenant's key, sk_…"}}
 
 
@@ -124,6 +124,17 @@ def blueprint(name: str, title: str, prefix: str = "", *, keyed: bool = True) ->
     )
 
 
+def kept_out_of_caches(api: APIBlueprint) -> APIBlueprint:
+    """Nobody on the way keeps what these views answer."""
+    api.after_request(_not_stored)
+    return api
+
+
+def _not_stored(answer: Response) -> Response:
+    answer.headers["Cache-Control"] = "no-store"
+    return answer
+
+
 def _operation_id(*, bp_name: str, name: str, path: str, method: str) -> str:
     return name
 
@@ -140,9 +151,9 @@ def described(model: type[BaseModel], description: str, kinds: Iterable[str] = (
     return {"description": description, "content": dict.fromkeys(kinds, schema)}
 
 
-def headers(longest: int = LONGEST_KEY, form: str = SHOWN, **described: str) -> dict[str, Any]:
+def headers(longest: int = LONGEST_KEY, form: str = SHOWN, shortest: int = 1, **described: str) -> dict[str, Any]:
     """openapi_extensions for optional headers that a view reads by itself: Some_Header="what it is for"."""
-    schema = {"type": "string", "minLength": 1, "maxLength": longest, "pattern": f"^{form}$"}
+    schema = {"type": "string", "minLength": shortest, "maxLength": longest, "pattern": f"^{form}$"}
     return {
         _HEADERS: [
             {"name": name.replace("_", "-"), "in": "header", "description": text, "schema": schema}

@@ -3,12 +3,17 @@
 import re
 from collections.abc import Sequence
 
-from jobs.errors import InvalidJob
+from admission.submission import check_model_name
+from foundation.errors import InvalidRequest
+from insight.said import NOWHERE, Place
 from jobs.record import Job
-from routing.submission import check_model_name
 
 CURSOR = "s[1-9][0-9]{0,18}"
+BATCH = "[0-9a-f-]{36}"
 NUMBER = "(0|[1-9][0-9]{0,18})"
+HEARD = f"{NUMBER}(-{NUMBER}-{NUMBER})?"
+"""An event of a job's stream, and the last that its server said before or by it: the attempt, and when, ms."""
+_CURSOR = re.compile(CURSOR)
 _LARGEST = (1 << 63) - 1
 
 
@@ -18,23 +23,49 @@ def after(page: Sequence[Job], limit: int) -> str | None:
 
 
 def before(cursor: str | None) -> int | None:
-    """The `seq` before which the page begins.  Raises InvalidJob for what is no cursor of ours."""
-    if cursor is None:
-        return None
-    if not re.fullmatch(CURSOR, cursor, re.ASCII):
-        raise InvalidJob("cursor", "cursor must be the next_cursor of the page before; leave it out for the first page")
-    return min(int(cursor[1:]), _LARGEST)
+    """The `seq` before which the page begins; None: it is the first.  Raises InvalidRequest, as `cursor_of`."""
+    found = cursor_of(_CURSOR, cursor)
+    return found and number(found[0][1:])
+
+
+def cursor_of(form: re.Pattern[str], cursor: str | None) -> re.Match[str] | None:
+    """A cursor of this form, read; None: there is none.  Raises InvalidRequest for what is no cursor of ours."""
+    found = None if cursor is None else form.fullmatch(cursor)
+    if found is None and cursor is not None:
+        raise InvalidRequest("cursor", "cursor must be the next_cursor of the page before; left out: the first page")
+    return found
+
+
+def number(digits: str) -> int:
+    """As the record can compare it: what is larger stands behind everything as well."""
+    return min(int(digits), _LARGEST)
 
 
 def last_seen(after: str | None) -> int | None:
-    """The event behind which a stream goes on.  Raises InvalidJob for what is no number of one."""
+    """The event behind which a stream goes on.  Raises InvalidRequest for what is no number of one."""
     if after is None:
         return None
     if not re.fullmatch(NUMBER, after, re.ASCII):
-        raise InvalidJob("after", "after, and Last-Event-ID, must be the id of an event; leave it out to begin now")
-    return min(int(after), _LARGEST)
+        raise InvalidRequest("after", "after, and Last-Event-ID, must be the id of an event; leave it out to begin now")
+    return number(after)
+
+
+def last_heard(after: str | None) -> tuple[int | None, Place]:
+    """The event behind which a job's stream goes on, and what was said behind which it does.  Raises InvalidRequest."""
+    event, _, heard = (after or "").partition("-")
+    if not heard or not re.fullmatch(HEARD, after or "", re.ASCII):
+        return last_seen(after), NOWHERE
+    attempt, _, ms = heard.partition("-")
+    return last_seen(event), Place(number(attempt), number(ms))
 
 
 def limits(model: str | None) -> str | None:
-    """The model that a list is limited to.  Raises InvalidJob for what can be no model's name."""
+    """The model that a list is limited to.  Raises InvalidRequest for what can be no model's name."""
     return None if model is None else check_model_name(model)
+
+
+def of_batch(batch: str | None, field: str = "batch") -> str | None:
+    """The batch that a list is limited to, or begins behind.  Raises InvalidRequest for what can be no batch's id."""
+    if batch is not None and not re.fullmatch(BATCH, batch, re.ASCII):
+        raise InvalidRequest(field, f"{field} must be the id of a batch, as POST /queue/submit-batch answers it")
+    return batch

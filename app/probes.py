@@ -3,18 +3,20 @@
 Anybody may read the sentences, so they name no addresses; the log has the rest.
 """
 
+from collections.abc import Callable, Mapping
+
 import structlog
 from kombu.exceptions import OperationalError as BrokerError
 from redis.exceptions import RedisError
 
 from app.context import dispatcher
-from jobs.clock import TOLERATED_MS, clock
-from jobs.errors import SlotkeeperError
+from foundation.clock import TOLERATED_MS, clock
+from foundation.errors import SlotkeeperError
 from migrations import migrate
-from routing import pulse
-from routing.suitability import evicts
+from scripting.suitability import evicts
 from tasks.celery_app import celery
 from tasks.wiring import catalog, scripts
+from upkeep import pulse
 
 log = structlog.get_logger(__name__)
 
@@ -84,3 +86,12 @@ def _schema_problem(url: str) -> str | None:
     if why is None:
         _right_schemas.add(url)
     return why
+
+
+ALL: Mapping[str, Callable[[], str | None]] = {
+    "database": database,
+    "redis": redis,
+    "broker": broker,
+    "maintenance": maintenance,
+    "clocks": clocks,
+}

@@ -1,6 +1,6 @@
-"""Reading JSON strictly: what could be understood in two ways is refused, not guessed.
+"""Reading requests strictly: what could be understood in two ways is refused, not guessed.
 
-The parser is the standard library's.  orjson would be quicker, but rounds whole numbers beyond 64 bits and keeps
+JSON's parser is the standard library's.  orjson would be quicker, but rounds whole numbers beyond 64 bits and keeps
 the last of two equal keys without a word; both would change what the client meant.
 """
 
@@ -8,13 +8,15 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Any, NoReturn
 
 import flask
 from werkzeug.exceptions import RequestEntityTooLarge
 
 from app.errors import ProblemError, printable
-from routing import exact
+from foundation import exact
+from foundation.errors import InvalidRequest
 
 WHOLE = "slotkeeper.whole_body"
 """In the WSGI environment: the server has read the body to its end."""
@@ -155,6 +157,24 @@ def check_whole(request: flask.Request) -> None:
         raise ProblemError(411, "length_required", "The length is not known", detail)
 
 
+def refuse_nul() -> None:
+    """For before_request: PostgreSQL cannot even be asked about a name with a NUL.  Raises ProblemError."""
+    if flask.request.endpoint is None:
+        return  # There is nothing at this address anyway.
+    for field, text in (flask.request.view_args or {}).items():
+        refuse_nul_in(field, str(text))
+    for field, texts in flask.request.args.lists():
+        refuse_nul_in(field, *texts)
+
+
+def refuse_nul_in(field: str, *texts: str) -> None:
+    """Raises ProblemError 422 where a field, or what it is given, holds a NUL."""
+    if any("\0" in text for text in (field, *texts)):
+        name, detail = printable(field), "holds a NUL character (%00); send it without"
+        told = {"field": name, "errors": [{"field": name, "message": detail}]}
+        raise ProblemError(422, "invalid_request", "The request is not valid", f"{name} {detail}", **told)
+
+
 def _with_plain_settings(body: dict[str, Any]) -> dict[str, Any]:
     """Only what is passed on keeps its long numbers as they were written; the rest is for us to judge."""
     return {name: it if name == "payload" else exact.unwritten(it) for name, it in body.items()}
@@ -174,3 +194,14 @@ class Request(flask.Request):
             raise ProblemError(422, "invalid_request", "The request is not valid", "The body must be a JSON object.")
         with _told({}):  # It may be nested more deeply than is taken anyway.
             return _with_plain_settings(body) if exact.may_hold_long_numbers(text) else body
+
+
+def moment(name: str, text: str) -> int:
+    """ISO 8601 as ms since the epoch, as the field `name` has it; no time before that.  Raises InvalidRequest."""
+    try:
+        when = datetime.fromisoformat(text)
+        if when.tzinfo is not None:
+            return max(round(when.timestamp() * 1000), 0)
+    except (ValueError, OverflowError):
+        pass
+    raise InvalidRequest(name, f"{name} must be ISO 8601 with its zone, such as 2030-01-31T12:00:00Z")

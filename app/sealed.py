@@ -4,8 +4,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from app.answers import Answer, Read, Time
 from app.openapi import Model
-from app.schemas import MODEL_NAME, Asked, Time
+from app.schemas import MODEL_NAME, Asked
+from registry.secrets import Secret
 from tasks.vault import LONGEST, NAME, SHORTEST, SIGNS
 
 _SECRET: Any = {"pattern": f"^{NAME}$"}
@@ -33,12 +35,14 @@ class SecretBody(Asked):
     )
 
 
-class SecretView(Model):
-    secret: str
-    models: list[str] | None = Field(description="null: all.")
+class SecretView(Answer, shows=Secret):
+    secret: Annotated[str, Read("name")]
+    models: Annotated[list[str] | None, Read(lambda it: None if it.models is None else sorted(it.models))] = Field(
+        description="null: all."
+    )
     set_by: str | None = Field(description="The tenant that set it.")
     set_at: Time
 
 
-class SecretList(Model):
+class SecretList(Answer):
     secrets: list[SecretView]

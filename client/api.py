@@ -39,6 +39,7 @@ class Client:
         self.url = url.rstrip("/")
         self._session = requests.Session()
         self._session.trust_env = False  # A proxy or a .netrc of the user is not meant for this.
+        self._session.headers["User-Agent"] = "slotkeeper-cli"
         if key:
             self._session.headers["Authorization"] = f"Bearer {key}"
 

@@ -7,9 +7,10 @@ from flask import request
 from app.auth import guards_itself
 from app.context import context, dispatcher
 from app.errors import ProblemError
+from app.job_answers import PushAnswer
 from app.openapi import blueprint, described, headers, problems
 from app.reading import body_of
-from app.schemas import JobPath, PushAnswer
+from app.schemas import JobPath
 from jobs.record import Job
 from jobs.states import State
 from tasks import callbacks, push
@@ -32,19 +33,23 @@ _NO_JOB = "00000000-0000-0000-0000-000000000000"
 def push_result(path: JobPath) -> tuple[dict[str, Any], int]:
     """Push the end of a run.
 
-    Only under the token of the job's present attempt; sent twice, the second changes nothing.  The body is what
-    the server would answer to a poll.  A result that cannot be kept (422) is an error of the server, as in an answer.
+    Only under the token that came with the job's present run; sent twice, the second changes nothing.  The body is
+    what the server would answer to a poll.  A result that cannot be kept (422) is an error of the server, as in an
+    answer.  Between two workers a run cannot end (503): push it again.
     """
     job = _pushed_to(path.job_id)
+    if push.is_between_workers(job):
+        detail = "The worker of this run has gone, and the next has not begun: push again in a second."
+        raise ProblemError(503, "between_workers", "Not now", detail)
     request.max_content_length = context().settings.max_push_bytes
     outcome = push.read(job, body_of(request)) if job.state is State.RUNNING else None
     if outcome is None:
-        return {"status": "ignored" if job.state is State.RUNNING else job.state.value}, _status(job)
+        return PushAnswer.of(status="ignored" if job.state is State.RUNNING else job.state), _status(job)
     push.push(job, outcome)
     if outcome is TOO_DEEP:
         raise ProblemError(422, outcome.code, "Not a result that can be kept", outcome.message)
     now = dispatcher().store.state_of(job.id)
-    return {"status": (now or job.state).value}, 200
+    return PushAnswer.of(status=now or job.state), 200
 
 
 def _status(job: Job) -> int:
@@ -52,12 +57,11 @@ def _status(job: Job) -> int:
 
 
 def _pushed_to(job_id: str) -> Job:
-    """The job whose present attempt the token is for.  A refusal does not tell whether there is such a job."""
+    """The job whose present run the token is for.  A refusal does not tell whether there is such a job."""
     job = dispatcher().store.get(job_id) if job_id.isprintable() else None
-    named, attempt = (job.id, job.attempt) if job is not None else (_NO_JOB, 0)
-    valid = callbacks.is_valid(_token(), named, attempt)
+    valid = callbacks.is_valid(_token(), _NO_JOB, 0) if job is None else push.is_token_of(job, _token())
     if job is None or not valid:
-        detail = "The token is not that of this job's present attempt."
+        detail = "The token is not that of this job's present run."
         raise ProblemError(403, "forbidden", "Not allowed", detail)
     return job
 

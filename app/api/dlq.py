@@ -2,17 +2,26 @@
 
 from typing import Any
 
-from app import views
+from pydantic import Field
+
 from app.admin import admin_blueprint
 from app.context import dispatcher
-from app.openapi import problems
+from app.job_answers import JobList, JobView, RetryAllAnswer
+from app.openapi import Model, problems
 from app.paging import after, before, limits
-from app.schemas import DlqQuery, JobList, JobPath, JobView, RetryAllAnswer
-from jobs.errors import Conflict, JobNotFound
+from app.schemas import MODEL_NAME, DlqQuery, JobPath
+from foundation.errors import Conflict, JobNotFound
+from insight import listing
 from jobs.record import Job
 from jobs.states import State
+from outbox import removal
 
 api = admin_blueprint("dlq", "Dead letter queue", "/admin/dlq")
+
+
+class RetryAllQuery(Model):
+    model: str | None = Field(None, description="Only its jobs.", json_schema_extra=MODEL_NAME)
+
 
 # What one request takes on; it says when there is more.
 _AT_ONCE = 500
@@ -21,10 +30,14 @@ _AT_ONCE = 500
 @api.get("", responses={200: JobList, **problems(422)})
 def list_dead(query: DlqQuery) -> dict[str, Any]:
     """List dead jobs, the newest first, each with its last error.  Attempts stand at the job."""
-    found = dispatcher().store.find(
-        state=State.DEAD, model=limits(query.model), before_seq=before(query.cursor), limit=query.limit
+    found = listing.find(
+        dispatcher().store.database,
+        state=State.DEAD,
+        model=limits(query.model),
+        before_seq=before(query.cursor),
+        limit=query.limit,
     )
-    return {"jobs": [views.job(job) for job in found], "next_cursor": after(found, query.limit)}
+    return JobList.of(jobs=[JobView.of(job) for job in found], next_cursor=after(found, query.limit))
 
 
 @api.post("/<job_id>/retry", responses={200: JobView, **problems(404, 409, 415)})
@@ -32,22 +45,22 @@ def retry_dead(path: JobPath) -> dict[str, Any]:
     """Queue a dead job again, at its own place and with fresh budgets."""
     job = _job(path.job_id)
     dispatcher().revive(job.id)
-    return views.job(_job(job.id))
+    return JobView.of(_job(job.id))
 
 
-@api.post("/retry-all", responses={200: RetryAllAnswer, **problems(415)})
-def retry_all_dead() -> dict[str, Any]:
-    """Queue dead jobs again, up to 500 of them; `more` says whether to ask again."""
-    found = dispatcher().store.find(state=State.DEAD, limit=_AT_ONCE + 1)
+@api.post("/retry-all", responses={200: RetryAllAnswer, **problems(415, 422)})
+def retry_all_dead(query: RetryAllQuery) -> dict[str, Any]:
+    """Queue dead jobs again, of all models or of one, up to 500 of them; `more` says whether to ask again."""
+    found = listing.find(dispatcher().store.database, state=State.DEAD, model=limits(query.model), limit=_AT_ONCE + 1)
     oldest_first = found[:_AT_ONCE][::-1]
-    return {"retried": sum(_revived(job.id) for job in oldest_first), "more": len(found) > _AT_ONCE}
+    return RetryAllAnswer.of(retried=sum(_revived(job.id) for job in oldest_first), more=len(found) > _AT_ONCE)
 
 
 @api.delete("/<job:job_id>", responses={204: None, **problems(404, 409, 415)})
 def delete_dead(path: JobPath) -> tuple[str, int]:
     """Remove a dead job for good.  The ledger keeps count of it."""
     job = _job(path.job_id)
-    if not dispatcher().store.delete_dead(job.id):
+    if not removal.delete_dead(dispatcher().store.database, job.id):
         raise Conflict(f"Job {job.id!r} is {job.state}; only a dead job can be removed.", status=job.state)
     return "", 204
 

@@ -1,7 +1,9 @@
 """The document of this interface, and a page to read it with.  Both work without a network."""
 
+from threading import Lock
+
 import orjson
-from flask import Flask, Response, redirect, request
+from flask import Flask, Response, current_app, redirect, request
 from flask_openapi_swagger.plugins import RegisterPlugin
 
 from app.auth import public
@@ -9,6 +11,8 @@ from app.openapi import document
 
 _DOCUMENT = "/openapi.json"
 _PAGE = "/docs"
+_TEXT = "slotkeeper_document"
+_MAKING = Lock()
 
 
 def register(app: Flask) -> None:
@@ -17,22 +21,34 @@ def register(app: Flask) -> None:
     app.register_blueprint(swagger, url_prefix=_PAGE)
     for endpoint in [name for name in app.view_functions if name.startswith(f"{swagger.name}.")]:
         app.view_functions[endpoint] = _opened(app.view_functions[endpoint])
-    text = orjson.dumps(document(app))
-    app.add_url_rule(_DOCUMENT, "document", public(lambda: Response(text, content_type="application/json")))
+    app.add_url_rule(_DOCUMENT, "document", public(_tell_document))
     app.after_request(_fence)
     app.add_url_rule(_PAGE, "docs", public(lambda: redirect(f"{_PAGE}/{swagger.name}")))
+
+
+def _tell_document() -> Response:
+    """Made when it is first asked for: most processes never are."""
+    kept = current_app.extensions
+    with _MAKING:  # flask-openapi shows others what it has made of it so far.
+        if _TEXT not in kept:
+            kept[_TEXT] = orjson.dumps(document(current_app))
+    return Response(kept[_TEXT], content_type="application/json")
 
 
 # The page's own scripts and styles, some of them inline; nothing from elsewhere.
 _OF_PAGE = (
     "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
 )
+# Ours (app.page): nothing inline, nothing from elsewhere, and forms lead nowhere else.
+_OF_SCREENS = "default-src 'self'; base-uri 'none'; object-src 'none'; form-action 'self'"
 _FENCE = {"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
 
 
 def _fence(response: Response) -> Response:
     """No page of another site shows ours inside it, and ours loads nothing from others."""
     allowed = _OF_PAGE if request.path.startswith(_PAGE) else "default-src 'none'"
+    if request.blueprint == "page":
+        allowed = _OF_SCREENS
     response.headers.update(_FENCE | {"Content-Security-Policy": f"{allowed}; frame-ancestors 'none'"})
     return response
 

@@ -4,17 +4,18 @@ from typing import Any
 
 from flask import request
 
-from app import views
 from app.auth import tenant
 from app.context import context, dispatcher
+from app.job_answers import Attempt, AttemptList, CancelAnswer, Explanation, JobDetail, JobList, JobView, place, start
 from app.later import UntilEnded, leave
 from app.openapi import blueprint, described, problems
-from app.paging import after, before, limits
-from app.schemas import AttemptList, CancelAnswer, Explanation, JobDetail, JobList, JobPath, ListQuery, WaitQuery
+from app.paging import after, before, limits, of_batch
+from app.schemas import JobPath, ListQuery, WaitQuery
+from foundation.errors import JobNotFound
+from insight import listing
+from insight.attempts import attempts
 from insight.explain import explain
 from insight.places import Place
-from jobs import events
-from jobs.errors import JobNotFound
 from jobs.record import Job
 from jobs.states import State
 
@@ -31,21 +32,23 @@ def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
     job = own_job(path.job_id)
     if query.wait and job.finished_ms is None:
         leave(request.environ, UntilEnded(job.id, query.wait))
-    return views.job_detail(job, _place(job))
+    return JobDetail.of(job, **place(job.state, _place(job)))
 
 
 @api.get("", responses={200: JobList, **problems(422)})
 def list_jobs(query: ListQuery) -> dict[str, Any]:
     """List jobs, the newest first."""
     mine = tenant()
-    found = dispatcher().store.find(
+    found = listing.find(
+        dispatcher().store.database,
         state=query.status,
         model=limits(query.model),
         tenant=None if mine.admin else mine.name,
+        batch=of_batch(query.batch),
         before_seq=before(query.cursor),
         limit=query.limit,
     )
-    return {"jobs": [views.job(job) for job in found], "next_cursor": after(found, query.limit)}
+    return JobList.of(jobs=[JobView.of(job) for job in found], next_cursor=after(found, query.limit))
 
 
 @api.post(
@@ -59,16 +62,16 @@ def cancel_job(path: JobPath) -> tuple[dict[str, Any], int]:
     """
     job = own_job(path.job_id)
     if dispatcher().cancel(job.id) is State.RUNNING:
-        return {"job_id": job.id, "status": "canceling"}, 202
-    return {"job_id": job.id, "status": "canceled"}, 200
+        return CancelAnswer.of(job_id=job.id, status="canceling"), 202
+    return CancelAnswer.of(job_id=job.id, status="canceled"), 200
 
 
 @api.get("/<job_id>/attempts", responses={200: AttemptList, **problems(404)})
 def list_attempts(path: JobPath) -> dict[str, Any]:
     """List a job's starts, the oldest first, and what came of each."""
     job = own_job(path.job_id)
-    trail = events.attempts(dispatcher().store.events_of(job.id))
-    return {"job_id": job.id, "attempts": [views.attempt(it) for it in trail]}
+    found = attempts(dispatcher().store.events_of(job.id))
+    return AttemptList.of(job_id=job.id, attempts=[Attempt.of(it) for it in found])
 
 
 @api.get("/<job_id>/explain", responses={200: Explanation, **problems(404)})
@@ -80,7 +83,8 @@ def explain_job(path: JobPath) -> dict[str, Any]:
     not_in_room, redis_away.
     """
     job = own_job(path.job_id)
-    return views.explanation(job, explain(dispatcher(), context().estimates, job))
+    found = explain(dispatcher(), context().estimates, job)
+    return Explanation.of(found, job_id=job.id, status=job.state, **start(found.estimate))
 
 
 def own_job(job_id: str) -> Job:

@@ -6,32 +6,29 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from app import views
+from admission.submission import check_model_name
+from app import registry_answers as shape
 from app.admin import admin_blueprint, bring_to_redis, close_breaker, depths_of
 from app.auth import tenant
 from app.context import dispatcher
+from app.departures import DepartQuery, DepartureView, FormerNamePath, RenameModelBody
 from app.describing import described
 from app.errors import know_fields
+from app.kinds import DescriptionSchema
+from app.openapi import described as told
 from app.openapi import problems
-from app.schemas import (
-    ConfigBody,
-    ConfigView,
-    DescriptionSchema,
-    ModelDetail,
-    ModelList,
-    ModelPath,
-    ModelView,
-    StateBody,
-)
+from app.registry_answers import ConfigView, ModelDetail, ModelList, ModelView
+from app.schemas import ConfigBody, ModelPath, StateBody
+from foundation.errors import NotFound
 from insight.load import load_of
-from jobs.catalog import Model
-from jobs.errors import NotFound
 from jobs.record import now_ms
-from jobs.states import Standing
-from routing.queues import Depths
-from routing.submission import check_model_name
+from registry import departures
+from registry.catalog import Model
+from registry.values import AdminState
 from tasks.servers import Description
-from tasks.wiring import catalog
+from tasks.wiring import catalog, database
+from upkeep.reconcile.departures import follow_model
+from upkeep.rooms import Depths
 
 api = admin_blueprint("models", "Models", "/admin")
 
@@ -41,12 +38,12 @@ know_fields("ConfigBody", ConfigBody.model_fields)
 @api.get("/models", responses={200: ModelList})
 def list_models() -> dict[str, Any]:
     """List models, with their servers and how many jobs wait."""
-    found = dispatcher().fleet.refresh()
+    found = dispatcher().catalog.refresh()
     depths: Mapping[str, Depths] = {}
     with suppress(RedisError):
         depths = depths_of(found.fleets())
     models = sorted(found.models.values(), key=lambda model: model.name)
-    return {"models": [views.model(model, found, depths.get(model.fleet)) for model in models]}
+    return ModelList.of(models=[shape.model(model, found, depths.get(model.fleet)) for model in models])
 
 
 @api.get("/models/<path:model>", responses={200: ModelDetail, **problems(404)})
@@ -59,7 +56,9 @@ def get_model(path: ModelPath) -> dict[str, Any]:
     load = None
     with suppress(RedisError):
         load = load_of(dispatcher(), known)
-    return views.model_detail(known, dispatcher().fleet.snapshot(), load)
+    found = dispatcher().catalog.snapshot()
+    left = departures.left_of(database(), known.name) if found.is_leaving(known.name) else None
+    return shape.model_detail(known, found, load, left)
 
 
 @api.patch("/models/<path:model>", responses={200: ModelView, **problems(400, 404, 413, 415, 422)})
@@ -69,17 +68,71 @@ def change_model(path: ModelPath, body: StateBody) -> dict[str, Any]:
     paused: nothing of it is started, submits are accepted; draining: what waits goes on, submits are 409; frozen: both.
     """
     known = _known(path.model)
-    catalog().set_model_state(known.name, body.state, reason=body.reason or "", by=tenant().name, now=now_ms())
-    if body.state == Standing.ONLINE:
+    catalog().set_model_state(known.name, body.state, reason=body.reason or "", by=tenant().name, now_ms=now_ms())
+    if body.state == AdminState.ONLINE:
         close_breaker(known.fleet, "model", known.name)
     bring_to_redis(known.fleet)
     return _shown(_known(path.model))
 
 
+@api.delete(
+    "/models/<path:model>",
+    responses={
+        200: DepartureView,
+        202: told(DepartureView, "It takes no new jobs, and goes when the last has ended"),
+        **problems(404, 409, 415, 422),
+    },
+)
+def remove_model(path: ModelPath, query: DepartQuery) -> tuple[dict[str, Any], int]:
+    """Remove a model: its configuration, its place on its servers, and what was learned of it.
+
+    With jobs that have not ended it is 409, which says how many; or, with `drain`, it takes no new ones, and goes when
+    the last has ended.  Ended jobs stay readable under its name; dead ones cannot be queued again.
+    """
+    by = tenant().name
+    found = departures.remove_model(database(), _known(path.model).name, now_ms(), by, drain=query.drain)
+    if found.is_over:
+        follow_model(dispatcher(), found, path.model)
+    else:
+        bring_to_redis(found.fleet)
+    return DepartureView.of(found), 200 if found.is_over else 202
+
+
+@api.delete("/models/<path:model>/removal", responses={200: ModelView, **problems(404, 415)})
+def keep_model(path: ModelPath) -> dict[str, Any]:
+    """Call a removal off: the model takes jobs again."""
+    known = _known(path.model)
+    departures.keep_model(database(), known.name)
+    bring_to_redis(known.fleet)
+    return _shown(_known(known.name))
+
+
+@api.post("/models/<path:model>/rename", responses={200: ModelView, **problems(400, 404, 409, 413, 415, 422)})
+def rename_model(path: ModelPath, body: RenameModelBody) -> dict[str, Any]:
+    """Give a model another name, while its jobs wait and run: they keep their places, and end as if nothing had been.
+
+    Submits under the old name are taken for `former_name_s`.  Jobs that have ended stay under the name that they had.
+    """
+    check_model_name(body.to, "to")
+    now, keeps_s = now_ms(), body.former_name_s
+    until_ms = None if keeps_s is None else now + round(keeps_s * 1000)
+    found = departures.rename_model(database(), path.model, body.to, now, tenant().name, former_until_ms=until_ms)
+    follow_model(dispatcher(), found, path.model)
+    return _shown(_known(body.to))
+
+
+@api.delete("/models/<path:model>/former-names/<path:former>", responses={204: None, **problems(404, 415)})
+def end_former_name(path: FormerNamePath) -> tuple[str, int]:
+    """Take no more submits under a former name, which may then be another model's."""
+    departures.end_former_name(database(), path.model, path.former, now_ms())
+    bring_to_redis(_known(path.model).fleet)
+    return "", 204
+
+
 @api.get("/model-configs/<path:model>", responses={200: ConfigView, **problems(404)})
 def get_config(path: ModelPath) -> dict[str, Any]:
     """Show how a model's jobs are treated, and what of it differs from the defaults."""
-    return views.config(_known(path.model))
+    return shape.config(_known(path.model), dispatcher().catalog.snapshot())
 
 
 @api.get("/description-schema", responses={200: DescriptionSchema})
@@ -109,17 +162,17 @@ def _shown(model: Model) -> dict[str, Any]:
     depths = None
     with suppress(RedisError):
         depths = depths_of([model.fleet]).get(model.fleet)
-    return views.model(model, dispatcher().fleet.snapshot(), depths)
+    return shape.model(model, dispatcher().catalog.snapshot(), depths)
 
 
 def _configure(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     model = catalog().configure(name, overrides, now_ms(), described(name, overrides))
     bring_to_redis(model.fleet)
-    return views.config(model)
+    return shape.config(model, dispatcher().catalog.snapshot())
 
 
 def _known(name: str) -> Model:
-    found = dispatcher().fleet.refresh().models.get(name)
+    found = dispatcher().catalog.refresh().models.get(name)
     if found is None:
         raise NotFound("There is no such model; GET /admin/models lists them.", model=name)
     return found

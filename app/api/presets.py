@@ -1,20 +1,32 @@
 """Kinds of inference servers that are known by name, and what answers at an address."""
 
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from app import views
+from admission.submission import check_model_name
 from app.addresses import check_endpoint
 from app.admin import admin_blueprint
-from app.kinds import PresetDetail, PresetList, PresetPath, ProbeBody, ProbeView
+from app.context import dispatcher
+from app.kinds import (
+    Behind,
+    Exchange,
+    HealthReport,
+    PresetDetail,
+    PresetList,
+    PresetPath,
+    PresetView,
+    ProbeBody,
+    ProbeView,
+    TrialView,
+)
 from app.openapi import problems
-from jobs.errors import InvalidJob, NotFound
-from routing.submission import check_model_name
+from foundation.errors import InvalidRequest, NotFound
 from tasks import vault
+from tasks.descriptions import is_behind
 from tasks.servers import Description, presets
-from tasks.servers.probe import Recognized, Trial, endpoint_for, recognize
+from tasks.servers.probe import Heard, Recognized, Trial, endpoint_for, recognize
 
 api = admin_blueprint("presets", "Kinds of servers", "/admin")
 
@@ -22,7 +34,12 @@ api = admin_blueprint("presets", "Kinds of servers", "/admin")
 @api.get("/presets", responses={200: PresetList})
 def list_presets() -> dict[str, Any]:
     """List the kinds of inference servers that come with Slotkeeper: each is a `preset` of a model's configuration."""
-    return {"presets": [_shown(name) for name in presets.names()]}
+    models = dispatcher().catalog.snapshot().models.values()
+    behind = [it for it in models if is_behind(it.config, it.described_by)]
+    return PresetList.of(
+        presets=[PresetView.of(presets.about(name), name=name) for name in presets.names()],
+        behind=[Behind.of(it) for it in sorted(behind, key=lambda it: it.name)],
+    )
 
 
 @api.get("/presets/<preset>", responses={200: PresetDetail, **problems(404)})
@@ -30,7 +47,8 @@ def get_preset(path: PresetPath) -> dict[str, Any]:
     """Show a kind of server, with its whole description."""
     if path.preset not in presets.names():
         raise NotFound("There is no such preset; GET /admin/presets lists them.", preset=path.preset)
-    return _shown(path.preset) | {"description": presets.get(path.preset)}
+    about = presets.about(path.preset)
+    return PresetDetail.of(about, name=path.preset, description=presets.get(path.preset))
 
 
 @api.post("/servers/probe", responses={200: ProbeView, **problems(400, 413, 415, 422)})
@@ -44,7 +62,7 @@ def probe_server(body: ProbeBody) -> dict[str, Any]:
     if body.model is not None:
         check_model_name(body.model)
     if body.preset is not None and body.preset not in presets.names():
-        raise InvalidJob("preset", f"there is no such preset; there is: {', '.join(presets.names())}")
+        raise InvalidRequest("preset", f"there is no such preset; there is: {', '.join(presets.names())}")
     found = recognize(body.url)
     preset = body.preset or found.preset
     if preset is None or not found.is_there:
@@ -57,24 +75,18 @@ def probe_server(body: ProbeBody) -> dict[str, Any]:
         told = None
         if outcome is not None:
             result = None if outcome.result is None else trial.shown(outcome.result)
-            told = {"kind": outcome.kind, "code": outcome.code, "message": outcome.message, "result": result}
-        more = {"health": views.health_report(health), "outcome": told}
-        return _told(found, preset, endpoint, trial) | more
+            told = TrialView.of(outcome, result=result)
+        return _told(found, preset, endpoint, trial.heard, health=HealthReport.of(health), outcome=told)
 
 
-def _told(found: Recognized, preset: str | None, endpoint: str | None, trial: Trial | None = None) -> dict[str, Any]:
-    heard = (*found.heard, *(trial.heard if trial is not None else ()))
-    return {
-        "reachable": found.is_there,
-        "candidates": [asdict(one) for one in found.candidates],
-        "preset": preset,
-        "endpoint": endpoint,
-        "model": found.model,
-        "health": None,
-        "outcome": None,
-        "exchanges": [asdict(one) for one in heard],
-    }
-
-
-def _shown(name: str) -> dict[str, Any]:
-    return {"name": name, **presets.about(name).model_dump(exclude={"signs", "model"})}
+def _told(
+    found: Recognized,
+    preset: str | None,
+    endpoint: str | None,
+    tried: Sequence[Heard] = (),
+    health: dict[str, Any] | None = None,
+    outcome: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """`tried`: what was heard from it after it had been recognized."""
+    heard = [Exchange.of(one) for one in (*found.heard, *tried)]
+    return ProbeView.of(found, preset=preset, endpoint=endpoint, health=health, outcome=outcome, exchanges=heard)

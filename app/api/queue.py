@@ -1,21 +1,24 @@
 """Submitting jobs: one, or many at once."""
 
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from flask import request
 
-from app import batch, views
+from admission.submission import LONGEST_KEY, Submission, check_idempotency_key, naming
+from app import batch
 from app.auth import tenant
 from app.context import context, dispatcher
+from app.job_answers import BatchReceipt, BatchReceiptItem, place
+from app.job_answers import Receipt as ReceiptView
 from app.openapi import blueprint, headers, problems
-from app.schemas import BatchReceipt, SubmitBody
-from app.schemas import Receipt as ReceiptView
+from app.schemas import SubmitBody
+from dispatch.dispatcher import Receipt
+from foundation.errors import InvalidJob
 from insight.places import Place
-from jobs.errors import InvalidJob
+from jobs.record import new_job_id
 from jobs.states import State
-from routing.dispatcher import Receipt
-from routing.submission import LONGEST_KEY, Submission, check_idempotency_key, naming
 
 Answer = tuple[dict[str, Any], int, dict[str, str]]
 
@@ -42,8 +45,8 @@ def submit(body: SubmitBody) -> Answer:
     receipt = dispatcher().submit_one(asked, tenant())
     accepted = receipt.accepted
     links = _links(accepted.id)
-    answer = views.receipt(accepted) | views.place(accepted.state, _place(receipt))
-    return answer | {"notice": receipt.notice, "links": links}, 202, {"Location": links["self"]}
+    answer = ReceiptView.of(accepted, **place(accepted.state, _place(receipt)), notice=receipt.notice, links=links)
+    return answer, 202, {"Location": links["self"]}
 
 
 @api.post(
@@ -61,10 +64,13 @@ def submit_batch() -> tuple[dict[str, Any], int]:
     key = check_idempotency_key(request.headers.get("Idempotency-Key"), _LONGEST_BATCH_KEY)
     settings = context().settings
     items = batch.read(request, settings.max_batch_bytes, settings.max_body_bytes)
-    asked = [_of_batch(index, item, key) for index, item in enumerate(items)]
+    name = new_job_id()
+    asked = [replace(_of_batch(index, item, key), batch=name) for index, item in enumerate(items)]
     receipts = dispatcher().submit(asked, tenant())
-    jobs = [views.receipt(it.accepted) | {"notice": it.notice} for it in receipts]
-    return {"accepted": sum(not it.accepted.deduplicated for it in receipts), "jobs": jobs}, 202
+    jobs = [BatchReceiptItem.of(it.accepted, notice=it.notice) for it in receipts]
+    accepted = sum(not it.accepted.deduplicated for it in receipts)
+    known_as = name if accepted else _batch_of(receipts[0])
+    return BatchReceipt.of(batch=known_as, accepted=accepted, jobs=jobs), 202
 
 
 def submission(body: SubmitBody, key: str | None) -> Submission:
@@ -81,6 +87,7 @@ def submission(body: SubmitBody, key: str | None) -> Submission:
         delay_s=delay_s,
         not_before_ms=not_before_ms,
         idempotency_key=key,
+        traceparent=request.headers.get("traceparent"),
     )
 
 
@@ -109,6 +116,12 @@ def _of_batch(index: int, item: batch.BatchItem, key: str | None) -> Submission:
         own_key = f"{key}/{index}"
     with naming(index):
         return submission(item, own_key)
+
+
+def _batch_of(receipt: Receipt) -> str | None:
+    """What a job that had been accepted before came in."""
+    known = dispatcher().store.get(receipt.accepted.id)
+    return None if known is None else known.batch
 
 
 def _place(receipt: Receipt) -> Place:

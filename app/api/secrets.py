@@ -1,31 +1,29 @@
 """Secrets that descriptions of servers name.  They come in, and never go out again."""
 
-from collections.abc import Callable
 from typing import Any
 
-from flask import Response
-
-from app import views
+from admission.submission import check_model_name
 from app.admin import admin_blueprint
 from app.auth import tenant
 from app.context import dispatcher
-from app.openapi import described, problems
+from app.openapi import described, kept_out_of_caches, problems
 from app.sealed import SecretBody, SecretList, SecretPath, SecretView
-from jobs.errors import Conflict, NotFound
+from foundation.errors import Conflict, NotFound
 from jobs.record import now_ms
-from jobs.secrets import Secret
-from routing.submission import check_model_name
+from registry.catalog import Snapshot
+from registry.defaults import INSTALLATION
+from registry.secrets import Secret
 from tasks import descriptions, vault
 from tasks.wiring import catalog
 
-api = admin_blueprint("secrets", "Secrets", "/admin")
+api = kept_out_of_caches(admin_blueprint("secrets", "Secrets", "/admin"))
 
 
 @api.get("/secrets", responses={200: SecretList})
 def list_secrets() -> dict[str, Any]:
     """List the secrets that descriptions of servers may name.  Nobody is shown their values."""
-    found = dispatcher().fleet.refresh().secrets
-    return {"secrets": [views.secret(found[name]) for name in sorted(found)]}
+    found = dispatcher().catalog.refresh().secrets
+    return SecretList.of(secrets=[SecretView.of(found[name]) for name in sorted(found)])
 
 
 @api.put(
@@ -35,42 +33,47 @@ def list_secrets() -> dict[str, Any]:
 def set_secret(path: SecretPath, body: SecretBody) -> tuple[dict[str, Any], int]:
     """Set a secret, or replace it: requests have the new value within two seconds.
 
-    Only the models that are named may use it.  Those whose descriptions name it already must stay among them: 409.
+    Only the models that are named may use it.  Those whose descriptions name it already must stay among them, and it
+    stays for all models while a description of defaults names it: 409.
     """
     for model in body.models or ():
         check_model_name(model)
-    known = dispatcher().fleet.refresh().secrets.get(path.name)
+    known = dispatcher().catalog.refresh().secrets.get(path.name)
     models = None if body.models is None else frozenset(body.models)
     secret = Secret(path.name, models, vault.seal(path.name, body.value), tenant().name, now_ms())
-    _check_unused(path.name, lambda model: secret.is_for(model))
+    _check_unused(path.name, secret)
     catalog().set_secret(secret)
-    dispatcher().fleet.refresh()
-    return views.secret(secret), 201 if known is None else 200
+    dispatcher().catalog.refresh()
+    return SecretView.of(secret), 201 if known is None else 200
 
 
 @api.delete("/secrets/<name>", responses={204: None, **problems(404, 409, 415)})
 def remove_secret(path: SecretPath) -> tuple[str, int]:
     """Forget a secret.  409 while a description names it."""
-    if path.name not in dispatcher().fleet.refresh().secrets:
+    if path.name not in dispatcher().catalog.refresh().secrets:
         raise NotFound("There is no such secret; GET /admin/secrets lists them.", secret=path.name)
-    _check_unused(path.name, lambda _: False)
+    _check_unused(path.name, None)
     catalog().remove_secret(path.name)
-    dispatcher().fleet.refresh()
+    dispatcher().catalog.refresh()
     return "", 204
 
 
-@api.after_request
-def _keep_out_of_caches(answer: Response) -> Response:
-    answer.headers["Cache-Control"] = "no-store"
-    return answer
-
-
-def _check_unused(name: str, but_by: Callable[[str], bool]) -> None:
-    """Raises Conflict while models other than those are spoken to by a description that names the secret."""
-    users = [model for model in descriptions.models_naming(name, dispatcher().fleet.snapshot()) if not but_by(model)]
-    if users:
+def _check_unused(name: str, then: Secret | None) -> None:
+    """Raises Conflict while a description puts the secret in that could not do so by what it is `then`."""
+    found = dispatcher().catalog.snapshot()
+    models = [it for it in descriptions.models_naming(name, found) if then is None or not then.is_for(it)]
+    if models:
         raise Conflict(
-            f"The descriptions of {', '.join(users[:5])} name this secret; change them first.",
+            f"The descriptions of {', '.join(models[:5])} name this secret; change them first.",
             secret=name,
-            models=users,
+            models=models,
         )
+    if then is None or then.models is not None:
+        _check_no_defaults(name, found)
+
+
+def _check_no_defaults(name: str, found: Snapshot) -> None:
+    kinds = descriptions.defaults_naming(name, found)
+    if kinds:
+        shown = ", ".join(f"of kind {it}" if it != INSTALLATION else "of all models" for it in kinds[:5])
+        raise Conflict(f"The defaults {shown} name this secret; change them first.", secret=name, kinds=kinds)

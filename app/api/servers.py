@@ -5,27 +5,31 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from app import views
+from admission.placement import read_attributes, read_of_model
+from admission.submission import check_model_name
 from app.addresses import check_endpoint
 from app.admin import admin_blueprint, bring_to_redis, close_breaker, depths_of, standings_of
 from app.auth import tenant
 from app.context import dispatcher
+from app.departures import DepartServerQuery, DepartureView, RenameBody
 from app.describing import described as described_by
-from app.kinds import ServerCheck
+from app.kinds import ServerCheck, server_check
 from app.openapi import described, problems
-from app.schemas import ListedServer, RegisterBody, ServerList, ServerPath, ServerView, StateBody
+from app.registry_answers import FleetView, ListedServer, ServerList, ServerStatus, ServerView, WithheldSlot
+from app.schemas import RegisterBody, ServerPath, StateBody
+from audit import acts
+from foundation.errors import NotFound
+from insight import servers as insight
 from insight.idle import why_idle
-from jobs.errors import NotFound
-from jobs.record import Server, now_ms
-from jobs.states import Standing
+from jobs.record import now_ms
 from jobs.withheld import Withheld
-from routing import draining
-from routing.policies.placement import read_attributes, read_of_model
-from routing.slots import ServerStanding
-from routing.submission import check_model_name
+from registry import departures
+from registry.values import AdminState, Server
 from tasks.descriptions import Misconfigured, server_for
 from tasks.servers import Health
-from tasks.wiring import catalog, workers
+from tasks.wiring import catalog, database, workers
+from upkeep import draining, rooms
+from upkeep.reconcile import departures as upkeep
 
 api = admin_blueprint("servers", "Servers", "/admin")
 
@@ -49,7 +53,7 @@ def register_server(body: RegisterBody) -> tuple[dict[str, Any], int]:
     check_endpoint(body.endpoint)
     attributes = None if body.attributes is None else read_attributes(body.attributes)
     of_model = read_of_model(model_version=body.model_version, runtime=body.runtime)
-    known = dispatcher().fleet.refresh().servers.get(body.server)
+    known = dispatcher().catalog.refresh().servers.get(body.server)
     overrides = _overrides(body)
     description = described_by(body.model, overrides or {})
     server = catalog().register(
@@ -65,7 +69,7 @@ def register_server(body: RegisterBody) -> tuple[dict[str, Any], int]:
         description,
     )
     bring_to_redis(server.fleet)
-    return views.server(server), 200 if known is not None and body.model in known.endpoints else 201
+    return ServerView.of(server), 200 if known is not None and body.model in known.endpoints else 201
 
 
 @api.get("/servers", responses={200: ServerList})
@@ -75,15 +79,15 @@ def list_servers() -> dict[str, Any]:
     `scores` has the parts by which servers are compared for a model: the lowest total is chosen.  `withheld` are slots
     whose run has ended here while its server has not let go of it.
     """
-    found = dispatcher().fleet.refresh()
-    standings: Mapping[str, ServerStanding] = {}
+    found = dispatcher().catalog.refresh()
+    standings: Mapping[str, insight.ServerStatus] = {}
     try:
-        fleets = [views.fleet(name, depths) for name, depths in depths_of(found.fleets()).items()]
+        fleets = [FleetView.of(depths, fleet=name) for name, depths in depths_of(found.fleets()).items()]
         standings = standings_of(found.fleets())
     except RedisError:
         fleets = None
     servers, withheld = sorted(found.servers.values(), key=lambda server: server.name), draining.by_server(dispatcher())
-    return {"servers": [_listed(server, standings, withheld) for server in servers], "fleets": fleets}
+    return ServerList.of(servers=[_listed(server, standings, withheld) for server in servers], fleets=fleets)
 
 
 @api.patch("/servers/<path:server>", responses={200: ServerView, **problems(400, 404, 413, 415, 422)})
@@ -93,21 +97,22 @@ def change_server(path: ServerPath, body: StateBody) -> dict[str, Any]:
     Unless it is online, what runs there goes on and nothing new is sent; the three words differ for people only.
     """
     known = _known(path.server)
-    catalog().set_server_state(known.name, body.state, reason=body.reason or "", by=tenant().name, now=now_ms())
-    if body.state == Standing.ONLINE:
+    catalog().set_server_state(known.name, body.state, reason=body.reason or "", by=tenant().name, now_ms=now_ms())
+    if body.state == AdminState.ONLINE:
         close_breaker(known.fleet, "server", known.name)
     bring_to_redis(known.fleet)
-    return views.server(_known(path.server))
+    return ServerView.of(_known(path.server))
 
 
 @api.post("/servers/<path:server>/reset", responses={200: ListedServer, **problems(404, 415, 503)})
 def reset_server(path: ServerPath) -> dict[str, Any]:
-    """Say that a server is well: its breaker is closed, its slots rest no more, and its failures are forgotten.
+    """Say that a server is well: its breaker is closed, its cooldown is over, and its failures are forgotten.
 
     Whether it is paused or drained stays as it is.
     """
     known = _known(path.server)
-    dispatcher().slots.reset(known.fleet, "server", known.name)
+    rooms.reset(dispatcher().slots.scripts, known.fleet, "server", known.name)
+    acts.record(dispatcher().store.database, acts.act("server.reset", server=known.name))
     bring_to_redis(known.fleet)
     return _listed(known, standings_of([known.fleet]), draining.by_server(dispatcher()))
 
@@ -117,7 +122,7 @@ def check_server(path: ServerPath) -> dict[str, Any]:
     """Say why a server gets no jobs: what the record and the waiting room know, and what it says of itself just now."""
     known = _known(path.server)
     reasons = why_idle(dispatcher(), workers(), known)
-    return views.server_check(known, reasons, _health(known))
+    return server_check(known, reasons, _health(known))
 
 
 def _health(server: Server) -> Health | None:
@@ -125,20 +130,67 @@ def _health(server: Server) -> Health | None:
     if not server.endpoints:
         return None
     model, url = min(server.endpoints.items())
-    found = dispatcher().fleet.snapshot()
+    found = dispatcher().catalog.snapshot()
     try:
         return server_for(url, found.models[model], found.described_by(server.name, model)).health()
     except Misconfigured:
         return None
 
 
-@api.delete("/servers/<path:server>", responses={204: None, **problems(404, 415)})
-def remove_server(path: ServerPath) -> tuple[str, int]:
-    """Forget a server.  Its models stay, and their jobs wait for another; drain it first to let runs end."""
+@api.delete(
+    "/servers/<path:server>",
+    responses={
+        200: DepartureView,
+        202: described(DepartureView, "It gets nothing new, and goes when its runs have ended"),
+        **problems(404, 409, 415, 422),
+    },
+)
+def remove_server(path: ServerPath, query: DepartServerQuery) -> tuple[dict[str, Any], int]:
+    """Forget a server.  Its models stay, and their jobs wait for another.
+
+    While it runs something, or withholds slots, it is 409; or, with `drain`, it gets nothing new, and goes when that
+    has ended; or, with `force`, it goes at once: its runs are taken for lost (`lost`), and run again elsewhere.
+    """
+    name, by = _known(path.server).name, tenant().name
+    found = departures.remove_server(database(), name, now_ms(), by, drain=query.drain, force=query.force)
+    if found.is_over:
+        upkeep.follow_server(dispatcher(), found, name)
+        upkeep.end_runs_of(dispatcher(), found.lost)
+    else:
+        bring_to_redis(found.fleet)
+    return DepartureView.of(found), 200 if found.is_over else 202
+
+
+@api.post(
+    "/servers/<path:server>/rename",
+    responses={
+        200: DepartureView,
+        202: described(DepartureView, "It gets nothing new, and its name when its runs have ended"),
+        **problems(400, 404, 409, 413, 415, 422),
+    },
+)
+def rename_server(path: ServerPath, body: RenameBody) -> tuple[dict[str, Any], int]:
+    """Give a server another name; what is known of it stays.
+
+    At once if nothing runs there.  Else it gets nothing new, and its name when its runs have ended.
+    """
+    check_model_name(body.to, "to")
+    name = _known(path.server).name
+    found = departures.rename_server(database(), name, body.to, now_ms(), tenant().name)
+    try:
+        found = upkeep.end_leaving(dispatcher(), name, found.fleet) or found
+    except RedisError:  # Maintenance does it when Redis is there again.
+        dispatcher().catalog.refresh()
+    return DepartureView.of(found), 200 if found.is_over else 202
+
+
+@api.delete("/servers/<path:server>/removal", responses={200: ServerView, **problems(404, 415)})
+def keep_server(path: ServerPath) -> dict[str, Any]:
+    """Call a removal or a renaming off: the server gets jobs again."""
     known = _known(path.server)
-    catalog().remove_server(known.name)
+    departures.keep_server(database(), known.name)
     bring_to_redis(known.fleet)
-    return "", 204
+    return ServerView.of(_known(known.name))
 
 
 def _overrides(body: RegisterBody) -> dict[str, Any] | None:
@@ -148,14 +200,18 @@ def _overrides(body: RegisterBody) -> dict[str, Any] | None:
 
 
 def _listed(
-    it: Server, standings: Mapping[str, ServerStanding], withheld: Mapping[str, Sequence[Withheld]]
+    it: Server, standings: Mapping[str, insight.ServerStatus], withheld: Mapping[str, Sequence[Withheld]]
 ) -> dict[str, Any]:
-    now = {"standing": views.standing(standings.get(it.name)), "withheld": views.withheld(withheld.get(it.name, ()))}
-    return views.server(it) | now
+    standing = standings.get(it.name)
+    return ListedServer.of(
+        it,
+        standing=standing and ServerStatus.of(standing),
+        withheld=[WithheldSlot.of(slot) for slot in withheld.get(it.name, ())],
+    )
 
 
 def _known(name: str) -> Server:
-    found = dispatcher().fleet.refresh().servers.get(name)
+    found = dispatcher().catalog.refresh().servers.get(name)
     if found is None:
         raise NotFound("There is no such server; GET /admin/servers lists them.", server=name)
     return found

@@ -1,6 +1,6 @@
 """Events as they happen, as server-sent events.  A tenant follows its own jobs, who may administer all."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from flask import Response, request
 from pydantic import Field
@@ -8,12 +8,13 @@ from pydantic import Field
 from app.api.jobs import own_job
 from app.auth import tenant
 from app.context import dispatcher
+from app.job_answers import StreamEvent
 from app.later import Following, Wanted, leave
 from app.openapi import Model, blueprint, headers, problems
-from app.paging import NUMBER, last_seen, limits
-from app.schemas import MODEL_NAME, JobPath, Time
-from jobs import tail
+from app.paging import BATCH, HEARD, NUMBER, last_heard, last_seen, limits
+from app.schemas import MODEL_NAME, JobPath
 from jobs.events import TYPES
+from outbox import tail
 
 api = blueprint("streams", "Streams")
 
@@ -23,32 +24,46 @@ else:
     EventType = Literal[tuple(sorted(TYPES.values()))]
 _AFTER = "The last `id` that the client has: go on behind it.  The header Last-Event-ID says the same, and comes first."
 _ModelName = Annotated[str, Field(max_length=128, json_schema_extra=MODEL_NAME)]
+_Batch = Annotated[str, Field(pattern=f"^{BATCH}$")]
+
+_LONGEST = 59  # characters of an id in a job's stream
 
 
 class JobStreamQuery(Model):
+    after: str | None = Field(
+        None, max_length=_LONGEST, description=_AFTER, json_schema_extra={"pattern": f"^{HEARD}$"}
+    )
+
+
+class StreamQuery(Model):
     after: str | None = Field(None, max_length=19, description=_AFTER, json_schema_extra={"pattern": f"^{NUMBER}$"})
-
-
-class StreamQuery(JobStreamQuery):
     model: list[_ModelName] = Field([], max_length=100, description="Only of these models.")
+    batch: list[_Batch] = Field([], max_length=100, description="Only of jobs that came in these batches.")
     type: list[EventType] = Field([], max_length=20, description="Only of these types.")
 
 
-class StreamEvent(Model):
+class Progress(Model):
+    """What the job's server says while it is at it, as an event `progress`."""
+
     job_id: str
-    model: str
-    tenant: str
-    tier: int
-    server: str | None = Field(description="Of that attempt; null before the first.")
-    attempt: int = Field(description="Starts so far.")
-    why: str = Field(description="As of a job.")
-    at: Time
-    retry_in_ms: int | None = Field(None, description="Only of a job that waits for its next attempt.")
+    attempt: int = Field(description="Which start of the job it belongs to.")
+    offset: int | None = Field(
+        None, description="Characters, or pieces, of this text that came before.  0: it begins, or begins anew."
+    )
+    text: str | None = Field(None, description="The next of the result's text.")
+    pieces: list[Any] | None = Field(None, description="The next of the result's pieces.")
+    progress: Any = Field(None, description="How far the server says that it is.")
 
 
 _KIND = "text/event-stream"
 _EVENTS = {"description": "Events without an end", "content": {_KIND: {"schema": StreamEvent.model_json_schema()}}}
-_LAST = headers(19, NUMBER, Last_Event_ID="The last `id` that the client has; browsers send it by themselves.")
+_JOBS_EVENTS = {
+    "description": "Events until the job's end",
+    "content": {_KIND: {"schema": {"anyOf": [StreamEvent.model_json_schema(), Progress.model_json_schema()]}}},
+}
+_LAST_SEEN = "The last `id` that the client has; browsers send it by themselves.  Empty: it has none."
+_LAST_HEARD = headers(_LONGEST, f"({HEARD})?", shortest=0, Last_Event_ID=_LAST_SEEN)
+_LAST = headers(19, f"({NUMBER})?", shortest=0, Last_Event_ID=_LAST_SEEN)
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -61,31 +76,35 @@ def stream_events(query: StreamQuery) -> Response:
     """
     mine = tenant()
     models = frozenset(str(limits(model)) for model in query.model)
-    wanted = Wanted(None if mine.admin else mine.name, models, frozenset(query.type))
-    return _stream(Following(wanted, _after(query)))
+    wanted = Wanted(None if mine.admin else mine.name, models, frozenset(query.type), frozenset(query.batch))
+    return _stream(Following(wanted, last_seen(_said(query.after))))
 
 
 @api.get(
     "/queue/jobs/<job_id>/stream",
     responses={
-        200: _EVENTS,
+        200: _JOBS_EVENTS,
         204: {"description": "It has ended, and nothing has happened since"},
         **problems(404, 422, 429),
     },
-    openapi_extensions=_LAST,
+    openapi_extensions=_LAST_HEARD,
 )
 def stream_job(path: JobPath, query: JobStreamQuery) -> Response:
-    """Follow one job, from its beginning or from the event that the client has seen last, to its end."""
-    job, after = own_job(path.job_id), _after(query)
+    """Follow one job, from its beginning or from the event that the client has seen last, to its end.
+
+    Beside its events this tells what its server says meanwhile: pieces of the result, and how far it is.
+    """
+    job, (after, heard) = own_job(path.job_id), last_heard(_said(query.after))
     if job.finished_ms is not None and after is not None:
         database = dispatcher().store.database
         if not tail.page(database, after, 1, job.id).entries:
             return Response(status=204)  # A browser does not come again after this.
-    return _stream(Following(Wanted(job_id=job.id), after))
+    return _stream(Following(Wanted(job_id=job.id), after, heard))
 
 
-def _after(query: JobStreamQuery) -> int | None:
-    return last_seen(request.headers.get("Last-Event-ID") or query.after)
+def _said(after: str | None) -> str | None:
+    """What the client names as the last that it has."""
+    return request.headers.get("Last-Event-ID") or after
 
 
 def _stream(following: Following) -> Response:

@@ -2,29 +2,28 @@
 
 from typing import Any
 
-from flask import Response
-
-from app import views
+from app import registry_answers as shape
 from app.admin import admin_blueprint, bring_to_redis
 from app.auth import tenant
 from app.context import dispatcher
-from app.openapi import problems
-from app.schemas import StateBody, TenantList, TenantPath, TenantView, WebhookSecretView
+from app.openapi import kept_out_of_caches, problems
+from app.registry_answers import TenantList, TenantView, WebhookSecretView
+from app.schemas import StateBody, TenantPath
 from jobs.record import now_ms
-from jobs.rotations import Rotation
-from jobs.tenants import Tenant, Tenants, check_tenant_name
+from registry.rotations import Rotation
+from registry.tenants import Tenant, Tenants, check_tenant_name
 from tasks.keyring import webhook_secrets
 from tasks.wiring import catalog, database, rotations
 
-api = admin_blueprint("tenants", "Tenants", "/admin")
+api = kept_out_of_caches(admin_blueprint("tenants", "Tenants", "/admin"))
 
 
 @api.get("/tenants", responses={200: TenantList})
 def list_tenants() -> dict[str, Any]:
     """List the tenants that have a key, and those that do not stand online."""
-    keyed, states = _keyed(), dispatcher().fleet.refresh().tenants
+    keyed, states = _keyed(), dispatcher().catalog.refresh().tenants
     names = sorted(keyed.keys() | states.keys())
-    return {"tenants": [views.tenant(name, keyed.get(name), states.get(name)) for name in names]}
+    return TenantList.of(tenants=[shape.tenant(name, keyed.get(name), states.get(name)) for name in names])
 
 
 @api.patch("/tenants/<path:tenant>", responses={200: TenantView, **problems(400, 404, 413, 415, 422)})
@@ -35,10 +34,10 @@ def change_tenant(path: TenantPath, body: StateBody) -> dict[str, Any]:
     frozen: both.  What runs is left to end.
     """
     name = check_tenant_name(path.tenant)
-    catalog().set_tenant_state(name, body.state, reason=body.reason or "", by=tenant().name, now=now_ms())
-    now = dispatcher().fleet.refresh()
+    catalog().set_tenant_state(name, body.state, reason=body.reason or "", by=tenant().name, now_ms=now_ms())
+    now = dispatcher().catalog.refresh()
     bring_to_redis(*now.fleets())
-    return views.tenant(name, _keyed().get(name), now.tenants.get(name))
+    return shape.tenant(name, _keyed().get(name), now.tenants.get(name))
 
 
 @api.get("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problems(404, 422)})
@@ -57,15 +56,9 @@ def rotate_webhook_secret(path: TenantPath) -> dict[str, Any]:
     return _secret_view(path.tenant, rotations().rotate(check_tenant_name(path.tenant), now_ms()))
 
 
-@api.after_request
-def _keep_out_of_caches(answer: Response) -> Response:
-    answer.headers["Cache-Control"] = "no-store"
-    return answer
-
-
 def _secret_view(name: str, rotation: Rotation) -> dict[str, Any]:
     now = now_ms()
-    return views.webhook_secret(name, rotation, webhook_secrets(name, rotation, now), now)
+    return shape.webhook_secret(name, rotation, webhook_secrets(name, rotation, now), now)
 
 
 def _keyed() -> dict[str, Tenant]:

@@ -15,4 +15,5 @@ places.py      places that are bounded for each owner
 request.py     a request as it arrives          gateway.py  the same as WSGI has it, and the answer
 """
 
-import jobs.light  # noqa: F401  First of all.
+import foundation.light  # noqa: F401  First of all.
+import scripting.lean  # noqa: F401

@@ -8,15 +8,19 @@ import sys
 from typing import NoReturn
 
 import structlog
+import uvloop
 from flask import Flask
 
 from app.config import AppSettings
 from app.factory import create_app
+from app.page.sessions import Visited
 from app.web.connection import Connection
 from app.web.door import Door
 from app.web.owners import Owners
-from jobs.tenants import Tenants
-from tasks import startup, wiring
+from insight.said import Watching
+from registry.tenants import Tenants
+from registry.visits import Visits
+from tasks import alive, startup, wiring
 
 log = structlog.get_logger(__name__)
 
@@ -31,8 +35,12 @@ def main() -> NoReturn:
     app = create_app(settings)
     sys.setswitchinterval(_TURN_S)  # No thread that reads a large body keeps the others waiting.
     startup.collect_rarely()
-    owners = Owners(Tenants(wiring.database()) if settings.require_keys else None)
-    asyncio.run(_serve(app, settings, owners))
+    living = alive.begin("web", wiring.processes())
+    record = wiring.database()
+    visited = Visited(settings.port, Visits(record))
+    owners = Owners(Tenants(record) if settings.require_keys else None, visits=visited, read_visits=visited.read)
+    uvloop.run(_serve(app, settings, owners))
+    living.end()
     # Threads that are still at work would be waited for; the record is safe whenever this ends.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -43,6 +51,7 @@ async def _serve(app: Flask, settings: AppSettings, owners: Owners) -> None:
     """Until a signal says to stop; then what is begun is answered first."""
     loop = asyncio.get_running_loop()
     door = Door(app, settings, owners, loop, _places(settings.max_connections), wiring.database())
+    door.watch_by(Watching(wiring.scripts()))
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)

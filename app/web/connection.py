@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 _LONGEST_FRAMING = 64 << 10  # bytes of a chunked body that are no content, before it goes on
 _HEARD_OUT = 32 << 20  # bytes of a body that is refused; a client that cannot send on never reads why
 _HEARD_OUT_S = 5.0
-_AT_ONCE = 32 << 10  # bytes taken from the system; what comes before its turn is kept as it is
 _PIECE = 1 << 10  # bytes read of heads at one go: many requests fit into few bytes, and each holds far more
 _LEFT_S = 5.0  # for which a client that sends no more may wait for a thread
 _MOST_UNSENT = 128 << 10  # bytes of a stream that its client has not read; then it is closed, and may come again
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """As asyncio has it: called from the event loop's thread only."""
 
     def __init__(self, door: "Door") -> None:
@@ -65,7 +64,6 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.max_size = _AT_ONCE  # type: ignore[attr-defined]
         self._transport.set_write_buffer_limits(high=0)  # `resume_writing` shall tell that all is sent.
         self._peer = (transport.get_extra_info("peername") or ("", 0))[:2]
         self.address = self._peer[0]
@@ -76,14 +74,17 @@ class Connection(asyncio.Protocol):
         self._door.crowd.leave(self)
         self.when_left()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._door.arriving
+
+    def buffer_updated(self, nbytes: int) -> None:
         if self._closing:
             return
         if self._hearing_out is not None:
-            self._forget(data)
+            self._forget(nbytes)
             return
         self._door.crowd.heard(self)
-        self._ahead += data
+        self._ahead += memoryview(self._door.arriving)[:nbytes]
         self._go_on()
         if self._ahead:
             self._transport.pause_reading()
@@ -145,8 +146,8 @@ class Connection(asyncio.Protocol):
         elif self._silent > _LONGEST_FRAMING:
             self._refuse(400, "malformed_request", "Its chunks hold next to nothing.")
 
-    def _forget(self, data: bytes) -> None:
-        self._heard_out += len(data)
+    def _forget(self, size: int) -> None:
+        self._heard_out += size
         if self._heard_out > _HEARD_OUT:
             self.give_way()
 
@@ -324,12 +325,12 @@ class Connection(asyncio.Protocol):
         if not self._unsent:
             self._end_request()
 
-    def _watch_stream(self, stream: "Stream", now: float) -> None:
-        waits = self._transport.get_write_buffer_size() and now - self._since > self._door.settings.send_timeout_s
+    def _watch_stream(self, stream: "Stream", now_s: float) -> None:
+        waits = self._transport.get_write_buffer_size() and now_s - self._since > self._door.settings.send_timeout_s
         if waits or self.has_left:
             self.give_way()
         else:
-            stream.tick(now)
+            stream.tick(now_s)
 
     def _end_request(self) -> None:
         self._door.crowd.release(self)
@@ -351,31 +352,31 @@ class Connection(asyncio.Protocol):
 
     # -- time ------------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> None:
+    def tick(self, now_s: float) -> None:
         """Close what takes too long.  Called about every second."""
         settings = self._door.settings
         if self._hearing_out is not None:
-            if now - self._hearing_out > _HEARD_OUT_S:
+            if now_s - self._hearing_out > _HEARD_OUT_S:
                 self.give_way()
         elif self._stream is not None:
-            self._watch_stream(self._stream, now)
+            self._watch_stream(self._stream, now_s)
         elif self._unsent:
-            self._watch_sending(now)
+            self._watch_sending(now_s)
         elif self.is_served:
             if self.has_left and not self._requests[0].begun:
                 self.give_way()
         elif not self._requests:
-            if now - self._since > (settings.keep_alive_s if self._any_answered else settings.head_timeout_s):
+            if now_s - self._since > (settings.keep_alive_s if self._any_answered else settings.head_timeout_s):
                 self._close()
-        elif self._requests[0].is_too_slow(now, settings):
+        elif self._requests[0].is_too_slow(now_s, settings):
             self._refuse(408, "request_too_slow", "The request did not arrive in time; nothing was done.")
             self._go_on()
 
-    def _watch_sending(self, now: float) -> None:
+    def _watch_sending(self, now_s: float) -> None:
         settings, left = self._door.settings, self._transport.get_write_buffer_size()
         if left <= self._unsent - settings.body_min_rate:
-            self._unsent, self._since = left, now
-        elif now - self._since > settings.send_timeout_s:
+            self._unsent, self._since = left, now_s
+        elif now_s - self._since > settings.send_timeout_s:
             self.give_way()
 
     def close_if_idle(self) -> None:

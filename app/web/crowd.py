@@ -27,7 +27,7 @@ class Guest(Protocol):
     def give_way(self) -> None:
         """Close at once."""
 
-    def tick(self, now: float) -> None:
+    def tick(self, now_s: float) -> None:
         """Close what takes too long."""
 
     def close_if_idle(self) -> None:

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -19,7 +20,8 @@ from app.web.owners import Kind, Owner, Owners, TooManyKeys
 from app.web.places import Places
 from app.web.request import Request
 from app.web.stream import Stream
-from jobs.db import Database
+from database.db import Database
+from insight.said import Watching
 
 if TYPE_CHECKING:
     from app.web.connection import Connection
@@ -28,13 +30,16 @@ log = structlog.get_logger(__name__)
 
 _TICK_S = 1.0
 _KEYS_EVERY_S, _KEYS_REST = 5.0, 30
+_AT_ONCE = 32 << 10  # bytes; what comes before its turn is kept as it is
 _HEAVY = 256 << 10  # bytes of a body that takes long to read
 _MOST_WAITING = 1024  # requests of one owner
 _MOST_LOOKED_UP = 64  # keys at one address
 _STREAM_AGAIN_S = 5
 _PUSH = "/tasks/callback/"
 _LIVE = "/health/live"
-_KEYLESS = ("/health/", _PUSH, "/docs", "/openapi.json")
+_PAGE = "/page/"  # Its forms are read also from strangers: one of them is the log-in.
+_MOST_FORM_BYTES = 256 << 10
+_KEYLESS = ("/health/", _PUSH, "/docs", "/openapi.json", _PAGE)
 
 
 class Door:
@@ -53,6 +58,7 @@ class Door:
         self.crowd = Crowd(most_connections, settings.max_buffered_bytes)
         self.stopping = False
         self.now: Callable[[], float] = time.monotonic
+        self._watching: Watching | None = None
         self._record, self._feed = record, Feed(record, self._soon)
         working, waiting, streams = settings.web_threads, settings.max_waiting_requests, settings.max_streams
         # Who shows no key because none is asked for is alone; else half of them stay for the other tenants.
@@ -68,7 +74,13 @@ class Door:
         self._live = self._lane("live", 1, 1)
         self._keys = self._lane("keys", 2, 1, _MOST_LOOKED_UP)
         self._told_evicted = 0
+        self.arriving = bytearray(_AT_ONCE)  # what is taken from the system, of one connection after another
+        self._open: dict[Stream, tuple[Request, float]] = {}  # streams, by whom and since when
         self._keys_due = 0.0  # when they are read again
+
+    def watch_by(self, watching: Watching) -> None:
+        """Streams of jobs tell from now on what their servers say, too."""
+        self._watching = watching
 
     def _lane(self, name: str, threads: int, share: int, most_waiting: int = _MOST_WAITING) -> Lane:
         return Lane(name, threads, share, self._soon, most_waiting)
@@ -84,6 +96,8 @@ class Door:
         """Largest body that is taken at this address."""
         if path == "/queue/submit-batch":
             return self.settings.max_batch_bytes
+        if path.startswith(_PAGE):
+            return min(_MOST_FORM_BYTES, self.settings.max_body_bytes)
         return self.settings.max_push_bytes if path.startswith(_PUSH) else self.settings.max_body_bytes
 
     def wants_key(self, path: str) -> bool:
@@ -105,13 +119,13 @@ class Door:
         """
         assert request.environ is not None
         authorization = request.environ.get("HTTP_AUTHORIZATION", "")
-        known = self._owners.known(authorization, connection.address)
+        cookie = request.environ.get("HTTP_COOKIE", "")
+        known = self._owners.known(authorization, connection.address, cookie)
         if known is not None:
             return known
 
-        def look() -> None:
-            owner = self._owners.look_up(authorization, connection.address)
-            self._soon(told, owner)
+        def look() -> Callable[[], object]:
+            return partial(told, self._owners.look_up(authorization, connection.address))
 
         def told(owner: Owner) -> None:
             self._owners.remember(authorization, owner)
@@ -143,14 +157,14 @@ class Door:
     ) -> bool:
         """Have a thread ask the application.  False: too many requests of its owner wait already."""
 
-        def work() -> None:
+        def work() -> Callable[[], object]:
             request.begun = True
             try:
                 found = answer(self._application, request.environ or {}, body, whole=whole)
             except Exception as error:  # The application answers its own; this is one of the server's.
                 log.error("request_failed", path=request.path, exc_info=error)
                 found = Answer.problem(500, "internal_error", "This is a fault of the server, and it is in its log.")
-            self._soon(self._deliver, connection, request, found)
+            return partial(self._deliver, connection, request, found)
 
         return lane.enter(Errand(owner, work, lambda: not connection.has_left))
 
@@ -199,13 +213,16 @@ class Door:
             detail = "As many streams are open as may be; close one, or ask for the jobs themselves now and then."
             connection.answer(request, Answer.problem(429, "too_many_streams", detail, request.path, _STREAM_AGAIN_S))
             return
-        stream = Stream(
-            owner, connection, request, found, following, self._feed, self._record, self._history, self._soon
-        )
+        stream = Stream(owner, connection, request, found, following, self._feed, self._record, self._history)
+        if self._watching is not None:
+            stream.hear(self._watching)
 
         def leave() -> None:
+            del self._open[stream]
             self._streams.free(owner)
             stream.leave()
+
+        self._open[stream] = request, self.now()
 
         connection.when_left = leave
         self._feed.follow(stream)
@@ -243,17 +260,28 @@ class Door:
             self._told_evicted = self.crowd.evicted
         self._loop.call_later(_TICK_S, self.tick)
 
-    def _read_keys(self) -> None:
+    def _read_keys(self) -> Callable[[], object] | None:
         """In a lane's thread.  However many there are, it takes a small part of the time."""
         began = self.now()
-        self._owners.refresh()
+        has_changed = self._owners.refresh()
         took_s = self.now() - began
         self._keys_due = self.now() + max(_KEYS_EVERY_S, took_s * _KEYS_REST)
+        return partial(self._end_streams_without_key, began) if has_changed else None
+
+    def _end_streams_without_key(self, read_at: float) -> None:
+        """A stream may last for days; whoever has lost its key since it was opened is told nothing more."""
+        for stream, (request, opened) in list(self._open.items()):
+            assert request.environ is not None and request.owner is not None
+            shown = request.environ.get("HTTP_AUTHORIZATION", ""), request.environ.get("HTTP_COOKIE", "")
+            if opened < read_at and not self._owners.may_stay(*shown, request.owner):
+                stream.end()
 
     def stop(self) -> None:
         """Take no further requests; those that are being answered are."""
         self.stopping = True
         self._feed.stop()
+        if self._watching is not None:
+            self._watching.stop()
         for guest in self.crowd.guests():
             guest.close_if_idle()
 

@@ -15,14 +15,14 @@ from typing import Protocol
 import orjson
 import structlog
 
-from app import views
+from app.job_answers import happened
 from app.later import Wanted
-from jobs.db import Database
-from jobs.errors import SlotkeeperError
+from database.db import Database
+from foundation.errors import SlotkeeperError
 from jobs.events import TYPES
 from jobs.states import FINAL
 from jobs.store import Store
-from jobs.tail import Entry, Tail
+from outbox.tail import Entry, Tail
 
 log = structlog.get_logger(__name__)
 
@@ -214,7 +214,7 @@ class Feed:
 
     def _read(self, round_: int) -> None:
         """Read on for as long as somebody listens."""
-        tail, rest_s = Tail(self._database), _SHORTEST_S
+        tail, pause_s = Tail(self._database), _SHORTEST_S
         self._call_soon(self._begun, round_, tail.begin())
         while round_ == self._round and not self._stopping.is_set():
             try:
@@ -222,12 +222,12 @@ class Feed:
             except SlotkeeperError:
                 self._stopping.wait(_AFTER_FAILURE_S)
                 continue
-            rest_s = _SHORTEST_S if batch.shown else min(rest_s * _GROWTH, _LONGEST_S)
+            pause_s = _SHORTEST_S if batch.shown else min(pause_s * _GROWTH, _LONGEST_S)
             if batch.shown or batch.ended:
                 self._call_soon(self._hand_out, batch)
                 while not batch.handed.wait(1.0) and not self._stopping.is_set():
                     pass
-            self._stopping.wait(max(rest_s, batch.kept_s * _SHARE))
+            self._stopping.wait(max(pause_s, batch.kept_s * _SHARE))
 
     def _look(self, round_: int, tail: Tail) -> _Batch:
         asked = set[str]()
@@ -253,5 +253,5 @@ class Feed:
 def shown(entry: Entry) -> bytes:
     """An event as it stands in a stream (text/event-stream)."""
     event = entry.event
-    text = orjson.dumps(views.happened(entry))
+    text = orjson.dumps(happened(entry))
     return b"id: %d\nevent: %b\ndata: %b\n\n" % (event.id, event.type.encode(), text)

@@ -1,9 +1,11 @@
 """A request as WSGI has it, and the application's answer to it."""
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
 from io import BytesIO
 from typing import Any
@@ -69,7 +71,7 @@ class Answer:
         return _head([*lines, "Connection: close"])
 
     def _first_lines(self) -> list[str]:
-        lines = [f"HTTP/1.1 {self.status} {_phrase(self.status)}", f"Date: {formatdate(usegmt=True)}"]
+        lines = [f"HTTP/1.1 {self.status} {_phrase(self.status)}", _date(int(time.time()))]
         return lines + [f"{name}: {_one_line(value)}" for name, value in self.headers if name.lower() not in _OURS]
 
 
@@ -85,6 +87,12 @@ def _one_line(value: str) -> str:
     return value if value.isprintable() else "".join(sign if sign.isprintable() else " " for sign in value)
 
 
+@lru_cache(maxsize=2)
+def _date(seconds: int) -> str:
+    return f"Date: {formatdate(seconds, usegmt=True)}"
+
+
+@lru_cache(maxsize=128)
 def _phrase(status: int) -> str:
     try:
         return HTTPStatus(status).phrase

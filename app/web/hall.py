@@ -2,7 +2,7 @@
 
 Threads stand in lanes, so that one kind of request cannot take those of another.  Where requests wait, each owner
 gets a turn after the other, and no owner holds more than its share.  All of this is called from the event loop's
-thread; only `work` runs in the lane's.
+thread; only `work` runs in the lane's.  A thread that has done its work wakes the loop once, for all that follows.
 """
 
 import threading
@@ -11,14 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+import structlog
+
+log = structlog.get_logger(__name__)
+
 
 @dataclass(slots=True)
 class Errand:
     """Something that a thread of a lane is to do for an owner."""
 
     owner: str
-    work: Callable[[], None]
-    """Runs in the lane's thread; raises nothing."""
+    work: Callable[[], Callable[[], object] | None]
+    """Runs in the lane's thread.  What it answers is called in the loop's; nothing, if it raises an error."""
     wanted: Callable[[], bool] = field(default=lambda: True)
     """Whether anybody still waits for it; asked before it is begun."""
 
@@ -74,10 +78,24 @@ class Lane:
     def _serve(self) -> None:
         while True:
             errand = self._inbox.get()
-            errand.work()
-            self._call_soon(self._end, errand.owner)
+            self._call_soon(self._end, errand.owner, self._do(errand))
 
-    def _end(self, owner: str) -> None:
+    def _do(self, errand: Errand) -> Callable[[], object] | None:
+        """Whatever happens, the thread goes on."""
+        try:
+            return errand.work()
+        except Exception as error:
+            log.error("errand_failed", lane=self.name, exc_info=error)
+            return None
+
+    def _end(self, owner: str, then: Callable[[], object] | None) -> None:
+        try:
+            if then is not None:
+                then()
+        finally:
+            self._give_back(owner)
+
+    def _give_back(self, owner: str) -> None:
         self.busy -= 1
         self._held[owner] -= 1
         if not self._held[owner]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from jobs.errors import SlotkeeperError
-from jobs.tenants import Tenant, hash_key
+from foundation.errors import SlotkeeperError
+from registry.tenants import Tenant, hash_key
 
 _REMEMBERED_S = 300.0
 _MOST_REMEMBERED = 4096
@@ -38,7 +38,7 @@ class TooManyKeys(Exception):
 
 
 class Keys(Protocol):
-    """The record's keys; jobs.tenants.Tenants.  Its methods raise SlotkeeperError while it is away."""
+    """The record's keys; registry.tenants.Tenants.  Its methods raise SlotkeeperError while it is away."""
 
     def by_key(self, key: str) -> Tenant | None:
         """Whose key it is."""
@@ -54,20 +54,28 @@ class Owners:
     was good is remembered for minutes: that decides nothing but whose turn it is.
     """
 
-    def __init__(self, keys: Keys | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`keys`: None: none are asked for."""
+    def __init__(
+        self,
+        keys: Keys | None,
+        clock: Callable[[], float] = time.monotonic,
+        visits: Callable[[str], str] = lambda _: "",
+        read_visits: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`keys`: None: none are asked for.  `visits`: the hash of the key whose visit a header Cookie shows, or "", as
+        far as `read_visits` has read which have ended."""
         self._keys = keys
         self._clock = clock
+        self._visits, self._read_visits = visits, read_visits
         self._of_record: Mapping[str, Owner] = {}
         self._known: OrderedDict[str, tuple[float, Owner]] = OrderedDict()
 
-    def known(self, authorization: str, address: str) -> Owner | None:
+    def known(self, authorization: str, address: str, cookie: str = "") -> Owner | None:
         """The owner; None: `look_up` must say."""
         if self._keys is None:
             return _LOCAL
         key = _bearer(authorization)
         if not key:
-            return Owner(address, Kind.STRANGER)
+            return self._of_record.get(self._visits(cookie) if cookie else "") or Owner(address, Kind.STRANGER)
         hashed = hash_key(key)
         until, owner = self._known.get(hashed, (0.0, None))
         return self._of_record.get(hashed) or (owner if self._clock() < until else None)
@@ -81,11 +89,26 @@ class Owners:
             tenant = None
         return Owner(address, Kind.STRANGER) if tenant is None else _owner(tenant)
 
-    def refresh(self) -> None:
-        """Read all keys.  A record that does not answer leaves those that are known."""
+    def refresh(self) -> bool:
+        """Read all keys, and which visits have ended.
+
+        False: none are asked for, or the record does not answer, which leaves what is known.
+        """
         if self._keys is not None:
             with suppress(SlotkeeperError):
+                self._read_visits()
                 self._of_record = {hashed: _owner(tenant) for hashed, tenant in self._keys.by_hash().items()}
+                return True
+        return False
+
+    def may_stay(self, authorization: str, cookie: str, owner: Owner) -> bool:
+        """Whether what this request has shown is, by the keys that were read last, still a key of such an owner.
+
+        Not so when the key was removed, its visit is over, or its tenant administers no more.
+        """
+        key = _bearer(authorization)
+        found = self._of_record.get(hash_key(key) if key else self._visits(cookie))
+        return found is not None and (found.kind is Kind.OPERATOR or owner.kind is not Kind.OPERATOR)
 
     def remember(self, authorization: str, owner: Owner) -> None:
         if owner.kind is Kind.STRANGER:

@@ -89,8 +89,8 @@ class Request:
             self.refusal = answer
             self.unread = self.close = True
 
-    def is_too_slow(self, now: float, settings: AppSettings) -> bool:
+    def is_too_slow(self, now_s: float, settings: AppSettings) -> bool:
         """A body earns a second with each `body_min_rate` bytes."""
         if self.environ is None:
-            return now - self.began > settings.head_timeout_s
-        return now - self.began > settings.body_timeout_s + len(self.body) / settings.body_min_rate
+            return now_s - self.began > settings.head_timeout_s
+        return now_s - self.began > settings.body_timeout_s + len(self.body) / settings.body_min_rate

@@ -1,0 +1,104 @@
+"""Batches: jobs that were submitted together.  A tenant sees its own; who may administer sees all."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from app.answers import Answer, Read, Time
+from app.auth import tenant
+from app.context import dispatcher
+from app.openapi import Model, blueprint, problems
+from app.paging import BATCH, of_batch
+from foundation.errors import Conflict, JobNotFound, NotFound
+from insight import batches
+from insight.batches import Batch
+from jobs.states import State
+from tasks.wiring import database
+
+api = blueprint("batches", "Batches", "/queue/batches")
+
+_NAMED: Any = {"pattern": f"^{BATCH}$"}
+
+
+class BatchQuery(Model):
+    limit: int = Field(20, ge=1, le=50)
+    cursor: str | None = Field(
+        None, max_length=36, description="next_cursor of the page before.", json_schema_extra=_NAMED
+    )
+
+
+class BatchPath(Model):
+    batch: str = Field(json_schema_extra=_NAMED)
+
+
+class BatchView(Answer, shows=Batch):
+    """How a batch stands.  Jobs that have been removed, by retention or by hand, count no more."""
+
+    batch: Annotated[str, Read("id")]
+    tenant: str
+    status: Annotated[Literal["active", "ended"], Read(lambda it: "ended" if it.ended == it.jobs else "active")] = (
+        Field(description="ended: all of its jobs have.")
+    )
+    jobs: int
+    ended: int
+    by_state: dict[str, int] = Field(description="How many jobs stand in each; states without any are left out.")
+    created_at: Time
+    completed_at: Annotated[Time | None, Read("finished_ms")] = Field(
+        description="When the last of its jobs ended; null: not all have."
+    )
+
+
+class BatchList(Answer):
+    batches: list[BatchView]
+    next_cursor: str | None
+
+
+class BatchCanceled(Answer):
+    """What came of its jobs that had not ended."""
+
+    batch: str
+    canceled: int = Field(description="Waiting jobs that are canceled now.")
+    canceling: int = Field(description="Running jobs whose servers were asked to stop.")
+
+
+@api.get("", responses={200: BatchList, **problems(422)})
+def list_batches(query: BatchQuery) -> dict[str, Any]:
+    """List batches, the newest first, with how far each has come."""
+    mine = tenant()
+    before = of_batch(query.cursor, "cursor")
+    found = batches.newest(database(), None if mine.admin else mine.name, before, query.limit)
+    cursor = found[-1].id if len(found) == query.limit else None
+    return BatchList.of(batches=[BatchView.of(it) for it in found], next_cursor=cursor)
+
+
+@api.get("/<batch>", responses={200: BatchView, **problems(404)})
+def get_batch(path: BatchPath) -> dict[str, Any]:
+    """Show how far a batch has come.  Its jobs: `GET /queue/jobs?batch=…`."""
+    return BatchView.of(_own(path.batch))
+
+
+@api.post("/<batch>/cancel", responses={200: BatchCanceled, **problems(404, 409, 415)})
+def cancel_batch(path: BatchPath) -> dict[str, Any]:
+    """Cancel all jobs of a batch that have not ended.  One all of whose jobs have ended is 409."""
+    batch = _own(path.batch)
+    if batch.ended == batch.jobs:
+        raise Conflict(f"All jobs of batch {batch.id!r} have ended.", batch=batch.id)
+    ended = [_canceled(job_id) for job_id in batches.unfinished(database(), batch.id)]
+    canceled, canceling = ended.count(State.CANCELED), ended.count(State.RUNNING)
+    return BatchCanceled.of(batch=batch.id, canceled=canceled, canceling=canceling)
+
+
+def _canceled(job_id: str) -> State | None:
+    """None: it has ended meanwhile."""
+    try:
+        return dispatcher().cancel(job_id)
+    except (Conflict, JobNotFound):
+        return None
+
+
+def _own(batch: str) -> Batch:
+    """A batch that this request's tenant may see.  Raises NotFound, also for another's."""
+    found, mine = batches.look(database(), [batch]) if batch.isprintable() else [], tenant()
+    if not found or not (mine.admin or found[0].tenant == mine.name):
+        raise NotFound("There is no such batch, or its jobs have been removed.", batch=batch)
+    return found[0]

@@ -1,0 +1,79 @@
+"""What holds where a model's own configuration says nothing: for its kind, and for all models."""
+
+from typing import Any
+
+from admission.submission import check_model_name
+from app.admin import admin_blueprint, bring_to_redis
+from app.auth import tenant
+from app.context import dispatcher
+from app.defaults import DefaultsBody, DefaultsView, KindList, KindPath, shown_kind
+from app.describing import described_for_all
+from app.openapi import problems
+from foundation.errors import NotFound
+from jobs.record import now_ms
+from registry.defaults import INSTALLATION, Defaults
+from tasks.wiring import catalog
+
+api = admin_blueprint("defaults", "Defaults", "/admin")
+
+
+@api.get("/defaults", responses={200: DefaultsView})
+def get_defaults() -> dict[str, Any]:
+    """Show what holds for all models that do not say otherwise, and what of it is built in."""
+    return DefaultsView.of(_known(INSTALLATION) or Defaults(INSTALLATION, {}, 0))
+
+
+@api.put("/defaults", responses={200: DefaultsView, **problems(400, 413, 415, 422)})
+def put_defaults(body: DefaultsBody) -> dict[str, Any]:
+    """Replace them: what the body leaves out is as it is built in.
+
+    Jobs that are accepted afterwards are treated so.  If a model could not be configured so, as its own fields and
+    these do not go together, that is 422 and nothing has changed.
+    """
+    return _set(INSTALLATION, body)
+
+
+@api.get("/kinds", responses={200: KindList})
+def list_kinds() -> dict[str, Any]:
+    """List kinds of models, what holds for each, and which models are of it."""
+    found = dispatcher().catalog.refresh()
+    kinds = [it for name, it in sorted(found.defaults.items()) if name != INSTALLATION]
+    return KindList.of(kinds=[shown_kind(it, found) for it in kinds])
+
+
+@api.get("/kinds/<path:kind>", responses={200: DefaultsView, **problems(404)})
+def get_kind(path: KindPath) -> dict[str, Any]:
+    """Show what holds for the models of a kind that do not say otherwise."""
+    found = _known(path.kind)
+    if found is None:
+        raise NotFound("There is no such kind; GET /admin/kinds lists them.", kind=path.kind)
+    return DefaultsView.of(found)
+
+
+@api.put("/kinds/<path:kind>", responses={200: DefaultsView, **problems(400, 413, 415, 422)})
+def put_kind(path: KindPath, body: DefaultsBody) -> dict[str, Any]:
+    """Add a kind, or replace what holds for its models.  A model is of a kind by its field `kind`.
+
+    What the body leaves out is as the installation has it.
+    """
+    check_model_name(path.kind, "kind")
+    return _set(path.kind, body)
+
+
+@api.delete("/kinds/<path:kind>", responses={204: None, **problems(404, 409, 415)})
+def remove_kind(path: KindPath) -> tuple[str, int]:
+    """Forget a kind of which no model is any more."""
+    catalog().remove_kind(path.kind)
+    dispatcher().catalog.refresh()
+    return "", 204
+
+
+def _set(kind: str, body: DefaultsBody) -> dict[str, Any]:
+    overrides = body.model_dump(exclude_unset=True)
+    it = catalog().set_defaults(kind, overrides, now_ms(), tenant().name, described_for_all(overrides))
+    bring_to_redis(*dispatcher().catalog.refresh().fleets())
+    return DefaultsView.of(it)
+
+
+def _known(kind: str) -> Defaults | None:
+    return dispatcher().catalog.refresh().defaults.get(kind)

@@ -1,0 +1,45 @@
+"""Figures: all of them for Prometheus, and a model's load in one number for what scales by it."""
+
+from contextlib import suppress
+from typing import Any
+
+from flask import Response, current_app
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from redis.exceptions import RedisError
+
+from app.auth import figures
+from app.context import dispatcher
+from app.openapi import blueprint, problems
+from app.schemas import ModelPath
+from app.watched import ModelStats
+from foundation.errors import NotFound
+from insight import standings
+from upkeep.rooms import depths_of
+
+api = blueprint("figures", "Operation")
+
+
+@api.get("/metrics", responses={200: {"description": "Figures", "content": {"text/plain": {}}}, **problems(403)})
+@figures
+def metrics() -> Response:
+    """Give figures in Prometheus' text format.  What cannot be reached is left out, and `slotkeeper_up` says so."""
+    registry: CollectorRegistry = current_app.extensions["slotkeeper_metrics"]
+    return Response(generate_latest(registry), content_type=CONTENT_TYPE_LATEST)
+
+
+@api.get("/models/<path:model>/stats", responses={200: ModelStats, **problems(403, 404)})
+@figures
+def stats(path: ModelPath) -> dict[str, Any]:
+    """Give a model's load in flat numbers: `active` is what KEDA's metrics-api scaler can go by."""
+    catalog = dispatcher().catalog.snapshot()
+    model = catalog.models.get(path.model)
+    if model is None:
+        raise NotFound("There is no such model; GET /admin/models lists them.", model=path.model)
+    database, waiting = dispatcher().store.database, None
+    with suppress(RedisError):
+        waiting = depths_of(dispatcher().queues.scripts, [model.fleet]).get(model.fleet)
+    queued, running = standings.work_of(database, model.name, known=waiting is not None)
+    if waiting is not None:
+        queued = waiting.waiting.get(model.name, 0)
+    slots = catalog.slots_of(model.name)
+    return ModelStats.of(model=model.name, queued=queued, running=running, active=queued + running, slots=slots)

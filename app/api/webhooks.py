@@ -1,0 +1,248 @@
+"""Webhooks of tenants: addresses that are told what happens to jobs.  Each sees its own, who may administer all."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from app import receivers as shape
+from app.auth import tenant
+from app.openapi import blueprint, kept_out_of_caches, problems
+from app.reading import moment
+from app.receivers import (
+    CallbackList,
+    CallbacksQuery,
+    CallbacksReplayBody,
+    CallbacksReplayView,
+    CallbackView,
+    GivenUpList,
+    GivenUpQuery,
+    GivenUpView,
+    NewReceiverView,
+    NewSecretView,
+    ReasonBody,
+    ReceiverBody,
+    ReceiverChange,
+    ReceiverList,
+    ReceiverPath,
+    ReceiverQuery,
+    ReceiverView,
+    ReplayBody,
+    ReplayView,
+    TestView,
+    TriesQuery,
+    TryList,
+)
+from foundation.errors import Conflict, InvalidRequest, NotFound
+from jobs.record import now_ms
+from outbox import spreading
+from outbox.given_up import GivenUpCallbacks
+from outbox.messages import Messages
+from outbox.receivers import Receiver, Receivers, new_id
+from registry.tenants import check_tenant_name
+from tasks import bodies, vault
+from tasks.config import TaskSettings
+from tasks.outbound import check_url, parse_allow
+from tasks.wiring import database
+
+api = kept_out_of_caches(blueprint("webhooks", "Webhooks", "/webhooks"))
+
+
+@api.get("", responses={200: ReceiverList, **problems(422)})
+def list_webhooks(query: ReceiverQuery) -> dict[str, Any]:
+    """List webhooks, the oldest first."""
+    mine = tenant()
+    found = _receivers().of(query.tenant if mine.admin else mine.name, query.cursor or "", query.limit)
+    cursor = found[-1].id if len(found) == query.limit else None
+    return ReceiverList.of(webhooks=_views(found), next_cursor=cursor)
+
+
+@api.post("", responses={201: NewReceiverView, **problems(400, 409, 413, 415, 422)})
+def add_webhook(body: ReceiverBody) -> tuple[dict[str, Any], int]:
+    """Have an address told what happens to a tenant's jobs from now on.
+
+    Messages are signed as Standard Webhooks has it, with a secret that is shown here and never again.  Those about one
+    job come in their order; each comes at least once, under the same webhook-id however often.
+    """
+    mine = tenant()
+    whose = mine.name if body.tenant is None else check_tenant_name(body.tenant)
+    if whose != mine.name and not mine.admin:
+        raise InvalidRequest("tenant", "tenant must be left out: the webhooks of others are for administrators")
+    id_ = new_id()
+    secret, sealed = vault.new_signing_secret(id_)
+    new = Receiver(
+        id=id_,
+        tenant=whose,
+        url=_checked_url(body.url),
+        types=frozenset(body.events or shape.ENDS),
+        sealed=sealed,
+        created_ms=now_ms(),
+        template=None if body.template is None else bodies.checked_template(body.template),
+        description=_one_line(body.description),
+        max_per_s=body.max_per_s,
+    )
+    added = _receivers().add(new, TaskSettings().webhook_most_receivers)
+    return NewReceiverView.of(added, **shape.standing(added, waiting=0, now_ms=now_ms()), secret=secret), 201
+
+
+@api.get("/given-up", responses={200: GivenUpList, **problems(404, 422)})
+def list_given_up(query: GivenUpQuery) -> dict[str, Any]:
+    """List messages that were given up, by webhook, the newest first.  The last thousand of each are kept."""
+    if query.webhook is not None:
+        _own(query.webhook)
+    found = Messages(database()).given_up(_whose(), query.webhook, shape.before_message(query.cursor), query.limit)
+    cursor = shape.after_message(found, query.limit)
+    return GivenUpList.of(messages=[GivenUpView.of(it) for it in found], next_cursor=cursor)
+
+
+@api.get("/callbacks/given-up", responses={200: CallbackList, **problems(422)})
+def list_given_up_callbacks(query: CallbacksQuery) -> dict[str, Any]:
+    """List jobs' own callbacks that were given up, those whose jobs ended last first, as long as they are kept."""
+    whose = query.tenant if tenant().admin else tenant().name
+    found = GivenUpCallbacks(database()).page(whose, shape.before_callback(query.cursor), query.limit)
+    cursor = shape.after_callback(found, query.limit)
+    return CallbackList.of(callbacks=[CallbackView.of(it) for it in found], next_cursor=cursor)
+
+
+@api.post("/callbacks/replay", responses={202: CallbacksReplayView, **problems(400, 404, 413, 415, 422)})
+def replay_callbacks(body: CallbacksReplayBody) -> tuple[dict[str, Any], int]:
+    """Send jobs' own callbacks once more, under the same webhook-ids: one, or those given up since a time, or all."""
+    given_up = GivenUpCallbacks(database())
+    whose = None if body.tenant is None else check_tenant_name(body.tenant)
+    whose = whose if tenant().admin else tenant().name
+    if body.message is None:
+        since_ms = 0 if body.since is None else moment("since", body.since)
+        sent = given_up.owe_all(whose, since_ms, now_ms())
+        return CallbacksReplayView.of(message=None, since=body.since, sent=sent), 202
+    if not body.message.isprintable() or not given_up.owe(body.message, whose, now_ms()):
+        raise NotFound("There is no such callback, or its job has been removed.", message=body.message)
+    return CallbacksReplayView.of(message=body.message, since=body.since, sent=1), 202
+
+
+@api.get("/<webhook>", responses={200: ReceiverView, **problems(404)})
+def get_webhook(path: ReceiverPath) -> dict[str, Any]:
+    """Show a webhook, and how it does."""
+    return _view(_own(path.webhook))
+
+
+@api.patch("/<webhook>", responses={200: ReceiverView, **problems(400, 404, 413, 415, 422)})
+def change_webhook(path: ReceiverPath, body: ReceiverChange) -> dict[str, Any]:
+    """Change its address, events, template, description or pace.  What is owed goes by what is new."""
+    named = body.model_fields_set
+    values: dict[str, Any] = {}
+    if body.url is not None:
+        values["url"] = _checked_url(body.url)
+    if body.events is not None:
+        values["types"] = frozenset(body.events)
+    if "template" in named:
+        values["template"] = None if body.template is None else bodies.checked_template(body.template)
+    if "description" in named:
+        values["description"] = _one_line(body.description)
+    if "max_per_s" in named:
+        values["max_per_s"] = body.max_per_s
+    if not values:
+        return _view(_own(path.webhook))
+    return _view(_receivers().change(path.webhook, _whose(), **values))
+
+
+@api.delete("/<webhook>", responses={204: None, **problems(404, 415)})
+def remove_webhook(path: ReceiverPath) -> tuple[str, int]:
+    """Forget a webhook, with what it is owed and its deliveries."""
+    _receivers().remove(path.webhook, _whose())
+    return "", 204
+
+
+@api.post("/<webhook>/test", responses={202: TestView, **problems(404, 409, 415)})
+def test_webhook(path: ReceiverPath) -> tuple[dict[str, Any], int]:
+    """Send it a test, `webhook.test`, at once and once; its deliveries say what came of it."""
+    found = _own(path.webhook)
+    if not found.enabled:
+        raise Conflict("This webhook is disabled; enable it first.", webhook=found.id)
+    return TestView.of(webhook=found.id, message=Messages(database()).test(found, now_ms())), 202
+
+
+@api.post("/<webhook>/rotate", responses={200: NewSecretView, **problems(404, 415)})
+def rotate_webhook(path: ReceiverPath) -> dict[str, Any]:
+    """Give it a new secret.
+
+    For a day messages are signed with the secret before as well, so that the receiver can be changed meanwhile;
+    rotated again within that day, the oldest one is signed with no more.
+    """
+    found = _own(path.webhook)
+    secret, sealed = vault.new_signing_secret(found.id)
+    changed = _view(_receivers().rotate(found.id, _whose(), sealed, now_ms()))
+    return NewSecretView.of(webhook=found.id, secret=secret, former_until=changed["former_until"])
+
+
+@api.post("/<webhook>/enable", responses={200: ReceiverView, **problems(404, 415)})
+def enable_webhook(path: ReceiverPath) -> dict[str, Any]:
+    """Tell it again, from where it was disabled on, and at once if it was left alone."""
+    return _view(_receivers().enable(path.webhook, _whose(), tenant().name, now_ms()))
+
+
+@api.post("/<webhook>/disable", responses={200: ReceiverView, **problems(400, 404, 413, 415, 422)})
+def disable_webhook(path: ReceiverPath, body: ReasonBody) -> dict[str, Any]:
+    """Tell it nothing until it is enabled.  What happens meanwhile is told then, as far as its jobs are still here."""
+    return _view(_receivers().disable(path.webhook, _whose(), tenant().name, body.reason, now_ms()))
+
+
+@api.get("/<webhook>/deliveries", responses={200: TryList, **problems(404, 422)})
+def list_deliveries(path: ReceiverPath, query: TriesQuery) -> dict[str, Any]:
+    """List the tries of its messages, the newest first: of the last seven days, the last thousand."""
+    found = Messages(database()).tries_of(_own(path.webhook).id, shape.before_try(query.cursor), query.limit)
+    shown = [shape.tried(it, shows_inside=tenant().admin) for it in found]
+    return TryList.of(deliveries=shown, next_cursor=shape.after_try(found, query.limit))
+
+
+@api.post("/<webhook>/replay", responses={202: ReplayView, **problems(400, 404, 413, 415, 422)})
+def replay_webhook(path: ReceiverPath, body: ReplayBody) -> tuple[dict[str, Any], int]:
+    """Tell it once more, under the same webhook-ids: one message, all since a time, or all that was given up.
+
+    What is told are events of jobs that are still in the record.
+    """
+    found, now = _own(path.webhook), now_ms()
+    given_up: int | None = None
+    if body.message is not None:
+        if not spreading.replay_one(database(), found, shape.event_of(body.message), now):
+            raise NotFound("What this message tells of is not in the record, or no longer.", message=body.message)
+    elif body.since is not None:
+        spreading.replay(database(), found, moment("since", body.since))
+    else:
+        given_up = Messages(database()).retry_given_up(found.id, now)
+    return ReplayView.of(webhook=found.id, message=body.message, since=body.since, given_up=given_up), 202
+
+
+def _receivers() -> Receivers:
+    return Receivers(database())
+
+
+def _whose() -> str | None:
+    """Whose webhooks may be touched; None: anybody's."""
+    return None if tenant().admin else tenant().name
+
+
+def _own(receiver_id: str) -> Receiver:
+    """Raises NotFound, also for those of others."""
+    return _receivers().get(receiver_id, _whose())
+
+
+def _view(found: Receiver) -> dict[str, Any]:
+    return _views([found])[0]
+
+
+def _views(found: Sequence[Receiver]) -> list[dict[str, Any]]:
+    waiting, now = _receivers().backlog([it.id for it in found]), now_ms()
+    return [ReceiverView.of(it, **shape.standing(it, waiting.get(it.id, 0), now)) for it in found]
+
+
+def _checked_url(url: str) -> str:
+    """Raises InvalidRequest where nothing may be sent to it."""
+    problem = check_url(url, parse_allow(TaskSettings().webhook_allow))
+    if problem is not None:
+        raise InvalidRequest("url", f"url: {problem}")
+    return url
+
+
+def _one_line(text: str | None) -> str:
+    """Raises InvalidRequest for what cannot be shown on one line."""
+    if text and not text.isprintable():
+        raise InvalidRequest("description", "description must be printable, and on one line")
+    return text or ""

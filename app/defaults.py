@@ -1,0 +1,50 @@
+"""What is read and written about defaults of configurations; see app.schemas."""
+
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+from app.answers import GIVEN, Answer, Read, Time
+from app.openapi import Model
+from app.schemas import MODEL_NAME, ConfigBody
+from registry.catalog import Snapshot
+from registry.config import ModelConfig
+from registry.defaults import KIND, Defaults
+
+
+class DefaultsBody(ConfigBody):
+    """What holds where a model says nothing, all of it: what is left out is not said here."""
+
+    @field_validator("kind")
+    @classmethod
+    def _says_no_kind(cls, value: str | None) -> str | None:
+        raise ValueError("only a model is of a kind; leave it out")
+
+
+class DefaultsView(Answer, shows=Defaults):
+    kind: Annotated[str | None, Read(lambda it: it.name or None)] = Field(description="null: for all models.")
+    overrides: dict[str, Any] = Field(description="What was said.")
+    built_in: Annotated[dict[str, Any], Read(lambda _: ModelConfig().model_dump())] = Field(
+        description="What holds where nobody says anything."
+    )
+    described_by: str | None = Field(description="The version of the description that it makes.")
+    changed_by: str | None
+    changed_at: Time | None
+
+
+class KindView(DefaultsView):
+    models: Annotated[list[str], GIVEN]
+
+
+class KindList(Answer):
+    kinds: list[KindView]
+
+
+class KindPath(Model):
+    kind: str = Field(json_schema_extra=MODEL_NAME)
+
+
+def shown_kind(it: Defaults, catalog: Snapshot) -> dict[str, Any]:
+    """KindView."""
+    models = sorted(model.name for model in catalog.models.values() if model.overrides.get(KIND) == it.name)
+    return KindView.of(it, models=models)

@@ -1,0 +1,268 @@
+"""What is answered about jobs."""
+
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Field
+
+from admission.placement import show_constraints
+from app.answers import GIVEN, Answer, Read, Time
+from insight import attempts, explain
+from insight.interval import Estimate
+from insight.places import Place
+from jobs.record import Accepted, Job
+from jobs.states import FINAL, State, Why
+from outbox.tail import Entry
+from upkeep import ledger
+
+Outlook = Literal["starting", "waiting", "later", "unknown"]
+
+_BETWEEN: Any = Field(description="Earliest and latest start, seconds from now; it holds for nine jobs of ten.")
+_ESTIMATE: Any = Field(
+    description="Seconds from now, from the latest runs of its model; null: not known, or it cannot start as things "
+    "stand."
+)
+_OUTLOOK: Any = Field(
+    description="What comes next: `starting`: it has a slot and is being started; `waiting`: in line, at `position`; "
+    "`later`: it is delayed; `unknown`: the waiting room cannot be reached, or has not taken it in yet.  null: it has "
+    "started or ended, as `status` says."
+)
+_POSITION: Any = Field(description="1: next.  null: it does not wait in line, or that is not known now.")
+_NOTICE: Any = Field(description="What keeps it from starting for now, such as constraints that no known server meets.")
+
+# The two ways to be dead, as clients know them from elsewhere; the last attempt's own code stands beside it.
+_DEAD_CODES = {Why.RETRIES_EXHAUSTED: "max_retries_exceeded", Why.CRASHES_EXHAUSTED: "max_crashes_exceeded"}
+
+
+def seconds(ms: int) -> float:
+    return round(ms / 1000, 1)
+
+
+def start(estimate: Estimate | None) -> dict[str, Any]:
+    """When a job should start, seconds from now; the interval holds for nine jobs of ten."""
+    return {
+        "estimated_start_s": estimate and seconds(estimate.mid_ms),
+        "estimated_start_between_s": estimate and [seconds(estimate.low_ms), seconds(estimate.high_ms)],
+    }
+
+
+def outlook(state: State, where: Place) -> str | None:
+    """What comes next for a job, in one word; None: it has started or ended, as its status says."""
+    match state:
+        case State.DELAYED:
+            return "later"
+        case State.QUEUED if where.offered:
+            return "starting"
+        case State.QUEUED:
+            return "unknown" if where.position is None else "waiting"
+        case _:
+            return None
+
+
+def place(state: State, where: Place) -> dict[str, Any]:
+    """Where a job stands, and when it should start."""
+    return {"outlook": outlook(state, where), "position": where.position, **start(where.estimate)}
+
+
+def error(it: Job) -> dict[str, Any] | None:
+    """Of a job, or of its last attempt."""
+    if it.error_code is None:
+        return None
+    code = _DEAD_CODES.get(it.why) if it.state is State.DEAD else None
+    if code is None:
+        return JobError.of(code=it.error_code, message=it.error_message, last_code=None)
+    return JobError.of(code=code, message=it.error_message, last_code=it.error_code)
+
+
+def _where(it: Job, name: str | None) -> str | None:
+    """A server or slot that a job has, or had at its end."""
+    return name if it.state is State.RUNNING or it.state in FINAL else None
+
+
+class Receipt(Answer, shows=Accepted):
+    """A job that was accepted: it is in the record."""
+
+    job_id: Annotated[str, Read("id")]
+    status: Annotated[State, Read("state")]
+    outlook: Annotated[Outlook | None, GIVEN] = _OUTLOOK
+    position: Annotated[int | None, GIVEN] = _POSITION
+    deduplicated: bool = Field(description="It had been accepted before, under the same Idempotency-Key.")
+    estimated_start_s: Annotated[float | None, GIVEN] = _ESTIMATE
+    estimated_start_between_s: Annotated[list[float] | None, GIVEN] = _BETWEEN
+    notice: Annotated[str | None, GIVEN] = _NOTICE
+    links: Annotated[dict[str, str], GIVEN]
+
+
+class BatchReceiptItem(Answer, shows=Accepted):
+    job_id: Annotated[str, Read("id")]
+    status: Annotated[State, Read("state")]
+    deduplicated: bool
+    notice: Annotated[str | None, GIVEN] = _NOTICE
+
+
+class BatchReceipt(Answer):
+    """All jobs of a batch were accepted, in this order."""
+
+    batch: str | None = Field(
+        description="Where /queue/batches shows them; if all had been accepted before, that of the first."
+    )
+    accepted: int = Field(description="Jobs that had not been accepted before.")
+    jobs: list[BatchReceiptItem]
+
+
+class JobError(Answer):
+    code: str
+    message: str | None
+    last_code: str | None = Field(None, description="Of the last attempt, where `code` says why there is no further.")
+
+
+class JobView(Answer, shows=Job):
+    """A job as it stands."""
+
+    job_id: Annotated[str, Read("id")]
+    model: str
+    status: Annotated[State, Read("state")]
+    why: str = Field(description="Of its last transition.")
+    priority: Annotated[int, Read("tier")]
+    constraints: Annotated[dict[str, Any], Read(lambda it: show_constraints(it.constraints))]
+    tenant: str
+    batch: str | None = Field(description="The batch that it came in; null: it came alone.")
+    attempts: int = Field(description="Runs that a server took up.")
+    failures: int = Field(description="Counts against max_retries.")
+    crashes: int = Field(description="Counts against max_crashes.")
+    server: Annotated[str | None, Read(lambda it: _where(it, it.server))]
+    slot: Annotated[str | None, Read(lambda it: _where(it, it.slot))]
+    error: Annotated[JobError | None, Read(lambda it: error(it) if it.state in FINAL else None)] = Field(
+        description="Why it ended without a result."
+    )
+    last_error: Annotated[JobError | None, Read(lambda it: None if it.state in FINAL else error(it))] = Field(
+        description="Of the last attempt of a job that has not ended."
+    )
+    cancel_requested: Annotated[bool, Read(lambda it: it.cancel_requested_ms is not None)]
+    callback_url: str | None
+    created_at: Time
+    started_at: Time | None
+    completed_at: Annotated[Time | None, Read("finished_ms")]
+    not_before: Annotated[Time | None, Read("due_ms")] = Field(description="delayed: when it is queued.")
+    deadline: Time | None
+
+
+class JobDetail(JobView):
+    """A job with its place or its result."""
+
+    outlook: Annotated[Outlook | None, GIVEN] = _OUTLOOK
+    position: Annotated[int | None, GIVEN] = _POSITION
+    estimated_start_s: Annotated[float | None, GIVEN] = _ESTIMATE
+    estimated_start_between_s: Annotated[list[float] | None, GIVEN] = _BETWEEN
+    # It is handed on as the text that it is.
+    result: Annotated[Any, Read(lambda it: None if it.result is None else orjson.Fragment(it.result))]
+
+
+class Blocker(Answer, shows=explain.Blocker):
+    """One thing that a job waits for."""
+
+    code: str = Field(description="A stable word for programs.")
+    sentence: str
+    subject: str | None = Field(description="The server, model or tenant that it is about.")
+    until: Time | None = Field(description="When it may be over.")
+
+
+class Explanation(Answer, shows=explain.Explanation):
+    """What a job waits for."""
+
+    job_id: Annotated[str, GIVEN]
+    status: Annotated[State, GIVEN]
+    sentence: str = Field(description="All of it in one sentence.")
+    waits_for: list[Blocker]
+    ahead: int | None = Field(description="Jobs of its model that come first; null: it does not wait in line.")
+    before: list[str] = Field(
+        description="Up to five jobs of its tenant and tier that come just before it; the last of them is the nearest."
+    )
+    policy: str | None
+    longest_overtaking_s: float | None = Field(
+        description="Jobs accepted up to so many seconds after it may come before it; null: there is no bound."
+    )
+    servers: Annotated[
+        dict[str, str | None], Read(lambda it: {name: why or None for name, why in it.servers.items()})
+    ] = Field(description="Each server of its model, and what keeps it from taking this job now; null: nothing does.")
+    estimated_start_s: Annotated[float | None, GIVEN] = _ESTIMATE
+    estimated_start_between_s: Annotated[list[float] | None, GIVEN] = _BETWEEN
+
+
+class JobList(Answer):
+    jobs: list[JobView]
+    next_cursor: str | None = Field(description="null: this was the last page.")
+
+
+class Attempt(Answer, shows=attempts.Attempt):
+    attempt: int
+    server: str | None
+    slot: str | None
+    started_at: Time
+    ended_at: Time | None
+    outcome: str | None = Field(description="The reason of the transition that ended it; null: it is running.")
+    error: Annotated[JobError | None, Read(lambda it: it.error and JobError.of(**it.error, last_code=None))]
+
+
+class AttemptList(Answer):
+    job_id: str
+    attempts: list[Attempt]
+
+
+class CancelAnswer(Answer):
+    job_id: str
+    status: Literal["canceled", "canceling"]
+
+
+class PushAnswer(Answer):
+    status: str = Field(description="The job's state now; `ignored`: the push does not tell the end of the run.")
+
+
+class RetryAllAnswer(Answer):
+    retried: int
+    more: bool = Field(description="There are dead jobs left: ask again.")
+
+
+class Ledger(Answer, shows=ledger.Ledger):
+    """Every accepted job, in the state in which it stands or in which it was removed."""
+
+    accepted: int
+    by_state: dict[str, int]
+    purged: Annotated[dict[str, int], Read(lambda it: {str(name): count for name, count in it.purged.items() if count})]
+    balanced: bool
+
+
+class Part(Answer):
+    ok: bool
+    why: str | None
+
+
+class Health(Answer):
+    status: Literal["ok", "degraded", "unavailable"]
+    parts: dict[str, Part]
+
+
+class Alive(Answer):
+    status: Literal["ok"]
+
+
+class StreamEvent(Answer, shows=Entry):
+    job_id: Annotated[str, Read("event.job_id")]
+    model: str
+    tenant: str
+    tier: int
+    server: str | None = Field(description="Of that attempt; null before the first.")
+    attempt: Annotated[int, Read("event.attempt")] = Field(description="Starts so far.")
+    why: Annotated[str, Read(lambda it: it.event.data.get("why"))] = Field(description="As of a job.")
+    at: Annotated[Time, Read("event.at_ms")]
+    retry_in_ms: Annotated[int | None, Read(lambda it: it.event.data.get("retry_in_ms"))] = Field(
+        None, description="Only of a job that waits for its next attempt."
+    )
+
+
+def happened(it: Entry) -> dict[str, Any]:
+    """StreamEvent, without what it has nothing to say of."""
+    told = StreamEvent.of(it)
+    if told["retry_in_ms"] is None:
+        del told["retry_in_ms"]
+    return told

@@ -1,0 +1,221 @@
+"""The entrance of the page: who looks at it, by which visit, and that its forms are its own.
+
+With keys a visit begins with a log-in.  Without them everybody is LOCAL, as at the API, and a visit is there for the
+forms alone.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+from flask import Blueprint, Flask, Response, current_app, g, redirect, request
+from werkzeug.exceptions import HTTPException
+
+from app import auth, errors
+from app.auth import come_in, for_people, tenant
+from app.config import AppSettings
+from app.page import sessions
+from app.page.attempts import Attempts
+from app.page.render import rendered
+from app.page.sessions import Visit
+from app.page.visitor import THEME_COOKIE, THEMES, form, is_known, may_audit
+from app.reading import refuse_nul_in
+from jobs.record import now_ms
+from registry.tenants import LOCAL, hash_key
+from registry.visits import Visits
+from tasks.config import TaskSettings
+from tasks.keyring import session_keys
+from tasks.wiring import database
+
+V = TypeVar("V", bound=Callable[..., Any])
+
+LOG_IN = "/page/log-in"
+_ATTEMPTS = "slotkeeper_attempts"
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+_MOST_FIELDS, _MOST_FORM_BYTES = 2000, 256 << 10
+
+page = Blueprint("page", "app.page")
+
+
+class Refused(Exception):
+    """What a person may not do, or has to do first."""
+
+    def __init__(self, status: int, title: str, detail: str) -> None:
+        super().__init__(detail)
+        self.status, self.title, self.detail = status, title, detail
+
+
+def screen(
+    rule: str, *, admin: bool = False, audit: bool = False, method: str = "GET", open_to_all: bool = False
+) -> Callable[[V], V]:
+    """Serve a view of the page there.
+
+    `admin`: only to who may administer; `audit`: to them, and to who may see what others did; `open_to_all`: also
+    without a log-in.
+    """
+
+    def register(view: V) -> V:
+        @wraps(view)
+        def guarded(**path: Any) -> Any:
+            if not open_to_all and not is_known():
+                return redirect(LOG_IN, 303)
+            if admin and not tenant().admin:
+                raise Refused(403, "Not allowed", "This needs the key of a tenant that may administer.")
+            if audit and not may_audit():
+                raise Refused(403, "Not allowed", "This needs the key of a tenant that may audit.")
+            return view(**path)
+
+        page.add_url_rule(rule, view.__name__, for_people(guarded), methods=[method])
+        return view
+
+    return register
+
+
+def register(app: Flask) -> None:
+    app.register_blueprint(page)
+
+
+def equip(app: Flask) -> None:
+    app.extensions[_ATTEMPTS] = Attempts()
+
+
+# -- each request ------------------------------------------------------------------------------------------
+
+
+@page.before_request
+def _receive() -> None:
+    request.max_form_parts, request.max_content_length = _MOST_FIELDS, _MOST_FORM_BYTES
+    visit = sessions.read(request.cookies.get(_cookie(), ""), session_keys())
+    if visit is not None and visit.key and Visits(database()).has_ended(visit.id):
+        visit = None
+    g.visit = visit or sessions.new_visit("", _settings().session_s)
+    g.is_new_visit = visit is None
+    _identify(g.visit)
+    if request.method not in _SAFE:
+        _refuse_foreign_forms(g.visit)
+        for field, texts in form().lists():
+            refuse_nul_in(field, *texts)
+
+
+def _identify(visit: Visit) -> None:
+    keys = auth.keys()
+    whose = LOCAL if keys is None else keys.of_hashed(visit.key) if visit.key else None
+    if whose is not None:
+        come_in(whose)
+
+
+def _refuse_foreign_forms(visit: Visit) -> None:
+    """No page but ours knows what stands in our forms."""
+    if g.is_new_visit or not sessions.is_own_form(form().get("token", ""), visit, session_keys()):
+        detail = "This form was not made for this visit, or is too old.  Go back, load the page anew, and try again."
+        raise Refused(403, "Not our form", detail)
+
+
+@page.after_request
+def _see_off(response: Response) -> Response:
+    if g.get("is_new_visit") and request.endpoint != "page.asset":
+        _give(response, g.visit)
+    if request.endpoint != "page.asset":
+        response.headers["Cache-Control"] = "no-store"
+    response.headers["Referrer-Policy"] = "same-origin"
+    return response
+
+
+def _give(response: Response, visit: Visit) -> None:
+    value, lasts_s = sessions.written(visit, next(session_keys())), _settings().session_s
+    _set(response, _cookie(), value, lasts_s)
+
+
+def _set(response: Response, name: str, value: str, lasts_s: int) -> None:
+    secure = TaskSettings().callback_base.startswith("https://")
+    response.set_cookie(name, value, lasts_s, httponly=True, samesite="Strict", secure=secure, path="/")
+
+
+def _cookie() -> str:
+    return sessions.cookie_name(_settings().port)
+
+
+def _settings() -> AppSettings:
+    found: AppSettings = current_app.extensions["slotkeeper_settings"]
+    return found
+
+
+# -- log-in, log-out, light and dark -----------------------------------------------------------------------
+
+
+@screen(LOG_IN, open_to_all=True)
+def log_in_form() -> Any:
+    if is_known():
+        return redirect("/", 303)
+    return rendered("log_in.html", wrong="")
+
+
+@screen(LOG_IN, method="POST", open_to_all=True)
+def log_in() -> Any:
+    keys = auth.keys()
+    if keys is None:
+        return redirect("/", 303)
+    hashed = hash_key(form().get("key", "").strip())
+    if keys.of_hashed(hashed) is None:
+        return _refuse_key()
+    g.visit, g.is_new_visit = sessions.new_visit(hashed, _settings().session_s), True
+    return redirect("/", 303)
+
+
+def _refuse_key() -> Any:
+    attempts: Attempts = current_app.extensions[_ATTEMPTS]
+    if wait_s := attempts.wrong(request.environ.get("REMOTE_ADDR", "")):
+        wrong = "No tenant has this key, and too many wrong ones have come; try again in a minute."
+        return rendered("log_in.html", 429, wrong=wrong), 429, {"Retry-After": str(int(wait_s) + 1)}
+    return rendered("log_in.html", 401, wrong="No tenant has this key."), 401
+
+
+@screen("/page/log-out", method="POST", open_to_all=True)
+def log_out() -> Any:
+    """Whoever has copied the cookie is out, too.  Raises RecordUnavailable: then nobody is, and it is said."""
+    if g.visit.key:
+        Visits(database()).end(g.visit.id, g.visit.until_ms, now_ms())
+    g.visit, g.is_new_visit = sessions.new_visit("", _settings().session_s), True
+    return redirect(LOG_IN, 303)
+
+
+@screen("/page/theme", method="POST", open_to_all=True)
+def choose_theme() -> Any:
+    chosen = form().get("theme", "")
+    response = redirect(own_path(form().get("back", "/")), 303)
+    if chosen in THEMES:
+        _set(response, THEME_COOKIE, chosen, 366 * 86_400)  # type: ignore[arg-type]
+    return response
+
+
+def own_path(path: str) -> str:
+    """A place on this page to go on to, and no other site's."""
+    is_own = path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable()
+    return path if is_own else "/"
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------
+
+
+@page.errorhandler(Exception)
+def _failed(error: Exception) -> Any:
+    """As the API would answer it, but for people."""
+    if "visit" not in g:  # It was refused before anybody asked who it is.
+        g.visit, g.is_new_visit = sessions.new_visit("", _settings().session_s), False
+    if isinstance(error, Refused):
+        return _told(error.status, error.title, error.detail)
+    if isinstance(error, HTTPException) and (error.code is None or error.code < 400):
+        return error
+    return _told(*told_of(error))
+
+
+def told_of(error: Exception) -> tuple[int, str, str]:
+    """An error in the API's words: (status, title, detail)."""
+    problem = errors.of(error)
+    assert isinstance(problem, Response), "only what is no error leaves otherwise"
+    body = problem.get_json()
+    return problem.status_code, body["title"], body["detail"]
+
+
+def _told(status: int, title: str, detail: str) -> Any:
+    return rendered("wrong.html", status, status=status, title=title, detail=detail), status

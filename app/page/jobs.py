@@ -1,0 +1,105 @@
+"""Jobs: the list, and the life of one."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from flask import redirect, request
+
+from app.api import dlq as dlq_api
+from app.api import jobs as jobs_api
+from app.context import dispatcher
+from app.page.entrance import screen
+from app.page.render import rendered, segment
+from app.schemas import JobPath, ListQuery, WaitQuery
+from insight import story
+from insight.story import Part, Span, Story
+from jobs.record import Event, now_ms
+from jobs.states import FINAL, State
+
+_WIDTH = 1000  # of a time line, in its own units
+_NARROWEST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A span on the time line, from `x`, in units of which the whole has a thousand."""
+
+    span: Span
+    x: float
+    width: float
+    lasted_ms: int
+
+
+@screen("/page/jobs")
+def jobs() -> Any:
+    wanted = _wanted("status"), _wanted("model"), _wanted("cursor")
+    if (job_id := _wanted("id")) is not None:
+        return redirect(f"/page/jobs/{segment(job_id)}", 303)
+    status, model, cursor = wanted
+    query = ListQuery.model_validate({"status": status, "model": model, "limit": 50, "cursor": cursor})
+    found = jobs_api.list_jobs(query)
+    return rendered(
+        "jobs.html", jobs=found["jobs"], next=found["next_cursor"], status=status, model=model, states=State
+    )
+
+
+@screen("/page/jobs/<path:job_id>")
+def job(job_id: str) -> Any:
+    known = jobs_api.own_job(job_id)
+    path = JobPath(job_id=job_id)
+    trail, now = dispatcher().store.events_of(job_id), now_ms()
+    life = story.tell(dispatcher().store, dispatcher().catalog.snapshot(), known, trail, now)
+    return rendered(
+        "job.html",
+        job=jobs_api.get_job(path, WaitQuery(wait=0)),
+        payload=known.payload,
+        remote_id=known.remote_id,
+        source=known.source,
+        explained=None if known.state in FINAL else jobs_api.explain_job(path),
+        attempts=jobs_api.list_attempts(path)["attempts"],
+        events=[_shown(event) for event in trail],
+        life=life,
+        result=known.result,
+        parts_of=[(part, life.total_ms(part, now)) for part in Part],
+        bars=_bars(life, now),
+        has_ended=known.state in FINAL,
+        is_dead=known.state is State.DEAD,
+        created_ms=known.created_ms,
+    )
+
+
+@screen("/page/jobs/<path:job_id>/cancel", method="POST")
+def cancel(job_id: str) -> Any:
+    answer, _ = jobs_api.cancel_job(JobPath(job_id=job_id))
+    return redirect(f"/page/jobs/{segment(job_id)}?said={answer['status']}", 303)
+
+
+@screen("/page/jobs/<path:job_id>/retry", method="POST", admin=True)
+def retry(job_id: str) -> Any:
+    dlq_api.retry_dead(JobPath(job_id=job_id))
+    return redirect(f"/page/jobs/{segment(job_id)}?said=retried", 303)
+
+
+def _wanted(name: str) -> str | None:
+    return request.args.get(name, "").strip() or None
+
+
+def _shown(event: Event) -> dict[str, Any]:
+    """An event with its facts as pairs of words."""
+    facts = {name: value for name, value in event.data.items() if name != "why" and value not in (None, "", 0)}
+    error = facts.pop("error", None)
+    if error:
+        facts["error"] = f"{error.get('code')}: {error.get('message')}"
+    return {"type": event.type, "at": event.at_ms, "why": event.data.get("why"), "facts": facts}
+
+
+def _bars(life: Story, now_ms: int) -> list[Bar]:
+    """Each span as wide as it lasted, but none too narrow to be seen."""
+    lasted = [span.lasted_ms(now_ms) for span in life.spans]
+    shown = [max(_NARROWEST, _WIDTH * ms / max(1, sum(lasted))) for ms in lasted]
+    scale = _WIDTH / max(1.0, sum(shown))
+    bars, x = [], 0.0
+    for span, ms, width in zip(life.spans, lasted, shown, strict=True):
+        bars.append(Bar(span, round(x, 1), round(width * scale, 1), ms))
+        x += width * scale
+    return bars

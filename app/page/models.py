@@ -1,0 +1,66 @@
+"""One model: whose turn it is and why, how estimates come true, and how its jobs are treated."""
+
+from contextlib import suppress
+from typing import Any
+
+from flask import redirect
+from redis.exceptions import RedisError
+
+from app.api import models as models_api
+from app.api import servers as servers_api
+from app.context import context, dispatcher
+from app.page import plots
+from app.page.entrance import screen
+from app.page.overview import last_hour
+from app.page.render import rendered, segment
+from app.page.visitor import state_body
+from app.schemas import ModelPath
+from insight import overview as at_a_glance
+from insight.explain import explain
+from insight.lanes import lanes_of
+from jobs.record import now_ms
+
+_SIZES = ("within the first round of all slots", "within eight rounds", "later")
+
+
+@screen("/page/models/<path:model>", admin=True)
+def model(model: str) -> Any:
+    path = ModelPath(model=model)
+    told, now = models_api.get_model(path), now_ms()
+    known = dispatcher().catalog.snapshot().models[model]
+    running = dispatcher().store.running()
+    lanes, all_of_them = lanes_of(dispatcher(), known)
+    at_present = at_a_glance.look(dispatcher(), last_hour(), [known], running, now)[model]
+    slots = at_a_glance.slots_of(list(dispatcher().catalog.snapshot().servers.values()), running, dispatcher())
+    servers = [it for it in servers_api.list_servers()["servers"] if model in it["models"]]
+    return rendered(
+        "model.html",
+        model=told,
+        now=at_present,
+        plot=plots.of_use(at_present.use, at_present.ended),
+        servers=[(it, slots.get(it["server"], [])) for it in servers],
+        lanes=lanes,
+        all_of_them=all_of_them,
+        next=_next(lanes[0].first.id) if lanes else None,
+        truths=_truths(known),
+        config=models_api.get_config(path),
+    )
+
+
+@screen("/page/models/<path:model>/state", method="POST", admin=True)
+def change_model(model: str) -> Any:
+    models_api.change_model(ModelPath(model=model), state_body())
+    return redirect(f"/page/models/{segment(model)}?said=changed", 303)
+
+
+def _next(job_id: str) -> Any:
+    """Why the job whose turn it is has not started; None: it has gone meanwhile."""
+    job = dispatcher().store.get(job_id)
+    return job and explain(dispatcher(), context().estimates, job)
+
+
+def _truths(known: Any) -> list[Any]:
+    found: list[Any] = []
+    with suppress(RedisError):
+        found = context().estimates.truths(known)
+    return [(words, it) for words, it in zip(_SIZES, found, strict=False) if it is not None]

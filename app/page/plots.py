@@ -1,0 +1,36 @@
+"""Small plots as SVG paths, drawn here so that they need no script, and said in words for who does not see them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WIDTH, HEIGHT = 240, 48
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """`area` and `line`: paths in a box of WIDTH by HEIGHT; `words` says the same."""
+
+    area: str
+    line: str
+    words: str
+    width: int = WIDTH
+    height: int = HEIGHT
+
+
+def of_use(use: Sequence[float], ended: Sequence[int]) -> Plot:
+    """Share of slots in use, minute by minute, the newest at the right."""
+    if not any(use):
+        return Plot("", "", f"Slot use over the last hour: none. {sum(ended)} jobs ended.")
+    step = WIDTH / (len(use) - 1)
+    points = [f"{n * step:.1f} {_y(share):.1f}" for n, share in enumerate(use)]
+    line = "M" + "L".join(points)
+    mean, most = sum(use) / len(use), max(use)
+    words = (
+        f"Slot use over the last hour: {use[-1]:.0%} at last, {mean:.0%} on average, {most:.0%} at most. "
+        f"{sum(ended)} jobs ended."
+    )
+    return Plot(f"{line}L{WIDTH} {HEIGHT}L0 {HEIGHT}Z", line, words)
+
+
+def _y(share: float) -> float:
+    return HEIGHT - 1 - share * (HEIGHT - 2)

@@ -1,0 +1,56 @@
+"""Servers: all of them, and one with what keeps it from jobs."""
+
+from typing import Any
+
+from flask import redirect, request
+
+from app.api import servers as servers_api
+from app.context import dispatcher
+from app.page.entrance import screen
+from app.page.render import rendered, segment
+from app.page.visitor import state_body
+from app.schemas import ServerPath
+from foundation.errors import NotFound
+from insight import overview as at_a_glance
+from insight.idle import why_idle
+from tasks.wiring import workers
+
+_MOST_TILES = 256
+
+
+@screen("/page/servers", admin=True)
+def servers() -> Any:
+    found = servers_api.list_servers()
+    return rendered("servers.html", servers=found["servers"], room_away=found["fleets"] is None)
+
+
+@screen("/page/servers/<path:server>", admin=True)
+def server(server: str) -> Any:
+    """`?ask`: also what it says of itself just now, which may take as long as it lets us wait."""
+    listed = servers_api.list_servers()["servers"]
+    told = next((it for it in listed if it["server"] == server), None)
+    known = dispatcher().catalog.snapshot().servers.get(server)
+    if told is None or known is None:
+        raise NotFound("There is no such server.", server=server)
+    slots = at_a_glance.slots_of([known], dispatcher().store.running(), dispatcher())[server]
+    asked = servers_api.check_server(ServerPath(server=server)) if request.args.get("ask") else None
+    return rendered(
+        "server.html",
+        server=told,
+        slots=slots[:_MOST_TILES],
+        more=max(0, len(slots) - _MOST_TILES),
+        reasons=why_idle(dispatcher(), workers(), known),
+        asked=asked,
+    )
+
+
+@screen("/page/servers/<path:server>/state", method="POST", admin=True)
+def change_server(server: str) -> Any:
+    servers_api.change_server(ServerPath(server=server), state_body())
+    return redirect(f"/page/servers/{segment(server)}?said=changed", 303)
+
+
+@screen("/page/servers/<path:server>/reset", method="POST", admin=True)
+def reset_server(server: str) -> Any:
+    servers_api.reset_server(ServerPath(server=server))
+    return redirect(f"/page/servers/{segment(server)}?said=reset", 303)

@@ -1,0 +1,61 @@
+"""Settings in force in this process, without what must not be shown."""
+
+import re
+from typing import Any
+
+from pydantic_settings import BaseSettings
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+
+from app.api import ledger as ledger_api
+from app.config import AppSettings
+from app.page.entrance import screen
+from app.page.render import rendered
+from foundation.config import Limits, RecordSettings
+from routing.config import RoutingSettings
+from tasks.config import TaskSettings
+
+_CHAPTERS: tuple[tuple[str, type[BaseSettings]], ...] = (
+    ("The record", RecordSettings),
+    ("How long the record may keep anybody waiting", Limits),
+    ("Redis, slots, offers and waiting", RoutingSettings),
+    ("Workers, messages and webhooks", TaskSettings),
+    ("The API and the page", AppSettings),
+)
+_SECRET = re.compile(r"secret|password|token|_key$")
+_HIDDEN = "set, not shown"
+
+
+@screen("/page/settings", admin=True)
+def settings() -> Any:
+    chapters = [(title, [_shown(kind(), kind, name) for name in kind.model_fields]) for title, kind in _CHAPTERS]
+    return rendered("settings.html", chapters=chapters, ledger=ledger_api.get_ledger())
+
+
+def _shown(now: BaseSettings, kind: type[BaseSettings], name: str) -> dict[str, Any]:
+    value, prefix = getattr(now, name), str(kind.model_config.get("env_prefix", ""))
+    default = kind.model_fields[name].default
+    return {"name": f"{prefix}{name}".upper(), "value": shown(name, value), "is_default": value == default}
+
+
+def shown(name: str, value: Any) -> str:
+    """A setting's value, as somebody may read it over another's shoulder."""
+    if value in ("", None):
+        return "empty"
+    if _SECRET.search(name):
+        return _HIDDEN
+    return _without_password(str(value)) if "://" in str(value) else str(value)
+
+
+def _without_password(url: str) -> str:
+    """Several URLs may stand there, with commas or semicolons between them."""
+    return re.sub(r"[^,;\s]+://[^,;\s]+", lambda it: _plain(it[0]), url)
+
+
+def _plain(url: str) -> str:
+    try:
+        made = make_url(url)
+    except (ArgumentError, ValueError):
+        return f"{url.partition('://')[0]}://{_HIDDEN}"
+    made = made.set(query=dict.fromkeys(made.query, "***"))
+    return made.render_as_string(hide_password=True)

@@ -1,0 +1,32 @@
+"""Tenants: who has a key, what each may hold and send, and who is paused."""
+
+from typing import Any
+
+from flask import redirect
+
+from app.api import tenants as tenants_api
+from app.context import dispatcher
+from app.page.entrance import screen
+from app.page.render import rendered
+from app.page.visitor import form, state_body
+from app.schemas import TenantPath
+
+
+@screen("/page/tenants", admin=True)
+def tenants() -> Any:
+    models = dispatcher().catalog.refresh().models.values()
+    return rendered(
+        "tenants.html",
+        tenants=tenants_api.list_tenants()["tenants"],
+        limits=[it for it in sorted(models, key=lambda it: it.name) if _is_limited(it.config)],
+    )
+
+
+@screen("/page/tenants/state", method="POST", admin=True)
+def change_tenant() -> Any:
+    tenants_api.change_tenant(TenantPath(tenant=form().get("tenant", "").strip()), state_body())
+    return redirect("/page/tenants?said=changed", 303)
+
+
+def _is_limited(config: Any) -> bool:
+    return bool(config.tenant_slots or config.tenant_slot_limits or config.weights)

@@ -1,0 +1,315 @@
+"""What is answered about servers, models and tenants."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from app.answers import GIVEN, Answer, Read, Time, time
+from app.job_answers import seconds
+from app.schemas import AdminStateName
+from insight import servers as insight
+from insight.load import Load
+from insight.overtaking import TIERS, longest_overtaking_s, longest_wait
+from jobs.names import ClosedName
+from jobs.record import now_ms
+from jobs.withheld import Withheld
+from registry import catalog as registered
+from registry.catalog import Snapshot
+from registry.config import ModelConfig, understood
+from registry.defaults import Source, behind
+from registry.rotations import Rotation
+from registry.tenants import Tenant
+from registry.values import AdminState, Server, TenantState
+from tasks.descriptions import effective, is_behind
+from upkeep import draining
+from upkeep.rooms import Depths
+
+Breaker = Literal["closed", "open", "half_open", "probing"]
+OpenedBy = Literal["failures", "rate", "probe"]
+
+
+def shown_endpoint(url: str) -> str:
+    """Without the values of its query, which may be keys."""
+    address, mark, query = url.partition("?")
+    names = (part.partition("=") for part in query.split("&"))
+    return address + mark + "&".join(name + equals + ("***" if value else "") for name, equals, value in names)
+
+
+def plain(attribute: str | float) -> str | float | list[str]:
+    """An attribute as it was given: a list is kept as one text."""
+    return attribute.split(",") if isinstance(attribute, str) and "," in attribute else attribute
+
+
+def departing(it: Server) -> dict[str, Any] | None:
+    """Of a server that is being removed or renamed."""
+    if it.leaving_ms is None:
+        return None
+    return Leaving.of(since=time(it.leaving_ms), by=it.leaving_by, becomes=it.becomes, left=None)
+
+
+def removal(model: str, catalog: Snapshot, left: Mapping[str, int] | None) -> dict[str, Any] | None:
+    """Of a model that is being removed.  `left`: its jobs that have not ended; None: they were not counted."""
+    if not catalog.is_leaving(model):
+        return None
+    closed = catalog.closed[model]
+    return Leaving.of(since=time(closed.changed_ms), by=closed.changed_by, becomes=None, left=left and dict(left))
+
+
+class StateView(Answer):
+    """Whether something takes part."""
+
+    state: AdminStateName = Field(
+        description="paused: nothing new is started, submits are accepted.  draining: what waits goes on, and no new "
+        "jobs are accepted; of a server: what runs there ends, and nothing new is sent.  frozen: neither."
+    )
+    reason: str | None
+    changed_by: str | None = Field(description="The tenant that brought it into this state.")
+    changed_at: Time | None
+
+
+class Leaving(Answer):
+    """Something is being removed or renamed: it takes nothing new, and goes when what it has is over."""
+
+    since: Time
+    by: str | None
+    becomes: str | None = Field(description="The name that it gets; null: it is removed.")
+    left: dict[str, int] | None = Field(description="Jobs that have not ended, by state; null: not counted here.")
+
+
+class FormerName(Answer, shows=ClosedName):
+    """A name that a model had."""
+
+    name: str
+    until: Time | None = Field(description="Until when submits under it are taken; null: for good.")
+
+
+class ServerView(StateView, shows=Server):
+    server: Annotated[str, Read("name")]
+    formerly: str | None = Field(description="Its last name before this one.")
+    leaving: Annotated[Leaving | None, Read(departing)] = Field(
+        description="null: it is neither being removed nor renamed."
+    )
+    fleet: str
+    slots: int
+    weight: float
+    attributes: Annotated[
+        dict[str, Any], Read(lambda it: {name: plain(own) for name, own in it.attributes.items()})
+    ] = Field(description="`<model>:<name>` is that of one model alone.")
+    models: Annotated[
+        dict[str, str], Read(lambda it: {model: shown_endpoint(url) for model, url in it.endpoints.items()})
+    ] = Field(description="Model -> endpoint.")
+    described: Annotated[dict[str, dict[str, Any]], Read("overrides")] = Field(
+        description="Model -> how it is spoken to for that, where the model's configuration does not say it."
+    )
+    created_at: Time
+
+
+class Score(Answer, shows=insight.Score):
+    """What a server is chosen by: of those with a free slot, that with the lowest total."""
+
+    load: float = Field(description="Taken slots, as a share of all.")
+    failures: float = Field(description="Recent failures; after a minute each counts half.")
+    slowness: float = Field(description="0: as quick as the model's mean; 1: it takes twice as long.")
+    swap: float = Field(description="1: another model is loaded.")
+    total: float = Field(description="1 and all of these, over the server's weight.")
+
+
+class ServerStatus(Answer, shows=insight.ServerStatus):
+    """How a server stands in the waiting room at this moment."""
+
+    free: int
+    cooling: int = Field(description="Slots in cooldown: they are offered to nobody for a while.")
+    cooldown_until: Time | None = Field(description="When the first of them is offered again.")
+    resting: Annotated[int, Read("cooling")] = Field(description="`cooling`, as it was called before.", deprecated=True)
+    rested_at: Annotated[Time | None, Read("cooldown_until_ms")] = Field(
+        description="`cooldown_until`, as it was called before.", deprecated=True
+    )
+    taken: int
+    breaker: Breaker
+    breaker_until: Annotated[Time | None, Read("open_until_ms")] = Field(
+        description="When one job may try it; null: it is closed."
+    )
+    breaker_why: Annotated[OpenedBy | None, Read(lambda it: it.open_why or None)] = Field(
+        description="What opened it: runs that failed one after another, too many of the latest, or the last trial."
+    )
+    breaker_opened: Annotated[int, Read("opened")] = Field(description="How often in a row it was opened.")
+    loaded: Annotated[str | None, Read(lambda it: it.loaded or None)] = Field(description="The model that it ran last.")
+    swaps: int = Field(description="How often it has changed models.")
+    scores: dict[str, Score] = Field(description="By model.")
+
+
+class WithheldSlot(Answer, shows=Withheld):
+    """A slot whose run has ended here, and of which its server has not let go."""
+
+    slot: str
+    job_id: str
+    attempt: int
+    reason: str = Field(description="What ended the run here: `timed_out`, `canceled`, `deadline_passed`, …")
+    since: Time
+    until: Time = Field(description="The longest; before, as soon as the server's report no longer shows the run.")
+    sentence: Annotated[str, Read(draining.sentence)]
+
+
+class ListedServer(ServerView):
+    standing: Annotated[ServerStatus | None, GIVEN] = Field(description="null: Redis is away.")
+    withheld: Annotated[list[WithheldSlot], GIVEN]
+
+
+class FleetView(Answer, shows=Depths):
+    """The slots of servers that stand together, at this moment."""
+
+    fleet: Annotated[str, GIVEN]
+    free: int
+    cooling: int = Field(description="Slots in cooldown: they are offered to nobody for a while.")
+    resting: Annotated[int, Read("cooling")] = Field(description="`cooling`, as it was called before.", deprecated=True)
+    taken: int
+    waiting: Annotated[int, Read(lambda it: sum(it.waiting.values()))]
+
+
+class ServerList(Answer):
+    servers: list[ListedServer]
+    fleets: list[FleetView] | None = Field(description="null: Redis is away.")
+
+
+class ModelView(StateView, shows=registered.Model):
+    model: Annotated[str, Read("name")]
+    fleet: str
+    model_type: Annotated[str, Read("config.model_type")]
+    policy: Annotated[str, Read("config.policy")]
+    servers: Annotated[list[str], GIVEN]
+    former_names: Annotated[list[FormerName], GIVEN]
+    leaving: Annotated[Leaving | None, GIVEN] = Field(description="null: it is not being removed.")
+    slots: Annotated[int, GIVEN] = Field(description="Of servers that are online.")
+    waiting: Annotated[int | None, GIVEN] = Field(description="null: Redis is away.")
+
+
+class ModelList(Answer):
+    models: list[ModelView]
+
+
+class ModelLoad(Answer, shows=Load):
+    """What waits for a model at this moment, and what that means."""
+
+    mean_run_s: Annotated[float | None, Read(lambda it: it.run_ms and it.run_ms / 1000)] = Field(
+        description="Slot time of its latest runs; null: none has ended well yet."
+    )
+    work_s: Annotated[float | None, Read(lambda it: None if it.work_ms is None else seconds(it.work_ms))] = Field(
+        description="For how long what waits keeps its slots busy; null: not known."
+    )
+    limit: int | None = Field(description="Jobs that may wait, of each tenant under `fair`; null: any number.")
+    breaker: Breaker
+    breaker_until: Annotated[Time | None, Read("open_until_ms")] = Field(
+        description="When one job may try it; null: it is closed."
+    )
+    breaker_why: Annotated[OpenedBy | None, Read(lambda it: it.open_why or None)] = Field(
+        description="What opened it: runs that failed in a row, or the last trial."
+    )
+
+
+class ModelDetail(ModelView):
+    """A model, and how long its jobs may have to wait."""
+
+    load: Annotated[ModelLoad | None, GIVEN] = Field(description="null: Redis is away.")
+    longest_overtaking_s: Annotated[
+        dict[str, float | None], Read(lambda it: {str(tier): longest_overtaking_s(tier, it.config) for tier in TIERS})
+    ] = Field(description="By tier: jobs accepted up to so many seconds after one may come before it; null: no bound.")
+    longest_wait: Annotated[str, Read(lambda it: longest_wait(it.config))] = Field(
+        description="The longest that order can make a job wait, in terms of the load."
+    )
+
+
+class TenantView(StateView, shows=TenantState):
+    tenant: Annotated[str, Read("name")]
+    has_key: Annotated[bool, GIVEN]
+    admin: Annotated[bool, GIVEN]
+    rate_per_s: Annotated[int | None, GIVEN] = Field(description="Submits a second; null: no limit.")
+    burst: Annotated[int | None, GIVEN]
+
+
+class TenantList(Answer):
+    """Those that have a key, and those that do not stand online."""
+
+    tenants: list[TenantView]
+
+
+class WebhookSecretView(Answer):
+    """With what a tenant's webhooks are verified (Standard Webhooks)."""
+
+    tenant: str
+    secrets: list[str] = Field(description="`whsec_…`, the newest first; each message is signed with all of them.")
+    rotation: int = Field(description="How often it was rotated.")
+    former_until: str | None = Field(description="Until when a second secret, the one before, is signed with.")
+
+
+class ConfigView(Answer, shows=registered.Model):
+    """How a model's jobs are treated."""
+
+    model: Annotated[str, Read("name")]
+    config: Annotated[dict[str, Any], Read(lambda it: it.config.model_dump())] = Field(description="What is in force.")
+    overrides: dict[str, Any]
+    defaults: Annotated[dict[str, Any], GIVEN] = Field(description="What holds where the model says nothing.")
+    sources: Annotated[
+        dict[str, str],
+        Read(lambda it: {name: str(it.sources.get(name, Source.RELEASE)) for name in ModelConfig.model_fields}),
+    ] = Field(description="Of each field: model, kind, installation, built-in.")
+    description: Annotated[dict[str, Any] | None, Read(lambda it: effective(it.config, it.described_by))] = Field(
+        description="How its servers are spoken to, with all defaults; null: it cannot be read."
+    )
+    described_by: str | None = Field(description="The version of that, as runs name it; null: the slot protocol.")
+    preset_behind: Annotated[bool, Read(lambda it: is_behind(it.config, it.described_by))] = Field(
+        description="Its preset has changed since this was stored: store it again to renew it."
+    )
+
+
+def server_status(it: insight.ServerStatus | None) -> dict[str, Any] | None:
+    """None: that is not known now."""
+    return None if it is None else ServerStatus.of(it)
+
+
+def model(it: registered.Model, catalog: Snapshot, depths: Depths | None) -> dict[str, Any]:
+    """ModelView.  `depths`: of its fleet; None: not known now."""
+    waiting = None if depths is None else depths.waiting.get(it.name, 0)
+    return ModelView.of(it, **_in_catalog(it, catalog, None), waiting=waiting)
+
+
+def model_detail(
+    it: registered.Model, catalog: Snapshot, load: Load | None, left: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """ModelDetail.  `load` None: not known now."""
+    shown = load and ModelLoad.of(load)
+    return ModelDetail.of(it, **_in_catalog(it, catalog, left), waiting=load and load.waiting, load=shown)
+
+
+def _in_catalog(it: registered.Model, catalog: Snapshot, left: Mapping[str, int] | None) -> dict[str, Any]:
+    """What the catalog says of a model."""
+    now = now_ms()
+    return {
+        "servers": sorted(found.name for found in catalog.servers.values() if it.name in found.endpoints),
+        "former_names": [FormerName.of(one) for one in catalog.former_names(it.name) if one.stands_for(now)],
+        "leaving": removal(it.name, catalog, left),
+        "slots": catalog.slots_of(it.name),
+    }
+
+
+def config(it: registered.Model, catalog: Snapshot) -> dict[str, Any]:
+    """ConfigView."""
+    known = behind(it.overrides, catalog.defaults)
+    return ConfigView.of(it, defaults=understood(known.values)[0].model_dump())
+
+
+def tenant(name: str, known: Tenant | None, stands: TenantState | None) -> dict[str, Any]:
+    """TenantView.  `known`: it has a key; `stands`: it does not stand online."""
+    return TenantView.of(
+        stands or TenantState(name, AdminState.ONLINE),
+        has_key=known is not None,
+        admin=known is not None and known.admin,
+        rate_per_s=known and known.rate_per_s,
+        burst=known and known.burst,
+    )
+
+
+def webhook_secret(name: str, rotation: Rotation, secrets: list[str], now_ms: int) -> dict[str, Any]:
+    """WebhookSecretView."""
+    until = time(rotation.former_until_ms) if len(rotation.valid(now_ms)) > 1 else None
+    return WebhookSecretView.of(tenant=name, secrets=secrets, rotation=rotation.number, former_until=until)

@@ -1,6 +1,7 @@
 """cli: the command line.
 
-`local`, `simulate`, `drill` and `conform` work on this machine; `jobs`, `admin`, `presets`, `webhooks` and `secrets`
-ask the API.  They share `common`; `standing` pauses and resumes, `conditions` reads NAME=VALUE, `flowers_events` is
-what Flower hears.
+`local`, `simulate`, `drill` and `conform` work on this machine; `jobs`, `batches`, `admin`, `defaults`, `presets`,
+`webhooks`, `audit` and `secrets` ask the API, `health` this host's processes; `doctor` looks at everything, by
+`checkup`.  They share `common`; `standing` pauses and resumes, `departures` removes and renames, `conditions` reads
+NAME=VALUE, `flowers_events` is what Flower hears.
 """

@@ -2,7 +2,7 @@
 
 import click
 
-from cli import admin, jobs, local, presets, secrets, webhooks
+from cli import admin, audit, batches, defaults, doctor, health, jobs, local, presets, secrets, webhooks
 from cli.conform import conform
 from cli.drill import drill
 from cli.simulate import simulate
@@ -19,7 +19,7 @@ def main() -> None:
     """
 
 
-_GROUPS = (local, jobs, admin, webhooks, secrets, presets)
+_GROUPS = (local, jobs, batches, admin, defaults, audit, doctor, health, webhooks, secrets, presets)
 for command in (*(one for group in _GROUPS for one in group.COMMANDS), conform, drill, simulate):
     main.add_command(command)
 

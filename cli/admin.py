@@ -1,12 +1,11 @@
 """Commands for operators: dead jobs, servers, models, and how things stand."""
 
-import json
 import sys
 from typing import Any
 
 import click
 
-from cli import standing
+from cli import departures, standing
 from cli.common import (
     client,
     json_option,
@@ -16,6 +15,7 @@ from cli.common import (
     print_table,
     quoted,
     read_json,
+    read_setting,
     shown,
 )
 from cli.conditions import read_attributes
@@ -24,7 +24,7 @@ from client.terminal import console, one_line, say
 
 _WATCH_JOBS = 12
 # Told in a sentence, or shown with the configuration.
-_NOT_OF_MODEL = ("load", "longest_overtaking_s", "longest_wait", "model_type", "work_s")
+_NOT_OF_MODEL = ("former_names", "leaving", "load", "longest_overtaking_s", "longest_wait", "model_type", "work_s")
 
 
 @click.group()
@@ -66,15 +66,16 @@ def retry_dead(job_ids: tuple[str, ...]) -> None:
 
 
 @dlq.command("retry-all")
+@click.option("--model", help="Only this model's.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def retry_all_dead(yes: bool) -> None:
+def retry_all_dead(model: str | None, yes: bool) -> None:
     """Queue all dead jobs again."""
     if not yes:
-        click.confirm("Queue all dead jobs again?", abort=True)
+        click.confirm(f"Queue all dead jobs{f' of {model}' if model else ''} again?", abort=True)
     api, retried, more = client(), 0, True
     with console(stderr=True).status("") as status:
         while more:
-            answer = api.post("/admin/dlq/retry-all")
+            answer = api.call("POST", "/admin/dlq/retry-all", params={"model": model})
             retried, more = retried + answer["retried"], answer["more"]
             status.update(f"{retried} jobs ...")
     say(f"{retried} jobs are queued again.")
@@ -125,8 +126,8 @@ def _now(one: dict[str, Any]) -> str:
     said = []
     if now["breaker"] != "closed":
         said.append(f"breaker {now['breaker']} ({now['breaker_why']}) until {now['breaker_until']}")
-    if now["resting"]:
-        said.append(f"{now['resting']} resting until {now['rested_at']}")
+    if now["cooling"]:
+        said.append(f"{now['cooling']} cooling until {now['cooldown_until']}")
     if withheld:
         said.append(f"{withheld} withheld")
     return ", ".join(said) or "well"
@@ -139,7 +140,7 @@ def _attributes(found: dict[str, Any]) -> str:
 
 
 def _print_fleets(found: list[dict[str, Any]]) -> None:
-    names = ("fleet", "waiting", "taken", "free", "resting")
+    names = ("fleet", "waiting", "taken", "free", "cooling")
     print_table(names, ([one[name] for name in names] for one in found), "")
 
 
@@ -178,7 +179,7 @@ def _score(scores: dict[str, Any], model: str, part: str) -> str | None:
 @click.argument("server")
 @json_option
 def reset_server(server: str, as_json: bool) -> None:
-    """Say that it is well: close its breaker, let its slots rest no more, forget its failures."""
+    """Say that it is well: close its breaker, end its cooldown, forget its failures."""
     answer = client().post(f"/admin/servers/{quoted(server)}/reset")
     if as_json:
         print_json(answer)
@@ -233,10 +234,16 @@ def register_server(
 
 @servers.command("remove")
 @click.argument("server")
-def remove_server(server: str) -> None:
-    """Forget it."""
-    client().call("DELETE", f"/admin/servers/{quoted(server)}")
-    say(f"{server} is removed.")
+@click.option("--drain", is_flag=True, help="Let what runs there end first, and give it nothing new.")
+@click.option("--force", is_flag=True, help="At once: what runs there is taken for lost, and runs again elsewhere.")
+@json_option
+def remove_server(server: str, drain: bool, force: bool, as_json: bool) -> None:
+    """Forget it.  Its models stay."""
+    params = {name: "true" for name, wanted in (("drain", drain), ("force", force)) if wanted}
+    departures.say_departure(departures.remove("servers", server, params), "removed", as_json)
+
+
+departures.add_to(servers, "server")
 
 
 @click.group()
@@ -285,6 +292,10 @@ def show_model(model: str, as_json: bool) -> None:
 def _print_model(found: dict[str, Any]) -> None:
     load = found["load"] or {}
     print_facts({**found, **load, "servers": ", ".join(found["servers"])}, _NOT_OF_MODEL)
+    for former in found.get("former_names", ()):
+        say(one_line(f"Submits under {former['name']} are taken for it until {former['until'] or 'further notice'}."))
+    if found.get("leaving"):
+        say(one_line(f"It is being removed; left: {departures.left(found['leaving']['left'])}."))
     say(found["longest_wait"])
     if load.get("work_s"):
         say(f"What waits at present is about {load['work_s']:g} s of work for its slots.")
@@ -303,7 +314,7 @@ def configure_model(model: str, settings: tuple[str, ...], as_json: bool) -> Non
     slotkeeper models configure flux preset=slot-protocol description=@flux.json
     """
     api, path = client(), f"/admin/model-configs/{quoted(model)}"
-    changes = dict(_setting(one) for one in settings)
+    changes = dict(read_setting(one) for one in settings)
     answer = api.call("PUT", path, body={**_overrides(api, path), **changes})
     if as_json:
         print_json(answer)
@@ -324,24 +335,25 @@ def _overrides(api: Any, path: str) -> dict[str, Any]:
     return found
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise click.UsageError(f"{text!r} is not NAME=VALUE.")
-    if value.startswith("@"):
-        return name, read_json(value, name)
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
-
-
 @models.command("reset")
 @click.argument("model")
 def reset_model(model: str) -> None:
     """Bring all settings of a model back to their defaults."""
     client().call("DELETE", f"/admin/model-configs/{quoted(model)}")
     say(f"{model} has the default configuration.")
+
+
+@models.command("remove")
+@click.argument("model")
+@click.option("--drain", is_flag=True, help="Let its jobs end first, and take no new ones.")
+@json_option
+def remove_model(model: str, drain: bool, as_json: bool) -> None:
+    """Remove it with its configuration and all that was learned of it; its ended jobs stay readable."""
+    params = {"drain": "true"} if drain else {}
+    departures.say_departure(departures.remove("models", model, params), "removed", as_json)
+
+
+departures.add_to(models, "model")
 
 
 @click.command()
@@ -398,11 +410,11 @@ def _picture(api: Any) -> Any:
         made.columns[0].no_wrap = True
         return made
 
-    fleets = table("Fleets", "fleet", "waiting", "taken", "free", "resting", "servers")
+    fleets = table("Fleets", "fleet", "waiting", "taken", "free", "cooling", "servers")
     answer = api.get("/admin/servers")
     for one in answer["fleets"] or []:
         names = [f"{s['server']} ({s['state']})" for s in answer["servers"] if s["fleet"] == one["fleet"]]
-        counts = [shown(one[name]) for name in ("fleet", "waiting", "taken", "free", "resting")]
+        counts = [shown(one[name]) for name in ("fleet", "waiting", "taken", "free", "cooling")]
         fleets.add_row(*map(one_line, [*counts, ", ".join(names)]))
     newest = table("Newest jobs", "job", "model", "status", "tier", "attempts", "slot", "age")
     for job in api.get("/queue/jobs", limit=_WATCH_JOBS)["jobs"]:

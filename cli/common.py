@@ -109,3 +109,16 @@ def read_json(text: str, what: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise click.UsageError(f"{what} is not JSON ({error}): {text[:80]}") from None
+
+
+def read_setting(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, whose value is JSON, @file, or a bare word.  Raises UsageError."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise click.UsageError(f"{text!r} is not NAME=VALUE.")
+    if value.startswith("@"):
+        return name, read_json(value, name)
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value

@@ -23,6 +23,7 @@ from cli.common import (
 )
 from cli.conditions import read_constraints
 from client.terminal import console, one_line, say
+from foundation import traces
 
 Job = dict[str, Any]
 
@@ -88,12 +89,18 @@ def _submit(body: Job, count: int) -> list[Job]:
     api, run = client(), secrets.token_hex(8)
 
     def one(n: int) -> Job:
-        receipt: Job = api.post("/queue/submit", body, {"Idempotency-Key": f"{run}-{n}"})
+        receipt: Job = api.post("/queue/submit", body, {"Idempotency-Key": f"{run}-{n}", **_trace()})
         return receipt
 
     if count == 1:
         return [one(0)]
     return [api.patiently(partial(one, n)) for n in _tracked(range(count), count, "submitted")]
+
+
+def _trace() -> dict[str, str]:
+    """The header of the trace that this command was called in."""
+    found = traces.checked(traces.of_process())
+    return {} if found is None else {"traceparent": found}
 
 
 def _wait(jobs: list[Job]) -> list[Job]:
@@ -207,7 +214,7 @@ def _submit_batch(api: Any, numbers: list[int], lines: list[bytes]) -> tuple[int
     from client.api import Refused
 
     refused = 0
-    headers = {"Content-Type": "application/x-ndjson"}
+    headers = {"Content-Type": "application/x-ndjson", **_trace()}
     while lines:
         body = b"\n".join(lines)
         try:
@@ -226,11 +233,12 @@ def _submit_batch(api: Any, numbers: list[int], lines: list[bytes]) -> tuple[int
 @click.command("jobs")
 @click.option("--status", type=click.Choice(_STATES))
 @click.option("--model")
+@click.option("--batch", help="Only those that came in it.")
 @limit_option
 @json_option
-def list_jobs(status: str | None, model: str | None, limit: int, as_json: bool) -> None:
+def list_jobs(status: str | None, model: str | None, batch: str | None, limit: int, as_json: bool) -> None:
     """List jobs, the newest first."""
-    print_jobs(list(client().pages("/queue/jobs", "jobs", limit, status=status, model=model)), as_json)
+    print_jobs(list(client().pages("/queue/jobs", "jobs", limit, status=status, model=model, batch=batch)), as_json)
 
 
 def print_jobs(jobs: list[Job], as_json: bool) -> None:

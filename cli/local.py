@@ -42,7 +42,7 @@ def flower() -> None:
     As `celery -A tasks flower`, but closed: on 127.0.0.1, with a password, with bounded memory.  Flower's own
     variables (FLOWER_BASIC_AUTH, FLOWER_ADDRESS, FLOWER_MAX_TASKS, ...) are obeyed.
     """
-    from jobs.config import RecordSettings
+    from foundation.config import RecordSettings
     from local.home import flower_password
     from local.plan import UpSettings, read_settings
 
@@ -58,12 +58,13 @@ def flower() -> None:
         defaults["FLOWER_BASIC_AUTH"] = f"slotkeeper:{flower_password(read_settings(RecordSettings).home)}"
     os.environ.update({name: value for name, value in defaults.items() if name not in os.environ})
 
+    from tasks.__main__ import run
     from tasks.celery_app import celery
 
     _close_flower()
     _lighten_flower()
     celery.conf.include = ["tasks.signals"]  # It shows tasks, and runs none.
-    celery.start(["flower"])
+    run(["flower"])
 
 
 def _close_flower() -> None:
@@ -84,8 +85,8 @@ def _lighten_flower() -> None:
 @click.command()
 def migrate() -> None:
     """Bring the schema of the record to what this release needs."""
-    from jobs.config import RecordSettings
-    from jobs.home import private_folder
+    from foundation.config import RecordSettings
+    from foundation.home import private_folder
     from migrations.migrate import upgrade
 
     settings = RecordSettings()
@@ -131,18 +132,19 @@ def list_tenants(as_json: bool) -> None:
 @tenants.command("add")
 @click.argument("name")
 @click.option("--admin", is_flag=True, help="May administer, too.")
+@click.option("--audit", is_flag=True, help="May see who did what, without administering.")
 @click.option("--rate", type=click.IntRange(min=1), help="Submits per second.  [default: no limit]")
 @click.option("--burst", type=click.IntRange(min=1), help="Submits at once.")
 @json_option
-def add_tenant(name: str, admin: bool, rate: int | None, burst: int | None, as_json: bool) -> None:
+def add_tenant(name: str, admin: bool, audit: bool, rate: int | None, burst: int | None, as_json: bool) -> None:
     """Add a tenant and print its key, which cannot be read again."""
     from jobs.record import now_ms
-    from jobs.tenants import Tenant
+    from registry.tenants import Tenant
 
     if burst is not None and rate is None:
         raise click.UsageError("--burst goes with --rate.")
     with _said():
-        key = _tenants().add(Tenant(name, admin, rate, burst), now_ms())
+        key = _tenants().add(Tenant(name, admin, rate, burst, audit), now_ms())
     if as_json:
         print_json({"name": name, "key": key})
         return
@@ -154,8 +156,10 @@ def add_tenant(name: str, admin: bool, rate: int | None, burst: int | None, as_j
 @click.argument("name")
 def remove_tenant(name: str) -> None:
     """Remove a tenant; its key stops working."""
+    from outbox.receivers import forget_tenant
+
     with _said():
-        _tenants().remove(name)
+        _tenants().remove(name, also=forget_tenant)
     say(f"{one_line(name)} is removed.")
 
 
@@ -167,8 +171,8 @@ def _states() -> dict[str, str]:
 
 
 def _tenants():  # type: ignore[no-untyped-def]
-    from jobs.tenants import Tenants
     from migrations.migrate import check
+    from registry.tenants import Tenants
     from tasks.wiring import database
 
     if missing := check(database().url):
@@ -178,15 +182,20 @@ def _tenants():  # type: ignore[no-untyped-def]
 
 @contextmanager
 def _said() -> Iterator[None]:
-    """Errors of the record and wrong settings, in one line."""
+    """Errors of the record and wrong settings, in one line.  What is changed is done by whoever is at the terminal."""
+    import getpass
+    import socket
+
     from pydantic import ValidationError
 
-    from jobs import logs
-    from jobs.errors import SlotkeeperError
+    from audit import acts
+    from foundation import logs
+    from foundation.errors import SlotkeeperError
 
     logs.configure()
     try:
-        yield
+        with acts.acting(acts.Actor(getpass.getuser(), "command line", socket.gethostname())):
+            yield
     except SlotkeeperError as error:
         raise click.ClickException(error.detail) from error
     except (ValidationError, ValueError, OSError) as error:

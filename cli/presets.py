@@ -26,6 +26,9 @@ def presets(name: str | None, as_json: bool) -> None:
     elif name is None:
         rows = ((one["name"], one["title"], one["evidence"], one["servers"]) for one in answer["presets"])
         print_table(("preset", "", "checked", "servers"), rows, "There are no presets.")
+        for it in answer["behind"]:
+            say(f"{one_line(it['model'])} was configured with an older form of {it['preset']}; to renew it, say again:")
+            say(f"  slotkeeper models configure {quoted(it['model'])} preset={it['preset']}")
     else:
         _print_preset(answer)
 

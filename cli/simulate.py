@@ -12,7 +12,7 @@ import click
 
 from cli.common import json_option, print_json
 from client.terminal import console, say
-from jobs.policies import one_of
+from registry.policies import one_of
 
 if TYPE_CHECKING:
     from trials.simulate.engine import Progress
@@ -157,7 +157,7 @@ def _generated(variants: Sequence[Any], wishes: dict[str, Any]) -> _Case:
 def _recorded(variants: Sequence[Any], wishes: dict[str, Any]) -> _Case:
     from datetime import UTC, datetime
 
-    from jobs.config import RecordSettings
+    from foundation.config import RecordSettings
     from trials.simulate import fleet, plan, recorded
     from trials.simulate.scenario import Scenario
 
@@ -207,7 +207,7 @@ def _said() -> Iterator[None]:
     from pydantic import ValidationError
     from redis.exceptions import RedisError
 
-    from jobs.errors import SlotkeeperError
+    from foundation.errors import SlotkeeperError
     from trials.simulate.scenario import Wrong
 
     try:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.home import private_file
+from foundation.home import private_file
 
 _LARGEST_LOG = 16 << 20
 _ERROR = re.compile(r"[\w.]+(Error|Exception)\b.*:|Error: |# Fatal|.*\bFATAL\b")

@@ -50,9 +50,9 @@ def key_for(settings: AppSettings) -> Iterator[str | None]:
     if given or not settings.require_keys:
         yield given
         return
-    from jobs.errors import NotFound
+    from foundation.errors import NotFound
     from jobs.record import now_ms
-    from jobs.tenants import Tenant, Tenants
+    from registry.tenants import Tenant, Tenants
     from tasks.wiring import database
 
     tenants = Tenants(database())

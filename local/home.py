@@ -8,7 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from jobs.home import HomeNotPrivate, close, kept_text, private_file, private_folder
+from foundation.home import (
+    HomeNotPrivate,
+    close,
+    kept_text,
+    private_file,
+    private_folder,
+)
 from local.errors import UpError
 from routing.config import PASSWORD_FILE
 

@@ -133,6 +133,7 @@ def _welcome(plan: Plan, took_s: float) -> str:
     lines = [
         f"Slotkeeper is up, after {took_s:.1f} s.",
         "",
+        f"  Page    {plan.url}/",
         f"  API     {plan.url}  (its documentation: {plan.url}/docs)",
         f"  Flower  {plan.flower_url}  (user slotkeeper, password in {home}/flower-password)",
         f"  State   {home}  (logs in {home}/logs)",

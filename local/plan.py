@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from app.config import AppSettings
-from jobs.config import RecordSettings
+from foundation.config import RecordSettings
 from local.children import Role
 from local.errors import UpError
 from local.ports import Port, free_port
@@ -99,6 +99,7 @@ class Plan:
             "SLOTKEEPER_GRACE_S": str(self.grace_s),
             "SLOTKEEPER_WEB_THREADS": str(self.app.web_threads),
             "PYTHONUNBUFFERED": "1",
+            "PYTHONNODEBUGRANGES": "1",  # Traces name lines, not columns: 1 MiB in each of them.
             # The programs of this environment, whether or not it is activated.
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         }
@@ -111,18 +112,20 @@ class Plan:
     def roles(self) -> list[Role]:
         """What the Procfile lists, and the demo servers; Valkey is started before them.
 
-        Beat is a thread of maintenance here: there is one of each, and a process costs memory.
+        Beat is a thread of maintenance here, and the relay one of webhooks: there is one of each, and a process costs
+        memory.
         """
         stops = {  # turn, seconds
             "web": (0, 4.0),
             "worker": (1, self.grace_s + _ENDS_AFTER_GRACE_S),
             "maintenance": (1, self.grace_s + _ENDS_AFTER_GRACE_S),
-            "webhooks": (1, 5.0),
+            "webhooks": (1, 7.0),
             "flower": (2, 2.0),
         }
         roles = []
-        commands = {name: command for name, command in procfile().items() if name != "beat"}
+        commands = {name: command for name, command in procfile().items() if name not in ("beat", "relay")}
         commands["maintenance"] += " --embedded-beat"
+        commands["webhooks"] += " --embedded-relay"
         for name, command in commands.items():
             turn, stop_s = stops.get(name, (1, 5.0))
             roles.append(Role(name, command, stop_s=stop_s, turn=turn))
@@ -189,7 +192,7 @@ def read_settings(settings: type[S]) -> S:
         return settings()
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in first["loc"]).upper()
+        name = ".".join(str(part) for part in first["loc"]).upper().removeprefix("SLOTKEEPER_")
         message = str(first["msg"]).removeprefix("Value error, ")
         what = f"SLOTKEEPER_{name}={first['input']!r} is wrong: {message}" if name else message
         raise UpError(f"{what}.") from error

@@ -30,13 +30,13 @@ _LONGEST_BACKOFF_S = 8.0
 _HASTE_AFTER_S = 1.0  # A signal that comes twice at once, as some parents send it, is one.
 
 
-def restart_delay_s(restarts: Sequence[float], now: float) -> float:
+def restart_delay_s(restarts: Sequence[float], now_s: float) -> float:
     """How long to wait before the next restart, after these: 0.5 s, doubled each time, and at most five a minute."""
-    recent = [at for at in restarts if now - at < 60]
+    recent = [at for at in restarts if now_s - at < 60]
     backoff = min(0.5 * 2 ** len(recent), _LONGEST_BACKOFF_S)
     if len(recent) < _RESTARTS_A_MINUTE:
         return backoff
-    return max(backoff, recent[-_RESTARTS_A_MINUTE] + 60 - now)
+    return max(backoff, recent[-_RESTARTS_A_MINUTE] + 60 - now_s)
 
 
 def how_it_ended(status: int) -> str:

@@ -7,7 +7,7 @@ import socket
 import subprocess
 from pathlib import Path
 
-from jobs.home import private_file
+from foundation.home import private_file
 from local.children import Role
 from local.errors import UpError
 

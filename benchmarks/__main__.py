@@ -17,8 +17,8 @@ from tests.support.stack import RefServer, Stack, eventually
 _FEED = """
 import sys
 from jobs.record import now_ms
-from routing import reconcile
-from routing.submission import Submission
+from upkeep import reconcile
+from admission.submission import Submission
 from tasks.wiring import catalog, dispatcher
 jobs, seconds, servers = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
 catalog().configure("bench", {}, now_ms())

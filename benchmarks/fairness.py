@@ -5,9 +5,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from jobs.catalog import Model, Snapshot
-from jobs.config import ModelConfig
-from jobs.record import Server
+from registry.catalog import Model, Snapshot
+from registry.config import ModelConfig
+from registry.values import Server
 from trials.simulate import Arrival, Job, Outcome, Scenario, jain, run
 from trials.simulate.figures import percentile, slot_seconds
 

@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from jobs import ledger, outbox
-from jobs.db import Database
+from database.db import Database
+from insight import listing
 from jobs.record import NewJob, new_job_id, now_ms
 from jobs.states import State, Why
 from jobs.store import Store
-from jobs.webhooks import Webhooks
 from migrations import migrate
+from outbox import forward, removal
+from outbox.webhooks import Webhooks
 from tests.support.postgres import running_postgres
+from upkeep import ledger
 
 _FIELDS = (
     "id, model, state, why, tier, tenant, created_ms, started_ms, finished_ms, deadline_ms, source, payload, result"
@@ -112,21 +114,22 @@ def _acts(database: Database, store: Store) -> None:
         assert started is not None
         store.settle(job, started.attempt, Why.FINISHED, now_ms(), result="{}")
 
-    last = outbox.last_event(database)
+    last = forward.last_event(database)
     _measure("submit", submit)
     _measure("submit, start, settle", run)
-    _measure("newest jobs", store.find)
-    _measure("newest of a tenant", lambda: store.find(tenant="tenant-1"))
+    _measure("newest jobs", lambda: listing.find(database))
+    _measure("newest of a tenant", lambda: listing.find(store.database, tenant="tenant-1"))
     _measure(
-        "newest dead of a tenant and model", lambda: store.find(tenant="tenant-1", model="model-1", state=State.DEAD)
+        "newest dead of a tenant and model",
+        lambda: listing.find(store.database, tenant="tenant-1", model="model-1", state=State.DEAD),
     )
     _measure("running jobs", store.running)
     _measure("queued of 10 models", lambda: store.queued([f"model-{n}" for n in range(10)]))
-    _measure("outbox, all since the beginning", lambda: outbox.queued_between(database, last, last + 10**6))
+    _measure("outbox, all since the beginning", lambda: forward.queued_between(database, last, last + 10**6))
     _measure("what is due", lambda: store.promote_due(now_ms()))
     _measure("what is overdue", lambda: store.expire_overdue(now_ms()))
     _measure("webhooks that are due", lambda: Webhooks(database).due(now_ms()))
-    _measure("purge of 500", lambda: store.purge(now_ms() - 3_600_000), 20)
+    _measure("purge of 500", lambda: removal.purge(store.database, now_ms() - 3_600_000), 20)
     _measure("counts", store.counts, 5)
     _measure("ledger", lambda: ledger.read(database), 5)
 

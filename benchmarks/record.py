@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from jobs.db import Database
+from database.db import Database
 from jobs.record import NewJob, Run, new_job_id
 from jobs.states import Why
 from jobs.store import Store

@@ -18,26 +18,26 @@ from pathlib import Path
 
 import requests
 
+from admission.admission import Admission
+from database.db import Database
+from dispatch.dispatcher import Dispatcher
 from insight.estimates import Estimates
 from insight.forecasts import Forecasts
-from jobs import ledger as books
-from jobs.catalog import Catalog
-from jobs.db import Database
 from jobs.record import Waiting, now_ms
 from jobs.store import Moved, Store
 from migrations.migrate import upgrade
-from routing import reconcile
-from routing.admission import Admission
+from registry.cache import CatalogCache
+from registry.catalog import Catalog
 from routing.config import RoutingSettings
-from routing.dispatcher import Dispatcher
-from routing.fleet import Fleet
-from routing.keys import Keys
 from routing.leases import Leases
 from routing.queues import Offer, Queues
-from routing.scripts import Scripts, connect
 from routing.slots import Slots
+from scripting.keys import Keys
+from scripting.scripts import Scripts, connect
 from tests.support.stack import Stack, eventually
 from tests.support.valkey import Valkey
+from upkeep import ledger as books
+from upkeep import reconcile
 
 _INSERT = """
 WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?)
@@ -80,16 +80,16 @@ def _dispatcher(database: Database, slots: int) -> Iterator[tuple[Dispatcher, Va
         scripts = Scripts(connect(valkey.url, settings.redis_timeout_s), Keys("bench"))
         catalog = Catalog(database)
         catalog.register("zimg", "gpu", "http://127.0.0.1:9/generate", slots, now_ms())
-        fleet, queues = Fleet(catalog, settings.catalog_refresh_s), Queues(scripts, settings)
-        estimates = Estimates(fleet, Forecasts(scripts))
+        cache, queues = CatalogCache(catalog, settings.catalog_refresh_s), Queues(scripts, settings)
+        estimates = Estimates(cache, Forecasts(scripts))
         yield (
             Dispatcher(
                 store=Store(database),
-                fleet=fleet,
+                catalog=cache,
                 queues=queues,
                 leases=Leases(scripts, settings),
                 slots=Slots(scripts, settings),
-                admission=Admission(queues, fleet, estimates, settings),
+                admission=Admission(queues, cache, estimates, settings),
                 observer=estimates,
                 settings=settings,
                 announcer=_Nobody(),
@@ -136,9 +136,9 @@ def _timed(act: Callable[[], object]) -> float:
 def reap(jobs: int = 1000) -> None:
     with _record(jobs) as database, _dispatcher(database, jobs) as (dispatcher, valkey):
         reconcile.sweep(dispatcher)
-        while offers := [held for held, _ in dispatcher.leases.all_of(["zimg"])["zimg"] if not held.owner]:
-            for held in offers:
-                offer = Offer("zimg", held.job_id, held.lease, held.slot, held.server, "zimg", 0)
+        while offers := [lease for lease, _ in dispatcher.leases.all_of(["zimg"])["zimg"] if not lease.owner]:
+            for lease in offers:
+                offer = Offer("zimg", lease.job_id, lease.name, lease.slot, lease.server, "zimg", 0)
                 assert dispatcher.start(offer, "dead worker") is not None
             dispatcher.queues.offer("zimg")
         with valkey.client() as redis:

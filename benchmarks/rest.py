@@ -38,9 +38,9 @@ def main() -> None:
 
 def _measure(supervisor: int, seconds: float) -> None:
     pids = [supervisor, *_children(supervisor)]
-    before = {pid: _processor_s(pid) for pid in pids}
+    before = {pid: processor_s(pid) for pid in pids}
     time.sleep(seconds)
-    rows = [(100 * (_processor_s(pid) - before[pid]) / seconds, *_memory_mib(pid), _command(pid)) for pid in pids]
+    rows = [(100 * (processor_s(pid) - before[pid]) / seconds, *memory_mib(pid), _command(pid)) for pid in pids]
     for cpu, rss, pss, command in rows:
         sys.stdout.write(f"{cpu:5.2f} %  RSS {rss:4.0f}  PSS {pss:4.0f} MiB  {command}\n")
     cpu, rss, pss = (sum(values) for values in list(zip(*rows, strict=True))[:3])
@@ -52,12 +52,12 @@ def _children(parent: int) -> list[int]:
     return [int(pid) for pid in text.split()]
 
 
-def _processor_s(pid: int) -> float:
+def processor_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
-def _memory_mib(pid: int) -> tuple[float, float]:
+def memory_mib(pid: int) -> tuple[float, float]:
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
     return kib["Rss"] / 1024, kib["Pss"] / 1024

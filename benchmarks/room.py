@@ -15,15 +15,16 @@ from pathlib import Path
 
 from redis import Redis
 
-from jobs.catalog import Model, Snapshot
-from jobs.config import ModelConfig
-from jobs.record import Server, Waiting, new_job_id
+from jobs.record import Waiting, new_job_id
+from registry.catalog import Model, Snapshot
+from registry.config import ModelConfig
+from registry.values import Server
 from routing.config import RoutingSettings
-from routing.keys import Keys
-from routing.leases import Held, Leases
+from routing.leases import Lease, Leases
 from routing.queues import Offer, Queues
-from routing.scripts import Scripts
 from routing.slots import Slots
+from scripting.keys import Keys
+from scripting.scripts import Scripts
 from tests.support.valkey import Valkey
 
 MODEL = "bench"
@@ -66,9 +67,9 @@ class _Bench:
     def hand_off(self, running: list[Offer]) -> float:
         """End the run that has gone on for longest and take the next job; answers ms of the round trip."""
         was = running.pop(0)
-        held = Held(MODEL, was.job_id, was.lease, was.owner, was.slot)
+        lease = Lease(MODEL, was.job_id, was.lease, was.owner, was.slot)
         begin = time.perf_counter()
-        _, offers = self.leases.release(held, back=False, taker="bench", outcome="ok")
+        _, offers = self.leases.release(lease, back=False, claimant="bench", outcome="ok")
         took = time.perf_counter() - begin
         running += offers
         return took * 1000

@@ -1,5 +1,6 @@
 """What the protocol answers, as pure functions from what the engine says to a Response."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -47,12 +48,24 @@ def sync_result(run: Run) -> Response:
     return refused(422, ending.error)
 
 
+def stream(run: Run) -> Response:
+    """What the run says while it is at it, as server-sent events; the last is what a sync call is answered."""
+    return Response(200, b"", events=_events(run))
+
+
+def _events(run: Run) -> Iterator[bytes]:
+    for said in run.pieces:
+        yield b"data: %b\n\n" % said
+    run.done.wait()
+    yield b"data: %b\n\n" % sync_result(run).body
+
+
 def status_body(run: Run) -> dict[str, Any]:
     """What `/status` tells of a run that does not wait; a push says the same."""
     body: dict[str, Any] = {"status": run.state, "job_id": run.id}
     ending = run.ending
     if ending is None:
-        return body
+        return body if run.pieces.progress is None else body | {"progress": run.pieces.progress}
     body["status"] = ending.state  # the ending is written before the state: never show one without the other
     if ending.state is State.COMPLETED:
         return body | {"result": orjson.Fragment(ending.result)}

@@ -1,11 +1,12 @@
-"""Two models that only pretend, for demonstrations, tests and benchmarks.
+"""Three models that only pretend, for demonstrations, tests and benchmarks.
 
     python -m reference_server reference_server.demo:zimg --slots 2
     python -m reference_server reference_server.demo:flux --slots 1 --async --port 9002
+    python -m reference_server reference_server.demo:parrot --slots 2 --port 9003
 
 Fields of the payload, all optional:
 `prompt`         any text; comes back in the result
-`seconds`        how long the run takes; zimg 0.5, flux 1.5
+`seconds`        how long the run takes; zimg 0.5, flux 1.5, parrot 0.05 for each word
 `fail`           "error": an error that a retry may cure; "invalid": the request is wrong, no retry can help;
                  "crash": the whole server process dies
 `fail_attempts`  `fail` only while the attempt's number is at most this, then succeed
@@ -13,6 +14,7 @@ Fields of the payload, all optional:
 
 import hashlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from reference_server.model import Context, InvalidRequest
@@ -28,6 +30,16 @@ def zimg(payload: Payload, context: Context) -> Payload:
 def flux(payload: Payload, context: Context) -> Payload:
     """A slow image model, for async mode.  Returns {"url", "prompt"}."""
     return _pretend(payload, context, seconds=1.5, kind="flux")
+
+
+def parrot(payload: Payload, context: Context) -> Iterator[str]:
+    """A language model, which says its prompt again, word by word."""
+    words = str(payload.get("prompt", "")).split(" ")
+    for n, word in enumerate(words):
+        context.sleep(_seconds(payload.get("seconds", 0.05)))
+        yield word if n == 0 else f" {word}"
+    if _is_to_fail(payload, context):
+        _fail(payload["fail"])
 
 
 def _pretend(payload: Payload, context: Context, *, seconds: float, kind: str) -> Payload:

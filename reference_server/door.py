@@ -41,11 +41,12 @@ class Door:
         asynchronous: bool,
         push: bool,
         cancelable: bool,
+        streams: bool,
         model: str,
     ) -> None:
         self._engine, self._runner = engine, runner
         self._endpoint, self._asynchronous = endpoint, asynchronous
-        self._push, self._cancelable = push, cancelable
+        self._push, self._cancelable, self._streams = push, cancelable, streams
         self._about = {"model": model, "mode": "async" if asynchronous else "sync", "endpoint": endpoint}
 
     def handle(self, request: Request) -> Response:
@@ -67,9 +68,9 @@ class Door:
             return answers.refused(400, str(error))
         match decision := self._engine.submit(call):
             case Started(run):
-                return self._start(run)
+                return self._start(run, in_pieces=self._wants_pieces(request))
             case Known(run):
-                return self._join(run)
+                return self._join(run, in_pieces=self._wants_pieces(request))
             case Queued(run, position):
                 return answers.queued(run, position)
             case Busy():
@@ -82,16 +83,25 @@ class Door:
             case _:
                 assert_never(decision)
 
-    def _start(self, run: Run) -> Response:
+    def _wants_pieces(self, request: Request) -> bool:
+        named = [it.partition(";")[0].strip() for it in request.headers.get("accept", "").lower().split(",")]
+        return self._streams and not self._asynchronous and request.takes_chunks and "text/event-stream" in named
+
+    def _start(self, run: Run, *, in_pieces: bool) -> Response:
+        if in_pieces:
+            self._runner.start(run)
+            return answers.stream(run)
         if self._asynchronous:
             self._runner.start(run)
             return answers.answer(200, {"status": State.PROCESSING, "job_id": run.id})
         self._runner.run_here(run)
         return answers.sync_result(run)
 
-    def _join(self, run: Run) -> Response:
+    def _join(self, run: Run, *, in_pieces: bool) -> Response:
         if self._asynchronous or run.state is State.QUEUED:
             return self._tell(run)
+        if in_pieces and run.ending is None:
+            return answers.stream(run)
         run.done.wait()
         return answers.sync_result(run)
 

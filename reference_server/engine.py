@@ -18,6 +18,8 @@ from enum import StrEnum
 from heapq import heapify, heappop, heappush
 from typing import Any
 
+from reference_server.pieces import Pieces
+
 
 class State(StrEnum):
     """Where a run is; the words that `/status` uses."""
@@ -74,6 +76,7 @@ class Run:
     ending: Ending | None = None
     ended_s: float = 0.0  # the engine's clock
     callback: Callback | None = None
+    pieces: Pieces = field(default_factory=Pieces)
     cancel: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -201,6 +204,7 @@ class Engine:
         with self._lock:
             del self._active[run]
             self._end(run, ending)
+            run.pieces.end()
             heir = self._direct.popleft() if self._direct else None
             if heir:  # DIRECT-1: in the same step, or dispatcher traffic could slip in between
                 self._start(heir, run.slot)

@@ -54,6 +54,10 @@ class Context:
     def canceled(self) -> bool:
         return self._run.cancel.is_set()
 
+    def progress(self, far: Any) -> None:
+        """Say how far the run is, in any JSON; who asks for its status, or follows its stream, is told."""
+        self._run.pieces.say(progress=far)
+
     def check(self) -> None:
         """Raise Canceled if somebody asked for the end; call it between steps."""
         if self.canceled:
@@ -94,6 +98,11 @@ def takes_context(function: Function) -> bool:
         return "context" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # some built-ins tell nothing about themselves
         return False
+
+
+def streams(function: Function) -> bool:
+    """Whether the function yields its result in pieces."""
+    return inspect.isgeneratorfunction(function) or inspect.isgeneratorfunction(type(function).__call__)
 
 
 def adapt(function: Function) -> Model:

@@ -2,7 +2,9 @@
 
 import threading
 import time
+from collections.abc import Generator
 from queue import SimpleQueue
+from typing import Any
 
 from reference_server.engine import Ending, Engine, Run, State
 from reference_server.exact import dumps
@@ -62,7 +64,7 @@ class Runner:
 
     def _call(self, run: Run) -> Ending:
         try:
-            return Ending(State.COMPLETED, result=dumps(self._model(Context(run))))
+            return Ending(State.COMPLETED, result=dumps(_whole(self._model(Context(run)), run)))
         except ValueError as error:
             return Ending(State.FAILED, error=_text(error), retryable=False)
         except BaseException as error:  # SystemExit too: whatever happens, the slot must come back
@@ -70,6 +72,24 @@ class Runner:
                 return Ending(State.CANCELED, error="canceled")
             failed(f"run {run.id}", error)
             return Ending(State.FAILED, error=_text(error), retryable=True)
+
+
+def _whole(result: Any, run: Run) -> Any:
+    """Of a result that comes in pieces: what the generator returns, else its texts joined, or a list of its pieces."""
+    if not isinstance(result, Generator):
+        return result
+    pieces = list[Any]()
+    while True:
+        try:
+            piece = next(result)
+        except StopIteration as ended:
+            is_text = all(isinstance(it, str) for it in pieces)
+            return ended.value if ended.value is not None else "".join(pieces) if is_text else pieces
+        if run.cancel.is_set():
+            result.close()
+            raise Canceled
+        pieces.append(piece)
+        run.pieces.say(piece=piece)
 
 
 def _text(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from reference_server.door import Door
 from reference_server.engine import Engine, Memory
 from reference_server.guard import Guard
 from reference_server.journal import Journal
-from reference_server.model import Function, TargetError, adapt, load, takes_context
+from reference_server.model import Function, TargetError, adapt, load, streams, takes_context
 from reference_server.push import Pusher
 from reference_server.runner import Runner
 from reference_server.wire import HttpServer
@@ -91,7 +91,8 @@ class ReferenceServer:
             endpoint=config.endpoint,
             asynchronous=config.asynchronous,
             push=config.push,
-            cancelable=takes_context(function),
+            cancelable=takes_context(function) or streams(function),
+            streams=streams(function),
             model=self.model_name,
         )
 

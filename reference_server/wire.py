@@ -18,7 +18,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
@@ -41,22 +41,27 @@ REASONS = {int(status): status.phrase for status in HTTPStatus}
 
 @dataclass(slots=True)
 class Request:
-    """`path` is without the query, still percent-encoded; names of `headers` are in small letters."""
+    """`path` is without the query, still percent-encoded; names of `headers` are in small letters.
+
+    `takes_chunks`: its answer may come in pieces.
+    """
 
     method: str
     path: str
     headers: dict[str, str]
     body: bytes
     keep_alive: bool
+    takes_chunks: bool = True
 
 
 @dataclass(slots=True)
 class Response:
-    """`body` is JSON."""
+    """`body` is JSON.  `events`: in its place, server-sent events, sent as they come."""
 
     status: int
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
+    events: Iterator[bytes] | None = None
 
 
 class Malformed(Exception):
@@ -197,7 +202,7 @@ class Connection:
         body = self._read_body(length)
         self.busy = True
         keep_alive = version == "HTTP/1.1" and headers.get("connection", "").lower() != "close"
-        return Request(method, path.partition("?")[0], headers, body, keep_alive)
+        return Request(method, path.partition("?")[0], headers, body, keep_alive, version == "HTTP/1.1")
 
     def _read_head(self) -> str | None:
         while (end := self._buffer.find(b"\r\n\r\n")) < 0:
@@ -238,7 +243,13 @@ class Connection:
         self._buffer = b"".join(pieces)
 
     def _send(self, response: Response, keep_alive: bool) -> None:
-        self._sock.sendall(head_of(response, keep_alive) + response.body)
+        if response.events is None:
+            self._sock.sendall(head_of(response, keep_alive) + response.body)
+            return
+        self._sock.sendall(head_of(response, keep_alive))
+        for event in response.events:
+            self._sock.sendall(b"%x\r\n%b\r\n" % (len(event), event))
+        self._sock.sendall(b"0\r\n\r\n")
 
     def _linger(self) -> None:
         """Read what the client is still sending, or the system resets the connection and our answer is lost."""
@@ -296,7 +307,9 @@ def head_of(response: Response, keep_alive: bool) -> bytes:
     more = "".join(f"{name}: {value}\r\n" for name, value in response.headers) if response.headers else ""
     if not keep_alive:
         more += "Connection: close\r\n"
+    kind = f"Content-Type: application/json\r\nContent-Length: {len(response.body)}\r\n"
+    if response.events is not None:
+        kind = "Content-Type: text/event-stream\r\nCache-Control: no-store\r\nTransfer-Encoding: chunked\r\n"
     return (
-        f"HTTP/1.1 {response.status} {REASONS.get(response.status, '')}\r\nDate: {http_date()}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(response.body)}\r\n{more}\r\n"
+        f"HTTP/1.1 {response.status} {REASONS.get(response.status, '')}\r\nDate: {http_date()}\r\n{kind}{more}\r\n"
     ).encode("latin-1")

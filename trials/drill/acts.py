@@ -11,11 +11,11 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from client.api import Client, ClientError
-from jobs.db import Database
-from jobs.errors import RecordUnavailable
-from jobs.policies import POLICIES
+from client.api import Client, ClientError, Refused
+from database.db import Database
+from foundation.errors import RecordUnavailable
 from local.errors import UpError
+from registry.policies import POLICIES
 from trials.drill import clocks, journals
 from trials.drill.proxy import Way
 from trials.drill.schedule import BOTH, DEAD, Change, Fault, Kind
@@ -178,8 +178,8 @@ def _change(stack: Stack, client: Client, server: ServerPlan, change: Change, ch
             stack.register(server, max(server.slots // 2, 1))
             return lambda: stack.register(server)
         case Change.REMOVAL:
-            call("DELETE", f"/admin/servers/{server.name}")
-            return lambda: stack.register(server)
+            call("DELETE", f"/admin/servers/{server.name}?drain=true")
+            return lambda: _bring_back(stack, call, server)
         case Change.DRAIN:
             call("PATCH", f"/admin/servers/{server.name}", {"state": "draining"})
             return lambda: call("PATCH", f"/admin/servers/{server.name}", {"state": "online"})
@@ -192,6 +192,16 @@ def _change(stack: Stack, client: Client, server: ServerPlan, change: Change, ch
         case Change.LIMIT:
             call("PUT", config, {**server.config, "tenant_slots": 1})
             return lambda: call("PUT", config, server.config)
+
+
+def _bring_back(stack: Stack, call: Callable[[str, str], None], server: ServerPlan) -> None:
+    """Whether it is gone by now or not."""
+    try:
+        call("DELETE", f"/admin/servers/{server.name}/removal")
+    except Refused as refused:
+        if refused.status != 404:
+            raise
+    stack.register(server)
 
 
 def _patiently(undo: Mend) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 _LIBRARIES = ("usr/lib/*/faketime", "usr/lib/faketime", "usr/lib64/faketime", "usr/local/lib/faketime")
 _CLOCKED = Path(__file__).parent / "clocked"
+_LEFT_BEHIND = ("faketime_shm_{}", "sem.faketime_sem_{}")  # in memory that all share, by a process that was killed
+_SHARED = Path("/dev/shm")
 RIGHT = "+0"
 
 
@@ -29,6 +31,12 @@ def environment(preload: Path, clock: Path) -> dict[str, str]:
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_CLOCKED), os.environ.get("PYTHONPATH")])),
     }
+
+
+def clear_after(pid: int) -> None:
+    """Remove what libfaketime keeps for a process that has ended."""
+    for name in _LEFT_BEHIND:
+        (_SHARED / name.format(pid)).unlink(missing_ok=True)
 
 
 def set_clock(clock: Path, offset_s: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 from sqlalchemy import func, select
 
+from database.db import Database
 from jobs import events
-from jobs.db import Database
 from jobs.models import events as _events
 from jobs.models import jobs as _jobs
 from jobs.models import webhooks as _webhooks
@@ -62,7 +62,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def trails(database: Database) -> dict[str, list[Event]]:
-    """Every job's transitions, oldest first.  What an audit found about a job is none, and may come after its end."""
+    """Every job's transitions, oldest first.  What a check of invariants found is none, and may come after its end."""
     query = select(_events).where(_events.c.type.in_(set(events.TYPES.values()))).order_by(_events.c.id)
     found: dict[str, list[Event]] = defaultdict(list)
     with database.read() as connection:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs import ledger
-from jobs.db import Database
-from jobs.errors import RecordUnavailable
+from database.db import Database
+from foundation.errors import RecordUnavailable
+from insight import listing
 from jobs.record import Event, now_ms
 from jobs.states import FINAL
 from jobs.store import Store
@@ -33,6 +33,7 @@ from trials.drill.schedule import OUTSIDE, Fault, Kind, schedule
 from trials.drill.setting import Setting
 from trials.drill.stack import Stack
 from trials.drill.truth import Truth
+from upkeep import ledger
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -156,7 +157,7 @@ class _Drill:
                 over = self._is_over()
                 now = time.monotonic()
                 try:
-                    counts = store.counts()
+                    counts = listing.counts(store.database)
                     self._look_for_stuck(database)
                 except RecordUnavailable:  # It has been killed, and comes back.
                     continue

@@ -14,9 +14,8 @@ from redis import Redis
 from sqlalchemy import make_url
 
 from client.api import Client, ClientError
-from jobs import ledger
-from jobs.db import Database
-from jobs.errors import RecordUnavailable
+from database.db import Database
+from foundation.errors import RecordUnavailable
 from local import ports, valkey
 from local.children import Child, Role
 from local.errors import UpError
@@ -29,6 +28,7 @@ from trials.drill.schedule import Fault, Kind, targets
 from trials.drill.setting import Setting
 from trials.drill.wire import LostCommits, Mail
 from trials.drill.work import STARTS
+from upkeep import ledger
 
 GRACE_S = 5.0
 _START_S = 60.0
@@ -433,6 +433,7 @@ class Stack:
         pid = child.pid
         if pid is not None and child.look() is not None:
             self._guardian.drop(pid)
+            clocks.clear_after(pid)
         return child.pid is not None
 
     def _signal(self, child: Child, number: signal.Signals) -> None:

@@ -8,7 +8,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from routing.config import RoutingSettings
-from routing.keys import FLEET_KEYS, Keys
+from scripting.keys import FLEET_KEYS, Keys
 from trials.drill.stack import ServerPlan
 
 _SLOTS_KEY = FLEET_KEYS.index("slots")  # slot -> job

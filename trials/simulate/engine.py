@@ -91,7 +91,7 @@ def _joined(outages: Sequence[Outage]) -> list[Outage]:
 
 
 def _waiting(number: int, arrival: Arrival) -> Waiting:
-    return Waiting(str(number), number, arrival.model, arrival.tier, arrival.tenant, arrival.at_ms, arrival.needs)
+    return Waiting(str(number), number, arrival.model, arrival.tier, arrival.tenant, arrival.at_ms, arrival.constraints)
 
 
 def _job(number: int, arrival: Arrival, runs: Sequence[Ran]) -> Job:

@@ -8,9 +8,9 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from jobs.catalog import Model, Snapshot
-from jobs.config import ModelConfig
-from jobs.record import Server
+from registry.catalog import Model, Snapshot
+from registry.config import ModelConfig
+from registry.values import Server
 from trials.simulate.plan import Plan, ServerPlan, sentence
 from trials.simulate.scenario import Arrival, Wrong
 

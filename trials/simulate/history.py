@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, or_, select
 
-from jobs.db import Database
+from database.db import Database
 from jobs.models import jobs
 from jobs.states import State
 
@@ -23,7 +23,7 @@ class Past:
     model: str
     tier: int
     tenant: str
-    needs: str
+    constraints: str
     created_ms: int
     started_ms: int | None
     finished_ms: int | None

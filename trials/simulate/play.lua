@@ -3,7 +3,7 @@
   KEYS[1..n]    the fleet's keys
   KEYS[n+1…]    the simulator's: ends (zset job -> ms), runs (hash), lasts (hash job -> ms), loaded (hash server ->
                 model), state (hash)
-  ARGV[1]       JSON: {taker, latency_ms, swap_ms, sweep_ms, patience_ms, scripts, templates}
+  ARGV[1]       JSON: {claimant, latency_ms, swap_ms, sweep_ms, patience_ms, scripts, templates}
                 scripts: act -> name of the script that does it; templates: act -> its arguments, in which @job,
                 @lease, @owner and @slot stand for those of a run
   ARGV[2] till  how far to go, ms; "": until everything has ended
@@ -54,7 +54,7 @@ local function start(offers)
     if run.owner == "" then
       local claimed = act("claim", filled("claim", run))
       if not claimed then error("the offer of " .. run.job .. " was not there to be claimed") end
-      run.owner = order.taker
+      run.owner = order.claimant
     end
     local starts = NOW + order.latency_ms
     redis.call("ZADD", ENDS, text(starts + lasts(run.job, offer[4], offer[5])), run.job)
@@ -129,7 +129,7 @@ while acts > 0 do
   else
     take_event()
   end
-  -- As beat's sweep would: what was not offered is tried again, for a rest may be over.
+  -- As beat's sweep would: what was not offered is tried again, for a cooldown may be over.
   if waiting > 0 and running < slots then
     sweep = sweep or (math.floor(NOW / order.sweep_ms) + 1) * order.sweep_ms
     if running == 0 then idle_since = idle_since or NOW end

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from sqlalchemy import make_url
 
-from jobs.catalog import Catalog, Snapshot
-from jobs.db import Database
-from jobs.states import Standing
+from database.db import Database
 from migrations import migrate
+from registry.catalog import Catalog, Snapshot
+from registry.values import AdminState
 from trials.simulate import history
 from trials.simulate.history import Past
 from trials.simulate.scenario import Arrival, Wrong
@@ -73,7 +73,7 @@ def read(database: Database, since_ms: int, until_ms: int, seed: int) -> Recorde
         ran = _ran_ms(row)
         if ran is None:
             ran, drawn = chance.choice(measured[row.model] or [_UNKNOWN_MS]), drawn + 1
-        found.append(Arrival(row.created_ms, row.model, ran, row.tenant, row.tier, row.needs))
+        found.append(Arrival(row.created_ms, row.model, ran, row.tenant, row.tier, row.constraints))
     return Recorded(found, catalog, drawn, len(rows) - len(known))
 
 
@@ -117,7 +117,7 @@ def _ran_ms(row: Past) -> int | None:
 def _online(catalog: Snapshot) -> Snapshot:
     return replace(
         catalog,
-        models={name: replace(model, state=Standing.ONLINE) for name, model in catalog.models.items()},
-        servers={name: replace(server, state=Standing.ONLINE) for name, server in catalog.servers.items()},
+        models={name: replace(model, state=AdminState.ONLINE) for name, model in catalog.models.items()},
+        servers={name: replace(server, state=AdminState.ONLINE) for name, server in catalog.servers.items()},
         tenants={},
     )

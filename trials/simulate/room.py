@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 import orjson
 from redis import Redis
 
-from jobs.catalog import Snapshot
 from jobs.record import Waiting
+from registry.catalog import Snapshot
 from routing.config import RoutingSettings
-from routing.keys import Keys
-from routing.leases import Held, Leases
+from routing.leases import Lease, Leases
 from routing.queues import Offer, Queues
-from routing.scripts import Command, Scripts, assemble
 from routing.slots import Slots
+from scripting.keys import Keys
+from scripting.scripts import Command, Scripts, assemble
 
 _PREFIX = "simulation"
 _TAKER = "simulator"
 _CLOCK = "local function now_ms() return NOW end"
 _OWN_KEYS = ("ends", "runs", "lasts", "loaded", "state")
 _SWEEP_MS = 2_000  # as celeryconfig.beat_schedule has it
-_PATIENCE_MS = 3_600_000  # for a job that no slot seems to run: longer than anything rests
+_PATIENCE_MS = 3_600_000  # for a job that no slot seems to run: longer than any cooldown
 
 
 class Ran(NamedTuple):
@@ -63,7 +63,7 @@ class Room:
         acts = self._acts()
         self._order = orjson.dumps(
             {
-                "taker": _TAKER,
+                "claimant": _TAKER,
                 "latency_ms": start_latency_ms,
                 "swap_ms": swap_ms,
                 "sweep_ms": _SWEEP_MS,
@@ -107,13 +107,13 @@ class Room:
     def _acts(self) -> dict[str, Command[Any]]:
         """All that play.lua does, by the names that it has there; @job and the like stand for those of a run."""
         job = Waiting("@job", 0, next(iter(self._catalog.models), ""), 1, "")
-        held = Held(self.fleet, "@job", "@lease", "@owner", "@slot")
+        lease = Lease(self.fleet, "@job", "@lease", "@owner", "@slot")
         offer = Offer(self.fleet, "@job", "@lease", "@slot", "", "", 0)
         return {
             "enqueue": self._queues.entering(self.fleet, [job]),
             "claim": self._leases.claiming(offer, _TAKER),
-            "release": self._leases.releasing(held, back=False, taker=_TAKER, outcome="ok"),
-            "back": self._leases.releasing(held, back=True),
+            "release": self._leases.releasing(lease, back=False, claimant=_TAKER, outcome="ok"),
+            "back": self._leases.releasing(lease, back=True),
             "offer": self._queues.offering(self.fleet),
             "sync": self._slots.syncing(self.fleet, self._catalog),
         }

@@ -6,8 +6,8 @@ Times are integers, milliseconds since the epoch, simulated; their names end in 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jobs.catalog import Snapshot
 from jobs.record import TIER_DEFAULT
+from registry.catalog import Snapshot
 
 
 class Wrong(ValueError):
@@ -16,14 +16,14 @@ class Wrong(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A job that will be submitted.  `run_ms`: how long it holds its slot, at least 1; `needs`: its constraints."""
+    """A job that will be submitted.  `run_ms`: how long it holds its slot, at least 1; `constraints`: in text form."""
 
     at_ms: int
     model: str
     run_ms: int
     tenant: str = "default"
     tier: int = TIER_DEFAULT
-    needs: str = ""
+    constraints: str = ""
 
 
 @dataclass(frozen=True, slots=True)

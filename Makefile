@@ -11,11 +11,11 @@ BIN := $(VENV)/bin
 WANTED := setup.cfg pyproject.toml requirements.txt requirements-dev.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 PYTEST_ARGS ?=
-# Two processes, each with servers of its own; one file's tests stay together.
-side-by-side := -n 2 --dist loadfile
+# Two processes, each with servers of its own; one file's tests stay together, and the small files come last.
+side-by-side := -n 2 --dist loadfile --no-loadscope-reorder
 LOCK_ARGS ?=
 
-.PHONY: help setup setup-dev run demo test attack live-presets check format bench lock clean
+.PHONY: help setup setup-dev run demo test attack live-presets lint check format bench lock clean
 
 help: ## Show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -34,14 +34,16 @@ test: setup-dev ## Install what the tests need and run them all (PYTEST_ARGS="-k
 live-presets: setup-dev ## Run presets against real servers, installed into var/live; takes minutes (LIVE="cog mosec")
 	@LIVE="$(LIVE)" exec $(BIN)/python -m pytest -m live_servers tests/live $(PYTEST_ARGS)
 
-check: setup-dev ## Format, lint, types, import contracts, Lua lint, tests
+lint: setup-dev ## Format, lint, types, import contracts, Lua lint: what can be said without running anything
 	@step() { echo "== $$*"; "$$@"; }
 	step $(BIN)/ruff format --check .
 	step $(BIN)/ruff check .
 	step $(BIN)/mypy
+	step $(BIN)/mypy --config-file tests/mypy.ini
 	step $(BIN)/lint-imports
 	$(lint-lua)
-	step $(BIN)/python -m pytest $(side-by-side) $(PYTEST_ARGS)
+
+check: lint test ## lint, then test
 
 attack: setup-dev ## Attack a Slotkeeper of its own, for minutes, and print a score card (ATTACKS="bodies")
 	@exec $(BIN)/python -m tests.attacks $(ATTACKS)
@@ -109,7 +111,7 @@ endef
 define lint-lua
 if command -v luacheck >/dev/null; then
 	scripts=$$(mktemp -d); trap 'rm -rf "$$scripts"' EXIT
-	$(BIN)/python -c 'import sys, pathlib; from routing.scripts import assemble, names; [pathlib.Path(sys.argv[1], f"{name}.lua").write_text(assemble(name)) for name in names()]' "$$scripts"
+	$(BIN)/python -c 'import sys, pathlib; from scripting.scripts import assemble, names; [pathlib.Path(sys.argv[1], f"{name}.lua").write_text(assemble(name)) for name in names()]' "$$scripts"
 	step luacheck --quiet --std lua51 --read-globals redis cjson cmsgpack struct bit KEYS ARGV --ignore 211 --no-max-line-length "$$scripts"
 else
 	echo "== luacheck: skipped, it is not installed (Debian, Ubuntu: apt install lua-check)"

@@ -16,14 +16,24 @@ import pytest
 import structlog
 from sqlalchemy import event
 
-from jobs import logs
-from jobs.clock import Clock, clock
-from jobs.db import Database
-from jobs.models import metadata
+from database.db import Database
+from foundation import logs
+from foundation.clock import Clock, clock
 from jobs.store import Store
-from jobs.webhooks import Webhooks
 from migrations import migrate
+from outbox import tables as _outbox_tables  # noqa: F401  Its tables are of the same record.
+from outbox.webhooks import Webhooks
+from registry.tables import metadata
 from tests.support.postgres import ENVIRONMENT, NoPostgres, Postgres, running_postgres
+
+_MEMORY, _ROOM_BYTES = Path("/dev/shm"), 2 << 30
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Folders of tests lie in memory where there is room: records write through to the disk at every commit."""
+    in_memory = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _ROOM_BYTES
+    if in_memory and config.getoption("basetemp") is None:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -92,7 +102,7 @@ def sqlite_url(_sqlite_template: Path, tmp_path: Path) -> str:
 
 @pytest.fixture
 def postgres_url(postgres: Postgres, _postgres_record: str) -> str:
-    """A record on PostgreSQL, as good as fresh; only its numbers go on where the last test left them."""
+    """A record on PostgreSQL, as good as fresh."""
     postgres.clear(_postgres_record, [table.name for table in reversed(metadata.sorted_tables)])
     return _postgres_record
 

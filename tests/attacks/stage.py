@@ -11,10 +11,10 @@ from typing import Any
 
 import requests
 
-from jobs.db import Database
+from database.db import Database
 from jobs.record import now_ms
-from jobs.tenants import Tenant, Tenants
 from local.plan import procfile
+from registry.tenants import Tenant, Tenants
 from tests.support.stack import _BIN, Stack, eventually
 
 PLACES = 1200

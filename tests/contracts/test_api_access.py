@@ -6,7 +6,7 @@ import pytest
 
 from app.config import AppSettings
 from app.factory import create_app
-from jobs.tenants import Tenants
+from registry.tenants import Tenants
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
 
@@ -46,6 +46,7 @@ OF_ADMINS = [
     ("post", "/admin/dlq/retry-all"),
     ("delete", "/admin/dlq/x"),
     ("get", "/admin/ledger"),
+    ("get", "/admin/processes"),
 ]
 
 

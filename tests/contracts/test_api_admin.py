@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from jobs.states import State
+from outbox import removal
 from tests.support.api import ENDPOINT, Api
 from tests.support.builders import T0, a_job_in, a_queued_job, an_ended_job
 
@@ -41,7 +42,7 @@ def test_names_may_hold_slashes_dots_and_hyphens(api: Api) -> None:
         assert api.client.delete(f"/admin/model-configs/{model}").json["overrides"] == {}
         job_id = api.submitted(model=model)
         assert api.client.get("/queue/jobs", query_string={"model": model}).json["jobs"][0]["job_id"] == job_id
-        assert api.client.delete(f"/admin/servers/{server}").status_code == 204
+        assert api.client.delete(f"/admin/servers/{server}").status_code == 200
     assert {model["model"] for model in api.client.get("/admin/models").json["models"]} == set(ODD_NAMES)
 
 
@@ -135,7 +136,7 @@ def test_without_redis_the_catalog_can_be_changed_all_the_same(mortal_api: Api) 
     listed = api.client.get("/admin/servers").json
     assert (listed["servers"][0]["server"], listed["fleets"]) == ("gpu1", None)
     assert api.client.get("/admin/models").json["models"][0]["waiting"] is None
-    assert api.client.delete("/admin/servers/gpu1").status_code == 204
+    assert api.client.delete("/admin/servers/gpu1").status_code == 200
 
 
 # -- configurations --------------------------------------------------------------------------------------------
@@ -237,6 +238,17 @@ def test_all_dead_jobs_are_retried_in_the_order_of_their_acceptance(api: Api) ->
     assert api.client.post("/admin/dlq/retry-all").json == {"retried": 0, "more": False}
 
 
+def test_all_dead_jobs_of_one_model_are_retried_and_no_others(api: Api) -> None:
+    api.model()
+    api.model("other")
+    dead = [an_ended_job(api.dispatcher.store, State.DEAD, model=name).id for name in ("zimg", "other", "zimg")]
+    assert api.client.post("/admin/dlq/retry-all?model=zimg").json == {"retried": 2, "more": False}
+    assert [api.job(job_id).state for job_id in dead] == [State.QUEUED, State.DEAD, State.QUEUED]
+    for query in ("model=a%20b", "Model=other"):
+        assert api.client.post(f"/admin/dlq/retry-all?{query}").status_code == 422, "and not all of them"
+    assert api.job(dead[1]).state is State.DEAD
+
+
 def test_retry_all_takes_on_no_more_than_it_can(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     from app.api import dlq
 
@@ -274,7 +286,7 @@ def test_job_3_the_ledger_balances_through_every_state_and_every_removal(api: Ap
         assert (ledger["accepted"], ledger["balanced"]) == (number, True)
     dead = an_ended_job(api.dispatcher.store, State.DEAD)
     api.client.delete(f"/admin/dlq/{dead.id}")
-    api.dispatcher.store.purge(T0 + 1)
+    removal.purge(api.dispatcher.store.database, T0 + 1)
     ledger = api.client.get("/admin/ledger").json
     assert (ledger["accepted"], ledger["balanced"]) == (9, True)
     assert sum(ledger["by_state"].values()) == 3

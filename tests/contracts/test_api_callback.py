@@ -1,14 +1,16 @@
 """POST /tasks/callback/{id}: a server's own word ends a run, and nobody else's does."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from dispatch.dispatcher import ActiveRun
+from dispatch.verdict import Verdict
+from jobs.record import Run
 from jobs.states import State, Why
 from jobs.store import Error
-from routing.dispatcher import Task
-from routing.policies.verdict import Verdict
 from tasks import callbacks, push
 from tests.support.api import Api
 
@@ -19,7 +21,7 @@ UNKNOWN = "01920000-0000-7000-8000-000000000000"
 
 
 @pytest.fixture
-def task(api: Api) -> Task:
+def task(api: Api) -> ActiveRun:
     """A job that runs on gpu1."""
     api.register(slots=1)
     return api.started()
@@ -30,11 +32,11 @@ def _push(api: Api, job_id: str, token: str, body: Any = DONE, **more: Any) -> A
     return api.client.post(f"/tasks/callback/{job_id}", json=body, headers=header, **more)
 
 
-def _token(task: Task) -> str:
+def _token(task: ActiveRun) -> str:
     return callbacks.token(task.run.job.id, task.run.attempt)
 
 
-def test_a_push_ends_the_run_and_hands_the_slot_on(api: Api, task: Task) -> None:
+def test_a_push_ends_the_run_and_hands_the_slot_on(api: Api, task: ActiveRun) -> None:
     waiting = api.submitted()
     answer = _push(api, task.run.job.id, _token(task))
     job = api.job(task.run.job.id)
@@ -43,13 +45,13 @@ def test_a_push_ends_the_run_and_hands_the_slot_on(api: Api, task: Task) -> None
     assert api.heard.offers[-1].job_id == waiting
 
 
-def test_the_token_may_come_in_its_own_header(api: Api, task: Task) -> None:
+def test_the_token_may_come_in_its_own_header(api: Api, task: ActiveRun) -> None:
     header = {"X-Callback-Token": _token(task)}
     answer = api.client.post(f"/tasks/callback/{task.run.job.id}", json=DONE, headers=header)
     assert answer.json["status"] == "completed"
 
 
-def test_the_same_push_again_changes_nothing(api: Api, task: Task) -> None:
+def test_the_same_push_again_changes_nothing(api: Api, task: ActiveRun) -> None:
     first = _push(api, task.run.job.id, _token(task))
     after = api.job(task.run.job.id)
     again = _push(api, task.run.job.id, _token(task))
@@ -60,7 +62,7 @@ def test_the_same_push_again_changes_nothing(api: Api, task: Task) -> None:
     assert len(api.heard.ends) == 1
 
 
-def test_what_does_not_tell_the_end_is_ignored(api: Api, task: Task) -> None:
+def test_what_does_not_tell_the_end_is_ignored(api: Api, task: ActiveRun) -> None:
     before = api.job(task.run.job.id)
     for body in ({"status": "processing", "job_id": "r-1"}, {"progress": 0.5}, [], "done", None):
         answer = _push(api, task.run.job.id, _token(task), body)
@@ -68,7 +70,7 @@ def test_what_does_not_tell_the_end_is_ignored(api: Api, task: Task) -> None:
     assert api.job(task.run.job.id) == before
 
 
-def test_a_pushed_failure_costs_a_retry_as_a_polled_one(api: Api, task: Task) -> None:
+def test_a_pushed_failure_costs_a_retry_as_a_polled_one(api: Api, task: ActiveRun) -> None:
     answer = _push(api, task.run.job.id, _token(task), {"status": "failed", "error": "out of memory"})
     job = api.job(task.run.job.id)
     assert (answer.json["status"], job.state, job.failures) == ("delayed", State.DELAYED, 1)
@@ -84,13 +86,13 @@ def test_a_pushed_end_without_a_result_is_told_once(api: Api) -> None:
     assert [moved.to for moved, _ in api.heard.ends] == [State.DEAD]
 
 
-def test_a_push_from_a_removed_server_is_ignored(api: Api, task: Task) -> None:
-    api.client.delete("/admin/servers/gpu1")
-    assert _push(api, task.run.job.id, _token(task)).status_code == 202
-    assert api.job(task.run.job.id).state is State.RUNNING
+def test_a_push_from_a_removed_server_is_ignored(api: Api, task: ActiveRun) -> None:
+    assert api.client.delete("/admin/servers/gpu1?force=true").status_code == 200
+    assert _push(api, task.run.job.id, _token(task)).json == {"status": "queued"}
+    assert api.job(task.run.job.id).state is State.QUEUED
 
 
-def test_without_the_database_the_server_is_told_to_come_back(api: Api, task: Task) -> None:
+def test_without_the_database_the_server_is_told_to_come_back(api: Api, task: ActiveRun) -> None:
     api.take_database_away()
     answer = _push(api, task.run.job.id, _token(task))
     api.bring_database_back()
@@ -99,14 +101,14 @@ def test_without_the_database_the_server_is_told_to_come_back(api: Api, task: Ta
 
 
 @pytest.mark.parametrize("settings", [{"MAX_PUSH_BYTES": "1000"}])
-def test_a_result_that_is_too_large_is_refused(api: Api, settings: dict[str, str], task: Task) -> None:
+def test_a_result_that_is_too_large_is_refused(api: Api, settings: dict[str, str], task: ActiveRun) -> None:
     answer = _push(api, task.run.job.id, _token(task), {"status": "success", "result": {"a": "x" * 1000}})
     assert answer.status_code == 413
     assert api.job(task.run.job.id).state is State.RUNNING
 
 
 @pytest.mark.parametrize("levels", [201, 254, 300, 1000])
-def test_a_result_that_is_too_deep_is_an_error_of_the_server(api: Api, task: Task, levels: int) -> None:
+def test_a_result_that_is_too_deep_is_an_error_of_the_server(api: Api, task: ActiveRun, levels: int) -> None:
     nested = "[" * levels + "]" * levels
     answer = api.client.post(
         f"/tasks/callback/{task.run.job.id}",
@@ -118,7 +120,7 @@ def test_a_result_that_is_too_deep_is_an_error_of_the_server(api: Api, task: Tas
     assert (job.state, job.why, job.error_code) == (State.DELAYED, Why.SERVER_ERROR, "answer_too_deep")
 
 
-def test_a_result_of_the_greatest_depth_is_kept_and_shown(api: Api, task: Task) -> None:
+def test_a_result_of_the_greatest_depth_is_kept_and_shown(api: Api, task: ActiveRun) -> None:
     result: Any = 1
     for _ in range(200):
         result = {"a": result}
@@ -128,7 +130,7 @@ def test_a_result_of_the_greatest_depth_is_kept_and_shown(api: Api, task: Task) 
 
 # -- forgeries -------------------------------------------------------------------------------------------------
 
-FORGERIES: dict[str, Callable[[Task], str]] = {
+FORGERIES: dict[str, Callable[[ActiveRun], str]] = {
     "none": lambda task: "",
     "a guess": lambda task: "0" * 64,
     "no ASCII": lambda task: "\xfc",
@@ -139,31 +141,101 @@ FORGERIES: dict[str, Callable[[Task], str]] = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_a_forged_push_changes_nothing(api: Api, task: Task, forgery: str) -> None:
+def test_a_forged_push_changes_nothing(api: Api, task: ActiveRun, forgery: str) -> None:
     before = api.job(task.run.job.id)
     answer = _push(api, task.run.job.id, FORGERIES[forgery](task))
     assert answer.status_code == 403
     assert api.job(task.run.job.id) == before
 
 
-def test_a_refusal_does_not_tell_whether_there_is_such_a_job(api: Api, task: Task) -> None:
+def test_for_a_made_up_token_no_events_are_read(api: Api, task: ActiveRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    again = _taken_up(api, task, Why.HANDED_BACK)
+    monkeypatch.setattr(api.dispatcher.store, "events_of", lambda _: pytest.fail("they were read"))
+    assert _push(api, again.job.id, "0" * 64).status_code == 403
+
+
+def test_a_made_up_token_is_compared_once_however_often_the_job_was_started(
+    api: Api, task: ActiveRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+    monkeypatch.setattr(callbacks, "is_valid", lambda shown, job_id, attempt: compared.append(attempt))
+    assert not push.is_token_of(replace(api.job(task.run.job.id), attempt=5_000), "0" * 64)
+    assert compared == [5_000]
+
+
+def test_a_refusal_does_not_tell_whether_there_is_such_a_job(api: Api, task: ActiveRun) -> None:
     known = _push(api, task.run.job.id, "0" * 64).json
     unknown = _push(api, UNKNOWN, "0" * 64).json
     assert known | {"instance": ""} == unknown | {"instance": ""}
 
 
-def test_a_superseded_attempt_cannot_end_the_next(api: Api, task: Task) -> None:
+def test_a_superseded_attempt_cannot_end_the_next(api: Api, task: ActiveRun) -> None:
     """LEASE-3, seen from the door."""
     old = _token(task)
     api.dispatcher.store.settle(task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
-    again = api.dispatcher.store.start(task.run.job.id, "gpu1", "gpu1-slot0", task.held.tag, 1)
+    again = api.dispatcher.store.start(task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1)
     assert again is not None
     assert _push(api, task.run.job.id, old).status_code == 403
     assert api.job(task.run.job.id).state is State.RUNNING
     assert _push(api, task.run.job.id, callbacks.token(again.job.id, again.attempt)).status_code == 200
 
 
-def test_a_push_for_a_job_that_waits_again_changes_nothing(api: Api, task: Task) -> None:
+def _taken_up(api: Api, task: ActiveRun, why: Why, server: str = "gpu1") -> Run:
+    """Its server has taken it up, and its worker is gone; the next one has begun."""
+    store, run = api.dispatcher.store, task.run
+    assert store.note_remote(run.job.id, run.attempt, "r-1", run.started_ms + 5)
+    store.settle(run.job.id, run.attempt, why, run.started_ms + 10)
+    again = store.start(run.job.id, server, f"{server}-slot0", task.lease.tag, run.started_ms + 20)
+    assert again is not None
+    return again
+
+
+def test_a_run_that_another_worker_goes_on_with_ends_under_the_token_that_its_server_has(
+    api: Api, task: ActiveRun
+) -> None:
+    old = _token(task)
+    again = _taken_up(api, task, Why.LEASE_EXPIRED)
+    assert (again.attempt, again.remote_id) == (2, "r-1")
+    assert _push(api, task.run.job.id, callbacks.token(task.run.job.id, 3)).status_code == 403
+    assert _push(api, task.run.job.id, old).json == {"status": "completed"}
+    assert api.job(task.run.job.id).result == '{"url":"https://cdn.example/1.png"}'
+
+
+def test_a_run_that_was_resumed_twice_ends_under_its_first_token(api: Api, task: ActiveRun) -> None:
+    old, store, job_id = _token(task), api.dispatcher.store, task.run.job.id
+    again = _taken_up(api, task, Why.HANDED_BACK)
+    store.settle(job_id, again.attempt, Why.LEASE_EXPIRED, again.started_ms + 10)
+    assert store.start(job_id, "gpu1", "gpu1-slot0", task.lease.tag, again.started_ms + 20) is not None
+    assert _push(api, job_id, callbacks.token(job_id, 2)).status_code == 403, "nothing was sent under it"
+    assert _push(api, job_id, old).json == {"status": "completed"}
+
+
+@pytest.mark.parametrize(
+    ("why", "server", "sent"),
+    [(Why.SERVER_LOST, "gpu1", False), (Why.LEASE_EXPIRED, "gpu2", False), (Why.SERVER_LOST, "gpu1", True)],
+)
+def test_a_run_that_was_begun_anew_ends_under_its_own_token_alone(
+    api: Api, task: ActiveRun, why: Why, server: str, sent: bool
+) -> None:
+    old, job_id = _token(task), task.run.job.id
+    again = _taken_up(api, task, why, server)
+    if sent:
+        assert api.dispatcher.store.note_remote(job_id, again.attempt, "r-2", again.started_ms + 5)
+    assert _push(api, job_id, old).status_code == 403
+    assert api.job(job_id).state is State.RUNNING
+
+
+def test_a_push_between_two_workers_is_wanted_again(api: Api, task: ActiveRun) -> None:
+    store, run = api.dispatcher.store, task.run
+    assert store.note_remote(run.job.id, run.attempt, "r-1", run.started_ms + 5)
+    store.settle(run.job.id, run.attempt, Why.LEASE_EXPIRED, run.started_ms + 10)
+    answer = _push(api, run.job.id, _token(task))
+    assert (answer.status_code, answer.json["code"]) == (503, "between_workers")
+    assert store.start(run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, run.started_ms + 20) is not None
+    assert _push(api, run.job.id, _token(task)).json == {"status": "completed"}
+
+
+def test_a_push_for_a_job_that_waits_again_changes_nothing(api: Api, task: ActiveRun) -> None:
     api.dispatcher.settle(task, Verdict(Why.SERVER_BUSY), error=Error("busy", "busy"))
     before = api.job(task.run.job.id)
     answer = _push(api, task.run.job.id, _token(task))
@@ -175,39 +247,39 @@ def test_a_push_for_a_job_that_waits_again_changes_nothing(api: Api, task: Task)
 
 
 def test_without_the_token_guard_a_forgery_would_get_through(
-    api: Api, task: Task, monkeypatch: pytest.MonkeyPatch
+    api: Api, task: ActiveRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(callbacks, "is_valid", lambda *_: True)
     assert _push(api, task.run.job.id, "0" * 64).status_code == 200
     assert api.job(task.run.job.id).state is State.COMPLETED
 
 
-def test_the_attempt_is_guarded_where_it_is_written_too(api: Api, task: Task) -> None:
+def test_the_attempt_is_guarded_where_it_is_written_too(api: Api, task: ActiveRun) -> None:
     """A push that was checked before the next attempt began, and comes to write after it (LEASE-3)."""
     seen = api.job(task.run.job.id)
     outcome = push.read(seen, b'{"status":"success","result":{}}')
     assert outcome is not None
     api.dispatcher.store.settle(task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
-    assert api.dispatcher.store.start(task.run.job.id, "gpu1", "gpu1-slot0", task.held.tag, 1) is not None
+    assert api.dispatcher.store.start(task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1) is not None
     before = api.job(task.run.job.id)
     assert not push.push(seen, outcome)
     assert api.job(task.run.job.id) == before
 
 
 def test_without_the_token_in_the_attempt_an_old_one_would_get_through(
-    api: Api, task: Task, monkeypatch: pytest.MonkeyPatch
+    api: Api, task: ActiveRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = callbacks._token
     monkeypatch.setattr(callbacks, "_token", lambda key, job_id, attempt: real(key, job_id, 0))
     old = _token(task)
     api.dispatcher.store.settle(task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
-    assert api.dispatcher.store.start(task.run.job.id, "gpu1", "gpu1-slot0", task.held.tag, 1) is not None
+    assert api.dispatcher.store.start(task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1) is not None
     assert _push(api, task.run.job.id, old).status_code == 200
     assert api.job(task.run.job.id).state is State.COMPLETED
 
 
 @pytest.mark.parametrize("digits", [str(2**64), str(2**70), "7" * 5000])
-def test_a_whole_number_of_any_length_is_in_the_result_as_it_came(api: Api, task: Task, digits: str) -> None:
+def test_a_whole_number_of_any_length_is_in_the_result_as_it_came(api: Api, task: ActiveRun, digits: str) -> None:
     result = f'{{"n":{digits}}}'
     body = f'{{"status":"success","result":{result}}}'
     header = {"Authorization": f"Bearer {_token(task)}"}
@@ -218,7 +290,7 @@ def test_a_whole_number_of_any_length_is_in_the_result_as_it_came(api: Api, task
     assert f'"result":{result}' in api.client.get(f"/queue/jobs/{job_id}").text
 
 
-def test_a_push_that_names_another_job_of_ours_ends_nothing(api: Api, task: Task) -> None:
+def test_a_push_that_names_another_job_of_ours_ends_nothing(api: Api, task: ActiveRun) -> None:
     other = api.submitted()
     answer = _push(api, task.run.job.id, _token(task), {"job_id": other} | DONE)
     assert (answer.status_code, answer.json["status"]) == (202, "ignored")

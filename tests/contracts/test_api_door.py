@@ -3,9 +3,9 @@
 import pytest
 
 from app.config import AppSettings
-from jobs.errors import Conflict, InvalidJob
+from foundation.errors import Conflict, InvalidRequest
 from jobs.record import now_ms
-from jobs.tenants import Tenant, Tenants
+from registry.tenants import Tenant, Tenants
 from tests.support.api import Api
 
 pytest_plugins = ("tests.support.api_fixtures",)
@@ -86,7 +86,7 @@ def test_a_key_in_an_endpoints_query_is_not_shown(api: Api) -> None:
     shown = [api.register(endpoint=endpoint).text, api.client.get("/admin/servers").text]
     assert not any("s3cret" in text for text in shown)
     assert all("http://gpu1:9001/generate?token=***" in text for text in shown)
-    assert api.dispatcher.fleet.refresh().servers["gpu1"].endpoints["zimg"] == endpoint
+    assert api.dispatcher.catalog.refresh().servers["gpu1"].endpoints["zimg"] == endpoint
 
 
 # -- what is taken -----------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_a_weight_that_no_score_can_be_divided_by_is_refused(api: Api, weight: f
 
 @pytest.mark.parametrize("name", ["", " ", " a", "a\n", "\t", "a\u202eb", "\x1b[2J", "x" * 201])
 def test_a_tenants_name_can_be_shown_and_asked_for(api: Api, name: str) -> None:
-    with pytest.raises(InvalidJob):
+    with pytest.raises(InvalidRequest):
         Tenants(api.database).add(Tenant(name, False), now_ms())
 
 

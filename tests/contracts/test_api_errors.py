@@ -1,13 +1,19 @@
 """Whatever goes wrong leaves as a problem; health and figures never fail with what they report."""
 
+import re
+from collections.abc import Iterator
+from typing import NoReturn
+
 import pytest
 
-from jobs import ledger
-from routing import pulse
+from app.readiness import Readiness
+from database.db import Database
 from tasks import maintenance
 from tasks.wiring import scripts
 from tests.support.api import Api
-from tests.support.builders import T0, an_ended_job
+from tests.support.builders import T0, an_ended_job, at_once
+from tests.support.visitor import visitor
+from upkeep import ledger, pulse
 
 pytest_plugins = ("tests.support.api_fixtures",)
 
@@ -28,7 +34,7 @@ def test_a_fault_of_ours_shows_nothing_of_itself(api: Api, monkeypatch: pytest.M
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("the password is hunter2")
 
-    monkeypatch.setattr(api.dispatcher.store, "find", fail)
+    monkeypatch.setattr("insight.listing.find", fail)
     answer = api.client.get("/queue/jobs")
     assert (answer.status_code, answer.json["code"]) == (500, "internal_error")
     assert "hunter2" not in answer.text
@@ -45,6 +51,7 @@ def test_it_is_degraded_as_long_as_nobody_does_maintenance(api: Api) -> None:
     answer = api.client.get("/health/ready").json
     assert answer["status"] == "degraded" and "beat" in answer["parts"]["maintenance"]["why"]
     maintenance.sweep()
+    api.client.application.extensions["slotkeeper"].readiness._until = 0
     assert api.client.get("/health/ready").json["status"] == "ok"
 
 
@@ -105,7 +112,7 @@ def test_a_room_that_cannot_be_read_hides_no_other(api: Api) -> None:
     api.register(slots=1)
     api.model("flux")
     with api.valkey.client() as redis:
-        key = api.dispatcher.queues._scripts.keys.of("zimg", "meta")
+        key = api.dispatcher.queues.scripts.keys.of("zimg", "meta")
         redis.delete(key)
         redis.set(key, "nonsense")
     found = _figures(api)
@@ -148,3 +155,85 @@ def test_the_page_with_the_documentation_needs_no_network(api: Api) -> None:
         assert f"swagger/{name}" in page.text
         assert api.client.get(f"/docs/swagger/{name}").status_code == 200
     assert api.client.get("/docs/swagger/../../../../../etc/passwd").status_code == 404
+
+
+# -- what no name holds --------------------------------------------------------------------------------------------
+
+
+def _asked(api: Api) -> Iterator[tuple[str, str]]:
+    """(method, address) of each view, with a NUL in each part of its address that is a name."""
+    for rule in api.client.application.url_map.iter_rules():
+        path = re.sub(r"<[^>]+>", "a%00b", rule.rule)
+        if path != rule.rule:
+            yield from (
+                (method, path) for method in (rule.methods or set()) & {"GET", "POST", "PUT", "PATCH", "DELETE"}
+            )
+
+
+def test_a_nul_in_a_name_is_refused_before_the_record_is_asked(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Database, "read", _asked_in_vain)
+    for method, path in _asked(api):
+        client = visitor(api).client if path.startswith("/page") else api.client
+        answer = client.open(path, method=method, json={} if method != "GET" else None)
+        assert answer.status_code == 422, (method, path)
+        assert "NUL" in answer.text, (method, path)
+
+
+@pytest.mark.parametrize("path", ["/webhooks", "/admin/audit", "/queue/jobs", "/health/ready", "/page/audit"])
+def test_a_nul_in_a_query_is_refused_by_name_before_the_record_is_asked(
+    api: Api, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(Database, "read", _asked_in_vain)
+    client = visitor(api).client if path.startswith("/page") else api.client
+    for field in ("tenant", "actor", "model", "cursor", "job_id", "what"):
+        answer = client.get(f"{path}?{field}=a%00b")
+        assert answer.status_code == 422 and f"{field} holds a NUL" in answer.text
+    assert client.get(f"{path}?tenant%00=a").status_code == 422
+
+
+def test_a_nul_in_a_form_is_refused(api: Api) -> None:
+    somebody = visitor(api)
+    for path in ("/page/theme", "/page/tenants/state", "/page/dead/retry"):
+        answer = somebody.post(path, tenant="a\0", job="\0", back="/\0")
+        assert answer.status_code == 422 and "NUL" in answer.text
+
+
+def _asked_in_vain(*_: object) -> NoReturn:
+    pytest.fail("PostgreSQL would refuse this as a fault of ours")
+
+
+# -- readiness -----------------------------------------------------------------------------------------------------
+
+
+def test_however_many_ask_at_once_one_looks() -> None:
+    now, looked = [0.0], list[float]()
+
+    def look() -> None:
+        looked.append(now[0])
+
+    readiness = Readiness({"broker": look}, lambda: now[0])
+    assert at_once(*[readiness.parts] * 20) == [{"broker": None}] * 20
+    assert looked == [0.0]
+    now[0] = 0.9
+    assert readiness.parts() and looked == [0.0]
+    now[0] = 1.0
+    assert readiness.parts() and looked == [0.0, 1.0]
+
+
+def test_a_look_that_fails_is_nobody_elses_answer() -> None:
+    told = iter([ValueError("once"), None])
+
+    def look() -> None:
+        if (error := next(told)) is not None:
+            raise error
+
+    readiness = Readiness({"broker": look})
+    with pytest.raises(ValueError, match="once"):
+        readiness.parts()
+    assert readiness.parts() == {"broker": None}
+
+
+def test_a_refusal_tells_a_name_with_half_of_a_surrogate_pair_and_is_no_fault(api: Api) -> None:
+    body = b'{"message": "a\\ud800"}'
+    answer = api.client.post("/webhooks/callbacks/replay", data=body, content_type="application/json")
+    assert answer.status_code == 404 and answer.json["message"] == "a?"

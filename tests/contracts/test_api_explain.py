@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from jobs.states import State, Why
-from routing import reconcile
 from tests.support.api import Api, TimedApi
 from tests.support.builders import T0, a_job_in, a_queued_job
+from upkeep import reconcile
 
 pytest_plugins = ("tests.support.api_fixtures",)
 
@@ -145,16 +145,17 @@ def test_an_open_breaker_of_a_server_and_until_when(timed_api: TimedApi, setting
         "subject": "gpu1",
         "until": "2027-01-15T08:00:08.000Z",
     }
-    assert found["sentence"] == "It waits: server 'gpu1' failed run after run and rests until 2027-01-15T08:00:08Z."
+    why = "server 'gpu1' failed run after run and its breaker is open"
+    assert found["sentence"] == f"It waits: {why} until 2027-01-15T08:00:08Z."
 
 
 def test_a_server_that_rests_and_until_when(timed_api: TimedApi) -> None:
     api = timed_api
     api.register()
-    rest_ms = api.dispatcher.slots.rest("zimg", "gpu1")
+    cooldown_ms = api.dispatcher.slots.cool_down("zimg", "gpu1")
     found = api.explain(api.submitted())
     assert (_codes(found), found["servers"]) == (["server_resting"], {"gpu1": "resting"})
-    assert found["waits_for"][0]["until"] == f"2027-01-15T08:00:0{rest_ms // 1000}.000Z"
+    assert found["waits_for"][0]["until"] == f"2027-01-15T08:00:0{cooldown_ms // 1000}.000Z"
 
 
 def test_a_busy_server_and_one_that_rests_are_both_told(timed_api: TimedApi) -> None:
@@ -162,7 +163,7 @@ def test_a_busy_server_and_one_that_rests_are_both_told(timed_api: TimedApi) -> 
     api.register(server="gpu1")
     api.submitted()
     api.register(server="gpu2")
-    api.dispatcher.slots.rest("zimg", "gpu2")
+    api.dispatcher.slots.cool_down("zimg", "gpu2")
     found = api.explain(api.submitted())
     assert (_codes(found), found["estimated_start_s"]) == (["slots_busy", "server_resting"], None)
 

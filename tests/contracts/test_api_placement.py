@@ -35,7 +35,7 @@ def test_constraints_are_shown_again(api: Api) -> None:
     assert api.client.get(f"/queue/jobs/{api.submitted()}").json["constraints"] == {}
     assert api.client.get(f"/queue/jobs/{api.submitted(constraints=None)}").json["constraints"] == {}
     again = api.submitted(constraints=shown)
-    assert api.job(again).needs == "gpu=A100,H100\nmemory>=40\nregion=eu"
+    assert api.job(again).constraints == "gpu=A100,H100\nmemory>=40\nregion=eu"
 
 
 def test_a_job_that_no_server_suits_is_told_so_in_its_receipt(api: Api) -> None:
@@ -226,10 +226,11 @@ def test_an_open_breaker_and_a_rest_are_shown_with_their_ends(timed_api: TimedAp
     for _ in range(2):
         api.submitted()
         api.run(1000, Why.SERVER_ERROR)
-    api.dispatcher.slots.rest("zimg", "gpu1")
+    api.dispatcher.slots.cool_down("zimg", "gpu1")
     standing = _server(api)["standing"]
     assert (standing["breaker"], standing["breaker_until"]) == ("open", "2027-01-15T08:00:07.000Z")
-    assert (standing["resting"], standing["rested_at"]) == (1, "2027-01-15T08:00:03.000Z")
+    assert (standing["cooling"], standing["cooldown_until"]) == (1, "2027-01-15T08:00:03.000Z")
+    assert (standing["resting"], standing["rested_at"]) == (1, "2027-01-15T08:00:03.000Z"), "as they were called before"
 
 
 def test_without_redis_how_servers_stand_is_not_known(mortal_api: Api) -> None:

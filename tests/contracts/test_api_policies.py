@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from jobs.states import State, Why
-from routing import reconcile
 from tests.support.api import NOTHING, Api, TimedApi
+from upkeep import reconcile
 
 pytest_plugins = ("tests.support.api_fixtures",)
 
@@ -168,6 +168,7 @@ def test_a_model_states_its_present_load(timed_api: TimedApi) -> None:
         "limit": 20,
         "breaker": "closed",
         "breaker_until": None,
+        "breaker_why": None,
     }
 
 
@@ -179,6 +180,7 @@ def test_a_models_open_breaker_is_shown(timed_api: TimedApi) -> None:
     api.run(1000, Why.SERVER_ERROR)
     load = api.client.get("/admin/models/zimg").json["load"]
     assert (load["breaker"], load["breaker_until"]) == ("open", "2027-01-15T08:00:06.000Z")
+    assert load["breaker_why"] == "failures"
     assert (load["mean_run_s"], load["work_s"]) == (None, None)
 
 

@@ -41,6 +41,17 @@ def test_every_preset_can_be_a_models(api: Api) -> None:
         assert answer.status_code == 200, answer.text
 
 
+def test_a_model_whose_copy_of_its_preset_is_older_is_named(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    api.client.put("/admin/model-configs/zimg", json={"preset": "tgi"})
+    assert api.client.get("/admin/presets").json["behind"] == []
+    newer = presets.get("tgi") | {"mode": "auto"}
+    monkeypatch.setattr(presets, "get", lambda _name: newer)
+    assert api.client.get("/admin/presets").json["behind"] == [{"model": "zimg", "preset": "tgi"}]
+    assert api.client.get("/admin/model-configs/zimg").json["preset_behind"]
+    api.client.put("/admin/model-configs/zimg", json={"preset": "tgi"})
+    assert api.client.get("/admin/presets").json["behind"] == []
+
+
 def test_an_unknown_server_is_recognized_and_tried(api: Api, cog: Scripted) -> None:
     found = api.client.post("/admin/servers/probe", json={"url": cog.url, "payload": {"prompt": "a cat"}}).json
     assert (found["reachable"], found["preset"], found["endpoint"]) == (True, "cog", cog.url)
@@ -143,7 +154,7 @@ def test_no_worker_alive_is_a_reason(api: Api) -> None:
 
 def test_a_breaker_says_until_when(timed_api: TimedApi) -> None:
     timed_api.register()
-    timed_api.dispatcher.slots.rest("zimg", "gpu1")
+    timed_api.dispatcher.slots.cool_down("zimg", "gpu1")
     found = timed_api.client.get("/admin/servers/gpu1/check").json
     one = next(one for one in found["reasons"] if one["code"] == "server_resting")
     assert one["until"]

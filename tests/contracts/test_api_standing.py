@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 
+from dispatch.verdict import Verdict
+from insight.servers import standings
 from jobs.states import Why
 from jobs.store import Error
-from routing import reconcile
-from routing.policies.verdict import Verdict
 from tests.support.api import NOTHING, Api, TimedApi
+from upkeep import reconcile
 
 pytest_plugins = ("tests.support.api_fixtures",)
 
@@ -98,8 +99,8 @@ def test_a_reset_wakes_slots_that_rest_because_they_were_busy(timed_api: TimedAp
         api.client.post("/admin/servers/gpu1/reset")
         assert _servers(api)[0]["standing"]["resting"] == 0 and len(api.heard.offers) == 1
     api.run(0, Why.SERVER_BUSY)
-    rested = api.dispatcher.slots.standings("zimg")["gpu1"].rested_ms
-    assert rested - api.now == api.dispatcher.settings.busy_rest_ms, "that it was busy before is forgotten"
+    rested = standings(api.dispatcher.slots, "zimg")["gpu1"].cooldown_until_ms
+    assert rested - api.now == api.dispatcher.settings.busy_cooldown_ms, "that it was busy before is forgotten"
 
 
 def test_a_reset_leaves_a_server_as_paused_as_it_was(timed_api: TimedApi) -> None:
@@ -131,8 +132,8 @@ def test_what_runs_on_a_server_that_is_stopped_ends(timed_api: TimedApi, state: 
     task = api.dispatcher.start(api.heard.offers.pop(0), "a-worker")
     assert task is not None and task.run.job.id == running
     _set(api, "servers/gpu1", state)
-    assert api.dispatcher.leases.renew("zimg", "a-worker", [task.held])[0] == "renewed"
-    api.dispatcher.free(task.held, back=False)
+    assert api.dispatcher.leases.renew("zimg", "a-worker", [task.lease])[0] == "renewed"
+    api.dispatcher.free(task.lease, back=False)
     assert _offered(api) == []
     _set(api, "servers/gpu1", "online")
     assert _offered(api) == [waiting]

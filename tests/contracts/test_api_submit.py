@@ -10,8 +10,8 @@ import pytest
 from app.reading import WHOLE
 from jobs.record import now_ms
 from jobs.states import State
-from routing import reconcile
 from tests.support.api import NOTHING, Api
+from upkeep import reconcile
 
 pytest_plugins = ("tests.support.api_fixtures",)
 
@@ -46,11 +46,11 @@ def test_a_submit_asks_the_room_once_and_its_answer_says_where_the_job_stands(
 ) -> None:
     api.register(slots=1)
     asked: list[str] = []
-    scripts = api.dispatcher.queues._scripts
+    scripts = api.dispatcher.queues.scripts
     run = scripts.run
     monkeypatch.setattr(scripts, "run", lambda command: asked.append(command.target.script) or run(command))
     assert [api.submit().json["position"] for _ in range(3)] == [None, 1, 2]
-    assert asked == ["enqueue"] * 3
+    assert asked == ["enter"] * 3
 
 
 def test_the_place_of_a_job_that_was_submitted_before_is_looked_up(api: Api) -> None:
@@ -70,8 +70,8 @@ def test_a_job_that_is_offered_at_once_waits_in_no_line(api: Api) -> None:
 
 def test_the_start_is_estimated_from_the_latest_runs(api: Api) -> None:
     api.register(slots=2)
+    from dispatch.verdict import Verdict
     from jobs.states import Why
-    from routing.policies.verdict import Verdict
 
     for _ in range(2):
         task = api.started()

@@ -7,11 +7,11 @@ import jsonschema
 import orjson
 import pytest
 
-from jobs import descriptions
-from jobs.errors import RecordUnavailable
+from dispatch.outcome import Kind
+from foundation.errors import RecordUnavailable
 from jobs.record import now_ms
 from jobs.states import Why
-from routing.outcome import Kind
+from registry import descriptions
 from tasks import descriptions as plans
 from tasks import maintenance, push
 from tasks.descriptions import Misconfigured, Unfit, merged, server_for, whole
@@ -72,6 +72,21 @@ UNFIT: list[tuple[str, Any, str, str]] = [
     ("a source that is none", {"submit": {"body": {"a": ["{{nope}}"]}}}, "/submit/body/a/0", "not known here"),
     ("a source that is not there yet", {"submit": {"body": "{{id}}"}}, "/submit/body", "not known here"),
     ("a job's field that is none", {"submit": {"body": "{{job/nope}}"}}, "/submit/body", "names nothing"),
+    ("a run's field that is none", {"submit": {"body": {"s": "{{run/swop}}"}}}, "/submit/body/s", "run/swap"),
+    ("what is told of a run elsewhere", {"cancel": {"path": "/{{run/swap}}"}}, "/cancel/path", "not known here"),
+    (
+        "an output size of which nothing is said",
+        {"submit": {"headers": {"X-Size": "{{run/output_size}}"}}},
+        "/submit/headers/X-Size",
+        "add output_size",
+    ),
+    ("an output size without a default", {"output_size": {"pointer": "/n"}}, "/output_size", "'default' is missing"),
+    (
+        "an output size that stands nowhere",
+        {"output_size": {"pointer": ["/n", "m"], "default": 1}},
+        "/output_size/pointer/1",
+        "a JSON pointer",
+    ),
     ("a secret in an address", {"submit": {"path": "/{{secret/KEY}}"}}, "/submit/path", "not known here"),
     ("a header of ours", {"submit": {"headers": {"X-Job-Id": "1"}}}, "/submit/headers/X-Job-Id", "leave it out"),
     ("a header's template", {"submit": {"headers": {"X-A": "{{nope}}"}}}, "/submit/headers/X-A", "not known here"),
@@ -217,7 +232,7 @@ def test_a_registration_may_have_a_description_of_its_own(api):
     own = {"description": {"mode": "sync", "status": {"path": "/own/{{id}}"}}}
 
     def now() -> str | None:
-        return api.dispatcher.fleet.refresh().described_by("gpu1", "zimg")
+        return api.dispatcher.catalog.refresh().described_by("gpu1", "zimg")
 
     assert api.client.post("/admin/register", json=body).status_code == 201 and now() == of_model
     answered = api.client.post("/admin/register", json=body | own)
@@ -233,7 +248,7 @@ def test_a_registrations_description_is_checked_too(api):
     body = {"model": "zimg", "server": "gpu1", "endpoint": "http://127.0.0.1:9/x", "slots": 1}
     refused = api.client.post("/admin/register", json=body | {"description": {"submit": {"id": "x"}}})
     assert (refused.status_code, refused.json["errors"][0]["pointer"]) == (422, "/description/submit/id")
-    assert "gpu1" not in api.dispatcher.fleet.refresh().servers
+    assert "gpu1" not in api.dispatcher.catalog.refresh().servers
 
 
 def test_a_run_names_the_version_that_it_began_with(api):
@@ -286,7 +301,7 @@ def test_a_version_that_a_run_names_stays(api):
     later = now_ms() + 2 * descriptions.KEPT_MS
     assert [descriptions.purge(database(), at) for at in (now_ms(), later, later)] == [0, 0, 0]
     assert descriptions.read(database(), old) is not None
-    assert server_for("http://127.0.0.1:9/", api.dispatcher.fleet.model("zimg"), task.run.described_by)
+    assert server_for("http://127.0.0.1:9/", api.dispatcher.catalog.model("zimg"), task.run.described_by)
 
 
 def test_a_version_that_is_named_again_meanwhile_stays(api):
@@ -301,13 +316,13 @@ def test_a_version_that_is_named_again_meanwhile_stays(api):
 def test_a_version_that_is_gone_is_a_fault_of_the_model(api):
     api.register("zimg", "gpu0")
     with pytest.raises(Misconfigured, match="not in the record"):
-        server_for("http://127.0.0.1:9/", api.dispatcher.fleet.model("zimg"), "0" * 32)
+        server_for("http://127.0.0.1:9/", api.dispatcher.catalog.model("zimg"), "0" * 32)
 
 
 def test_a_version_is_read_and_compiled_once(api, monkeypatch):
     version = _version(api, mode="async", status={"path": "/once/{{id}}"})
     api.register("zimg", "gpu0")
-    model = api.dispatcher.fleet.model("zimg")
+    model = api.dispatcher.catalog.model("zimg")
     server_for("http://127.0.0.1:9/", model, version)
 
     def nobody(*_: Any) -> None:
@@ -323,7 +338,7 @@ def test_the_release_before_takes_a_description_away_with_the_rest(api):
     """It replaces all overrides, and knows of no versions."""
     _version(api, mode="async")
     catalog().configure("zimg", {"max_retries": 5}, now_ms())
-    assert api.dispatcher.fleet.refresh().models["zimg"].described_by is None
+    assert api.dispatcher.catalog.refresh().models["zimg"].described_by is None
 
 
 # -- used ------------------------------------------------------------------------------------------------------
@@ -335,7 +350,7 @@ def test_health_is_asked_as_described(api):
         assert _put(api, {"description": described}).status_code == 200
         body = {"model": "zimg", "server": "gpu0", "endpoint": there.url + "/x", "slots": 2}
         assert api.client.post("/admin/register", json=body).status_code == 201
-        report = maintenance._report(api.dispatcher.fleet.snapshot().servers["gpu0"])
+        report = maintenance._report(api.dispatcher.catalog.snapshot().servers["gpu0"])
     assert (report.up, report.active_jobs, report.job_ids) == (True, 2, None)
 
 
@@ -346,7 +361,7 @@ def test_a_server_is_asked_by_that_of_its_models_which_says_how(api):
             assert config.status_code == 200
             body = {"model": model, "server": "gpu0", "endpoint": there.url + "/x", "slots": 2}
             assert api.client.post("/admin/register", json=body).status_code == 201
-        report = maintenance._report(api.dispatcher.fleet.snapshot().servers["gpu0"])
+        report = maintenance._report(api.dispatcher.catalog.snapshot().servers["gpu0"])
         assert [seen.path for seen in there.seen] == ["/h"] and report.active_jobs == 1
 
 
@@ -355,13 +370,13 @@ def test_waiting_jobs_are_not_taken_for_running_ones(api):
         _put(api, {"description": {"health": {"running": False}}})
         body = {"model": "zimg", "server": "gpu0", "endpoint": there.url + "/x", "slots": 2}
         api.client.post("/admin/register", json=body)
-        report = maintenance._report(api.dispatcher.fleet.snapshot().servers["gpu0"])
+        report = maintenance._report(api.dispatcher.catalog.snapshot().servers["gpu0"])
     assert not report.tells_what_runs
 
 
 def test_what_was_stored_speaks_as_it_was_checked(api):
     _put(api, {"description": {"submit": {"path": "/v2/run", "body": {"input": "{{payload}}"}, "result": "/out"}}})
-    model = api.dispatcher.fleet.refresh().models["zimg"]
+    model = api.dispatcher.catalog.refresh().models["zimg"]
     with Scripted(lambda _: answer({"status": "done", "out": 7})) as there:
         outcome = server_for(there.url, model, model.described_by).submit(Call("j", 1, {"n": 1}, deadline_s=5))
         assert (there.seen[0].path, there.seen[0].json) == ("/v2/run", {"input": {"n": 1}})

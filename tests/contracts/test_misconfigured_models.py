@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from jobs.catalog import Model
-from jobs.config import ModelConfig
+from dispatch.outcome import Kind, Outcome
 from jobs.record import now_ms
-from routing.outcome import Kind, Outcome
+from registry.catalog import Model
+from registry.config import ModelConfig
 from tasks import callbacks, maintenance, push
 from tasks.descriptions import Misconfigured, server_for
 from tasks.shown import Shown
-from tasks.wiring import catalog, leases, workers
-from tasks.worker import ActiveRun, Worker
+from tasks.wiring import catalog, leases, telling, workers
+from tasks.worker import OwnRun, Worker
 from tests.support.api import Api
 
 pytest_plugins = ("tests.support.api_fixtures",)
@@ -56,7 +56,7 @@ def test_an_id_field_that_cannot_be_compiled_is_refused_with_its_place(api: Api,
 def test_a_template_that_passes_can_be_used(api: Api, template: str) -> None:
     changes: dict[str, Any] = {"poll_endpoint_template": template, "id_field": "/data/id", "model_type": "async"}
     assert api.client.put("/admin/model-configs/zimg", json=changes).status_code == 200
-    model = api.dispatcher.fleet.refresh().models["zimg"]
+    model = api.dispatcher.catalog.refresh().models["zimg"]
     server_for("http://127.0.0.1:9/generate", model, model.described_by)
 
 
@@ -66,7 +66,7 @@ def stored(api: Api) -> Api:
     api.register("broken", "gpu0")
     api.register("zimg", "gpu1")
     catalog().configure("broken", {"poll_endpoint_template": "/a#{id}"}, now_ms())
-    api.dispatcher.fleet.refresh()
+    api.dispatcher.catalog.refresh()
     return api
 
 
@@ -75,16 +75,16 @@ def test_maintenance_of_all_others_goes_on(stored: Api, monkeypatch: pytest.Monk
     monkeypatch.setattr(maintenance, "_SECOND_LOOK_S", 0)
     with capture_logs() as lines:
         getattr(maintenance, task)()
-        reports = maintenance._reports(stored.dispatcher.fleet.snapshot().servers.values())
+        reports = maintenance._reports(stored.dispatcher.catalog.snapshot().servers.values())
     assert not reports["gpu1"].up, "nobody answers there, and that was found out"
     assert "gpu0" in {line.get("server") for line in lines}
 
 
 def test_its_job_costs_a_retry_and_says_why(stored: Api) -> None:
     task = stored.started(model="broken")
-    worker = Worker(stored.dispatcher, leases(), workers(), capacity=1)
+    worker = Worker(stored.dispatcher, leases(), workers(), telling(), capacity=1)
     worker.heartbeat.end()
-    run = ActiveRun(task, worker.heartbeat.add(task.held), Shown())
+    run = OwnRun(task, worker.heartbeat.add(task.lease), Shown())
     outcome = asyncio.run_coroutine_threadsafe(worker._outcome(run), worker.engine.loop).result(30)
     worker.engine.close()
     assert isinstance(outcome, Outcome)

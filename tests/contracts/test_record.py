@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from jobs.db import Database
-from jobs.events import TYPES, attempts
+from database.db import Database
+from insight import listing
+from insight.attempts import attempts
+from jobs.events import TYPES
 from jobs.models import webhooks
 from jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, State, Why
 from jobs.store import Error, Store
+from outbox import removal
 from tests.support.builders import (
     CALLBACK,
     SECOND,
@@ -42,9 +45,9 @@ in_every_state = pytest.mark.parametrize("state", list(State))
 in_every_final_state = pytest.mark.parametrize("state", sorted(FINAL))
 
 
-def _settle(store: Store, job_id: str, attempt: int, why: Why, now: int = LATER) -> Any:
+def _settle(store: Store, job_id: str, attempt: int, why: Why, now_ms: int = LATER) -> Any:
     """Settle with everything that a worker could hand in."""
-    return store.settle(job_id, attempt, why, now, result=RESULT, error=ERROR, due_ms=now + SECOND)
+    return store.settle(job_id, attempt, why, now_ms, result=RESULT, error=ERROR, due_ms=now_ms + SECOND)
 
 
 def _acts(store: Store, why: Why, job_id: str, attempt: int) -> dict[str, Callable[[], Any]]:
@@ -122,7 +125,7 @@ def test_job_1_a_final_state_is_never_left(database, store, state):
             if name != "revive" or state is not State.DEAD:
                 assert _refused(act), f"{name}({why})"
     assert store.promote_due(LATER * 2) == []
-    assert store.overdue(LATER * 2) == []
+    assert store.expire_overdue(LATER * 2) == []
     assert not store.request_cancel(job.id, LATER)
     assert not store.note_remote(job.id, job.attempt, "r-1", LATER)
     assert row_of(database, job.id) == before
@@ -218,19 +221,19 @@ def test_two_workers_that_start_one_job_at_once_get_it_once(database, store):
 
 def test_whoever_hears_of_a_job_hears_its_age_and_its_constraints(store):
     """All that order and placement need is in what the waiting room is told, whichever way a job comes to it."""
-    job = a_delayed_job(store, needs="gpu=A100", tier=2, tenant="acme", now=T0)
+    job = a_delayed_job(store, constraints="gpu=A100", tier=2, tenant="acme", now_ms=T0)
     known = job.waiting
-    assert (known.created_ms, known.needs) == (T0, "gpu=A100")
+    assert (known.created_ms, known.constraints) == (T0, "gpu=A100")
     assert store.promote_due(LATER) == [known]
     assert store.queued(["zimg"]) == [known]
-    run = a_start(store, job.id, now=LATER)
+    run = a_start(store, job.id, now_ms=LATER)
     assert run.job == known
     assert [running.waiting for running in store.running()] == [known]
     assert _settle(store, job.id, run.attempt, Why.SERVER_BUSY).job == known
     assert _settle(store, job.id, a_start(store, job.id).attempt, Why.RETRIES_EXHAUSTED).job == known
     assert store.revive(job.id, LATER) == known
     assert store.end_waiting(job.id, Why.CANCEL_REQUESTED, LATER).job == known
-    assert [found.needs for found in store.find()] == ["gpu=A100"]
+    assert [found.constraints for found in listing.find(store.database)] == ["gpu=A100"]
 
 
 def test_a_job_without_constraints_needs_nothing(database, store):
@@ -247,7 +250,7 @@ def test_an_unknown_job_is_none_everywhere(store):
     assert store.events_of("nobody") == []
     assert not store.request_cancel("nobody", T0)
     assert not store.note_remote("nobody", 1, "r-1", T0)
-    assert not store.delete_dead("nobody")
+    assert not removal.delete_dead(store.database, "nobody")
 
 
 # -- the token -------------------------------------------------------------------------------------------------
@@ -324,7 +327,7 @@ def test_a_completed_job_keeps_its_result_and_where_it_ran(store):
     run = a_running_job(store, server="gpu1")
     moved = store.settle(run.job.id, run.attempt, Why.FINISHED, LATER, result=RESULT)
     job = store.get(run.job.id)
-    assert (moved.to, moved.attempt, moved.webhook_id) == (State.COMPLETED, 1, None)
+    assert (moved.to, moved.attempt) == (State.COMPLETED, 1)
     assert (job.result, job.error_code, job.error_message) == (RESULT, None, None)
     assert (job.started_ms, job.finished_ms, job.server, job.lease, job.due_ms) == (T0, LATER, "gpu1", None, None)
 
@@ -419,10 +422,10 @@ def test_starts_that_met_no_server_are_no_attempts(store):
 
 def test_the_attempts_fold_tells_each_start_and_what_came_of_it(store):
     job = a_queued_job(store)
-    first = a_start(store, job.id, server="gpu1", now=T0 + 1)
+    first = a_start(store, job.id, server="gpu1", now_ms=T0 + 1)
     store.settle(job.id, first.attempt, Why.SERVER_ERROR, T0 + 2, error=ERROR, due_ms=T0 + 3)
     store.promote_due(T0 + 3)
-    a_start(store, job.id, server="gpu2", now=T0 + 4)
+    a_start(store, job.id, server="gpu2", now_ms=T0 + 4)
     done, under_way = attempts(store.events_of(job.id))
     assert (done.attempt, done.server, done.slot, done.started_ms, done.ended_ms) == (
         1,
@@ -469,16 +472,15 @@ def test_two_that_promote_at_once_queue_each_job_once(database, store):
 
 
 @pytest.mark.parametrize("state", sorted(ACTIVE))
-def test_a_job_past_its_deadline_is_overdue_until_it_ends(store, state):
+def test_a_job_is_not_overdue_before_its_deadline_nor_after_its_end(store, state):
     job = a_job_in(store, state, deadline_ms=T0 + SECOND)
     a_job_in(store, state)  # has no deadline
-    assert store.overdue(T0 + SECOND - 1) == []
-    assert [j.id for j in store.overdue(T0 + SECOND)] == [job.id]
+    assert store.expire_overdue(T0 + SECOND - 1) == []
     if state is State.RUNNING:
         assert store.settle(job.id, job.attempt, Why.DEADLINE_PASSED, LATER)
     else:
         assert store.end_waiting(job.id, Why.DEADLINE_PASSED, LATER)
-    assert store.overdue(LATER) == []
+    assert store.expire_overdue(LATER) == []
     assert store.get(job.id).state is State.EXPIRED
 
 
@@ -528,7 +530,7 @@ def test_a_revived_job_can_end_before_it_has_started_again(database, store, why)
     with database.read() as connection:
         owed = dict(connection.execute(select(webhooks.c.status, webhooks.c.id)).all())
     assert set(owed) == {"dead", moved.to}
-    assert owed[moved.to] == moved.webhook_id
+    assert owed[moved.to] == f"msg_{dead.id}_{moved.attempt}_{moved.to}"
 
 
 @pytest.mark.parametrize("state", [State.QUEUED, State.DELAYED])
@@ -538,7 +540,6 @@ def test_a_waiting_job_is_canceled_at_once(store, state):
     after = store.get(job.id)
     assert (after.state, after.finished_ms, after.due_ms) == (State.CANCELED, LATER, None)
     assert moved.to is State.CANCELED
-    assert moved.webhook_id is not None
     assert store.promote_due(LATER * 2) == []
 
 
@@ -587,8 +588,8 @@ def test_only_a_running_job_is_asked_to_cancel(store, state):
 
 def test_hook_1_a_job_whose_message_is_still_owed_is_not_purged(store, hooks):
     job = an_ended_job(store, callback_url=CALLBACK)
-    assert store.purge(LATER) == 0
+    assert removal.purge(store.database, LATER) == 0
     (webhook_id,) = [due.id for due in hooks.due(LATER)]
-    hooks.failed(hooks.claim(webhook_id, LATER, LATER + SECOND), None, 500, "gone")
-    assert store.purge(LATER) == 1
+    hooks.failed(hooks.claim(webhook_id, LATER, LATER + SECOND), LATER, None, 500, "gone")
+    assert removal.purge(store.database, LATER) == 1
     assert store.get(job.id) is None

@@ -8,15 +8,16 @@ from pydantic import ValidationError
 from sqlalchemy import event, text, update
 from structlog.testing import capture_logs
 
-from jobs.catalog import Catalog
-from jobs.clock import Clock
-from jobs.config import ModelConfig
-from jobs.db import Database
-from jobs.errors import Conflict, NotFound
-from jobs.models import metadata, models
-from jobs.record import TenantState
-from jobs.states import ACTIVE, FINAL, Standing, State
-from jobs.tenants import Tenant, Tenants
+from database.db import Database
+from foundation.clock import Clock
+from foundation.errors import Conflict, NotFound
+from jobs.states import ACTIVE, FINAL, State
+from registry import departures
+from registry.catalog import Catalog
+from registry.config import ModelConfig
+from registry.tables import metadata, models
+from registry.tenants import Tenant, Tenants
+from registry.values import AdminState, TenantState
 from tests.support.builders import SECOND, T0, a_job_in, a_queued_job, at_once
 
 URL = "http://10.0.0.1:8000/generate"
@@ -30,6 +31,10 @@ def catalog(database: Database) -> Catalog:
 @pytest.fixture
 def tenants(database: Database) -> Tenants:
     return Tenants(database)
+
+
+def remove(catalog: Catalog, server: str) -> None:
+    departures.remove_server(catalog.database, server, T0, "", force=True)
 
 
 # -- servers ---------------------------------------------------------------------------------------------------
@@ -104,7 +109,7 @@ def test_a_model_whose_jobs_have_not_ended_does_not_change_its_fleet(catalog, st
 def test_slot_1_a_server_that_was_removed_is_no_other_fleets_while_it_runs(catalog, store):
     catalog.register("zimg", "gpu1", URL, 1, T0)
     a_job_in(store, State.RUNNING, model="zimg")
-    catalog.remove_server("gpu1")
+    remove(catalog, "gpu1")
     with pytest.raises(Conflict, match="still runs jobs"):
         catalog.register("flux", "gpu1", URL, 1, T0)
     assert catalog.register("zimg", "gpu1", URL, 1, T0).fleet == "zimg"
@@ -115,7 +120,7 @@ def test_a_record_has_an_identity_that_stays_and_that_no_other_has(catalog, data
     assert found and Catalog(database).snapshot().record == found == catalog.identity()
 
 
-@pytest.mark.parametrize("state", sorted(set(Standing) - {Standing.ONLINE}))
+@pytest.mark.parametrize("state", sorted(set(AdminState) - {AdminState.ONLINE}))
 def test_slots_of_a_server_that_takes_nothing_new_do_not_count(catalog, state):
     catalog.register("zimg", "gpu1", URL, 4, T0)
     catalog.register("zimg", "gpu2", URL, 2, T0)
@@ -129,7 +134,7 @@ def test_slots_of_a_server_that_takes_nothing_new_do_not_count(catalog, state):
 def test_a_removed_server_is_gone_and_its_models_and_their_jobs_stay(catalog, store):
     catalog.register("zimg", "gpu1", URL, 4, T0)
     job = a_queued_job(store, model="zimg")
-    catalog.remove_server("gpu1")
+    remove(catalog, "gpu1")
     snapshot = catalog.snapshot()
     assert (snapshot.servers, list(snapshot.models), snapshot.slots_of("zimg")) == ({}, ["zimg"], 0)
     assert store.get(job.id).state == "queued"
@@ -140,7 +145,7 @@ def test_what_is_asked_of_an_unknown_server_is_not_found(catalog):
     with pytest.raises(NotFound):
         catalog.set_server_state("gpu1", "paused")
     with pytest.raises(NotFound):
-        catalog.remove_server("gpu1")
+        remove(catalog, "gpu1")
 
 
 def test_servers_that_register_a_new_model_from_many_sides_at_once_are_all_in(database, catalog):
@@ -239,15 +244,15 @@ def _stood(catalog: Catalog, kind: str, name: str):
 
 
 @pytest.mark.parametrize("kind", ["server", "model", "tenant"])
-@pytest.mark.parametrize("state", sorted(Standing))
+@pytest.mark.parametrize("state", sorted(AdminState))
 def test_a_server_a_model_or_a_tenant_stands_as_it_was_told_and_says_by_whom(catalog, kind, state):
     name = {"server": "gpu1", "model": "zimg", "tenant": "acme"}[kind]
     change = getattr(catalog, f"set_{kind}_state")
     catalog.register("zimg", "gpu1", URL, 4, T0)
     assert _stood(catalog, kind, name) == ("online", None, None, None)
-    change(name, "paused", reason="smells of smoke", by="ann", now=T0)
+    change(name, "paused", reason="smells of smoke", by="ann", now_ms=T0)
     assert _stood(catalog, kind, name) == ("paused", "smells of smoke", "ann", T0)
-    change(name, state, by="bob", now=T0 + SECOND)
+    change(name, state, by="bob", now_ms=T0 + SECOND)
     known = (None, None, None) if (kind, state) == ("tenant", "online") else (None, "bob", T0 + SECOND)
     assert _stood(catalog, kind, name) == (state, *known)
 
@@ -255,8 +260,8 @@ def test_a_server_a_model_or_a_tenant_stands_as_it_was_told_and_says_by_whom(cat
 def test_only_tenants_that_do_not_stand_online_are_listed_and_they_need_no_key(catalog, tenants):
     tenants.add(Tenant("keyed", admin=False), T0)
     for name in ("keyed", "keyless", "quiet"):
-        catalog.set_tenant_state(name, "frozen", now=T0)
-    catalog.set_tenant_state("quiet", "online", now=T0)
+        catalog.set_tenant_state(name, "frozen", now_ms=T0)
+    catalog.set_tenant_state("quiet", "online", now_ms=T0)
     assert catalog.snapshot().tenants == {
         name: TenantState(name, "frozen", None, None, T0) for name in ("keyed", "keyless")
     }
@@ -264,8 +269,8 @@ def test_only_tenants_that_do_not_stand_online_are_listed_and_they_need_no_key(c
 
 def test_what_is_paused_stays_so_when_it_registers_or_is_configured_again(catalog):
     catalog.register("zimg", "gpu1", URL, 4, T0)
-    catalog.set_server_state("gpu1", "paused", reason="heat", by="ann", now=T0)
-    catalog.set_model_state("zimg", "frozen", reason="bad weights", by="bob", now=T0)
+    catalog.set_server_state("gpu1", "paused", reason="heat", by="ann", now_ms=T0)
+    catalog.set_model_state("zimg", "frozen", reason="bad weights", by="bob", now_ms=T0)
     answer = catalog.register("zimg", "gpu1", URL, 2, T0 + SECOND)
     assert (answer.state, answer.reason, answer.changed_by, answer.changed_ms) == ("paused", "heat", "ann", T0)
     model = catalog.configure("zimg", {"max_retries": 5}, T0 + SECOND)
@@ -277,7 +282,7 @@ def test_what_is_paused_stays_so_when_it_registers_or_is_configured_again(catalo
 def test_what_is_not_there_cannot_be_paused(catalog, kind):
     before = catalog.snapshot()
     with pytest.raises(NotFound) as refused:
-        getattr(catalog, f"set_{kind}_state")("nobody", "paused", now=T0)
+        getattr(catalog, f"set_{kind}_state")("nobody", "paused", now_ms=T0)
     assert refused.value.facts == {kind: "nobody"}
     assert catalog.snapshot().servers == before.servers
 
@@ -287,14 +292,14 @@ def test_what_is_not_there_cannot_be_paused(catalog, kind):
 def test_a_word_that_is_no_standing_is_refused(catalog, kind, wrong):
     catalog.register("gpu1", "gpu1", URL, 4, T0)
     before = catalog.snapshot()
-    with pytest.raises(ValueError, match="Standing"):
-        getattr(catalog, f"set_{kind}_state")("gpu1", wrong, now=T0)
+    with pytest.raises(ValueError, match="AdminState"):
+        getattr(catalog, f"set_{kind}_state")("gpu1", wrong, now_ms=T0)
     assert catalog.snapshot() == before
 
 
 @pytest.mark.parametrize("reason", ["x" * 5000, "half a \ud83d pair", "a \x00 byte"])
 def test_a_reason_is_stored_whatever_was_written(catalog, reason):
-    catalog.set_tenant_state("acme", "paused", reason=reason, by=reason, now=T0)
+    catalog.set_tenant_state("acme", "paused", reason=reason, by=reason, now_ms=T0)
     stored = catalog.snapshot().tenants["acme"]
     assert stored.reason == stored.changed_by
     assert stored.reason[:2] == reason[:2]
@@ -305,8 +310,8 @@ def test_of_two_that_pause_one_tenant_at_once_the_later_counts(database, catalog
     other = Catalog(Database(database.url))
     for _ in range(5):
         answers = at_once(
-            lambda: catalog.set_tenant_state("acme", "paused", by="ann", now=T0),
-            lambda: other.set_tenant_state("acme", "frozen", by="bob", now=T0),
+            lambda: catalog.set_tenant_state("acme", "paused", by="ann", now_ms=T0),
+            lambda: other.set_tenant_state("acme", "frozen", by="bob", now_ms=T0),
         )
         assert answers == [None, None]
         stored = catalog.snapshot().tenants["acme"]
@@ -388,7 +393,7 @@ def test_the_version_grows_with_every_change(catalog):
         lambda: catalog.set_model_state("zimg", "paused"),
         lambda: catalog.set_tenant_state("acme", "paused"),
         lambda: catalog.set_tenant_state("acme", "online"),
-        lambda: catalog.remove_server("gpu1"),
+        lambda: remove(catalog, "gpu1"),
     ):
         change()
         seen.append(catalog.version())
@@ -407,7 +412,7 @@ def test_the_version_grows_in_the_transaction_of_the_change(catalog, faults):
             lambda: catalog.set_server_state("gpu1", "paused"),
             lambda: catalog.set_model_state("zimg", "paused"),
             lambda: catalog.set_tenant_state("acme", "paused"),
-            lambda: catalog.remove_server("gpu1"),
+            lambda: remove(catalog, "gpu1"),
         ):
             with pytest.raises(ZeroDivisionError):
                 change()
@@ -496,7 +501,7 @@ def test_tenants_are_listed_by_name(tenants):
 
 def test_with_the_catalogs_version_the_databases_time_is_heard(database, monkeypatch):
     ours = Clock()
-    monkeypatch.setattr("jobs.catalog.clock", ours)
+    monkeypatch.setattr("registry.catalog.clock", ours)
     Catalog(database).version()
     if database.engine.dialect.name == "postgresql":
         assert ours._ahead_ms is not None and abs(ours.skew_ms) < 1_000

@@ -2,12 +2,12 @@
 
 import pytest
 
-from jobs import descriptions
-from jobs.catalog import Catalog
-from jobs.descriptions import KEPT_MS
-from jobs.errors import NotFound
-from jobs.secrets import Secret
+from foundation.errors import NotFound
 from jobs.states import State, Why
+from registry import descriptions
+from registry.catalog import Catalog
+from registry.descriptions import KEPT_MS
+from registry.secrets import Secret
 from tests.support.builders import SECOND, T0, a_queued_job, at_once
 
 LATER = T0 + SECOND

@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import event
 
 from jobs.states import State, Why
+from outbox import removal
 from tests.support.builders import SECOND, T0, a_delayed_job, a_job_in, a_queued_job, a_running_job, an_ended_job
 from trials.simulate import history
 from trials.simulate.history import Past
@@ -17,7 +18,7 @@ STARTED_OR_ENDED = sorted(set(State) - {State.QUEUED, State.DELAYED})
 
 @pytest.mark.parametrize("state", STARTED_OR_ENDED)
 def test_history_tells_what_a_simulation_needs_of_a_job(store, state):
-    job = a_job_in(store, state, model="flux", tier=2, tenant="acme", needs="gpu=A100")
+    job = a_job_in(store, state, model="flux", tier=2, tenant="acme", constraints="gpu=A100")
     finished_ms = None if state is State.RUNNING else T0
     told = Past("flux", 2, "acme", "gpu=A100", T0, T0, finished_ms, state)
     assert list(history.read(store.database, T0, T0 + 1)) == [told]
@@ -25,9 +26,9 @@ def test_history_tells_what_a_simulation_needs_of_a_job(store, state):
 
 
 def test_history_tells_of_a_job_that_ended_without_a_start_and_not_of_one_that_only_waits(store):
-    job = a_queued_job(store, now=T0)
-    a_queued_job(store, now=T0)
-    a_delayed_job(store, now=T0)
+    job = a_queued_job(store, now_ms=T0)
+    a_queued_job(store, now_ms=T0)
+    a_delayed_job(store, now_ms=T0)
     assert list(history.read(store.database, T0, T0 + 1)) == []
     store.end_waiting(job.id, Why.CANCEL_REQUESTED, T0 + SECOND)
     (told,) = history.read(store.database, T0, T0 + 1)
@@ -36,7 +37,7 @@ def test_history_tells_of_a_job_that_ended_without_a_start_and_not_of_one_that_o
 
 def test_history_begins_at_its_first_moment_and_ends_before_its_last(store):
     for n in range(5):
-        a_running_job(store, now=T0 + n)
+        a_running_job(store, now_ms=T0 + n)
     assert [past.created_ms for past in history.read(store.database, T0 + 1, T0 + 3)] == [T0 + 1, T0 + 2]
     assert list(history.read(store.database, T0 + 3, T0 + 3)) == []
     assert list(history.read(store.database, T0 + 3, T0 + 1)) == []
@@ -51,7 +52,7 @@ def test_history_goes_by_the_time_of_acceptance_even_where_the_clocks_disagree(s
     draw = random.Random(4)
     times = [T0 + n * 600 * SECOND + draw.randrange(HOUR // 2) for n in range(60)]
     for at in times:
-        a_running_job(store, now=at)
+        a_running_job(store, now_ms=at)
     assert any(one > other for one, other in pairwise(times))
     for n in range(0, 60, 7):
         since, until = times[n], times[n] + 2 * HOUR
@@ -67,37 +68,37 @@ def test_jobs_of_one_moment_are_told_as_they_were_accepted(store):
 
 def test_history_closes_the_gaps_that_removed_jobs_have_left(store):
     for n in range(20):
-        (a_running_job if n % 5 == 0 else an_ended_job)(store, now=T0 + n)
-    assert store.purge(T0 + 20) == 16
+        (a_running_job if n % 5 == 0 else an_ended_job)(store, now_ms=T0 + n)
+    assert removal.purge(store.database, T0 + 20) == 16
     assert [past.created_ms - T0 for past in history.read(store.database, T0 + 1, T0 + 20)] == [5, 10, 15]
 
 
 @pytest.mark.parametrize("size", [1, 7, 20, 100])
 def test_the_pages_of_history_miss_and_double_nothing(store, size):
     for n in range(20):
-        a_running_job(store, now=T0 + n)
+        a_running_job(store, now_ms=T0 + n)
     assert [past.created_ms - T0 for past in history.read(store.database, T0, T0 + 20, size)] == list(range(20))
 
 
 def test_history_holds_one_page_at_a_time_and_nobody_waits_for_its_reader(database, store):
     for n in range(20):
-        a_running_job(store, now=T0 + n)
+        a_running_job(store, now_ms=T0 + n)
     cursors = []
     event.listen(database.engine, "before_cursor_execute", lambda c, cursor, *_: cursors.append(cursor))
     told = history.read(store.database, T0, T0 + 20, 2)
     assert next(told).created_ms == T0
     if database.engine.dialect.name == "postgresql":
         assert cursors[-1].name  # the rows stay at the server until they are fetched
-    a_running_job(store, now=T0 + 19)  # what comes meanwhile is accepted, and not told
+    a_running_job(store, now_ms=T0 + 19)  # what comes meanwhile is accepted, and not told
     assert len(list(told)) == 19
 
 
 def test_a_history_that_is_left_half_read_gives_its_connection_back(database, store):
     for n in range(5):
-        a_running_job(store, now=T0 + n)
+        a_running_job(store, now_ms=T0 + n)
     taken = database.engine.pool.checkedout()
     for _ in range(40):  # more than there are connections
         told = history.read(store.database, T0, T0 + 5, 1)
         next(told)
-        told.close()
+        told.close()  # type: ignore[attr-defined]
     assert database.engine.pool.checkedout() == taken

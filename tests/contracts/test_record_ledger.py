@@ -5,14 +5,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import func, select
 
-from jobs import ledger
-from jobs.config import Limits
-from jobs.db import Database
-from jobs.errors import IdempotencyConflict
+from database.db import Database
+from foundation.config import Limits
+from foundation.errors import IdempotencyConflict
+from insight import listing
 from jobs.models import accepted
 from jobs.states import State
 from jobs.store import Store
+from outbox import removal
 from tests.support.builders import T0, a_job, a_job_in, a_queued_job, an_ended_job
+from upkeep import ledger
 
 
 def _vanish(database: Database, job_id: str) -> None:
@@ -42,11 +44,11 @@ def test_where_jobs_stand_is_told_without_counting_those_that_are_completed(data
     for state in State:
         for _ in range(2):
             a_job_in(store, state)
-    assert ledger.standing(database) == store.counts() == dict.fromkeys(State, 2)
-    store.purge(T0 * 2, limit=3)
-    store.submit([a_job(id=store.find(state=State.QUEUED)[0].id)], T0)  # a doubled message
-    assert ledger.standing(database) == store.counts()
-    assert {state: store.count(state) for state in State} == store.counts()
+    assert ledger.standing(database) == listing.counts(store.database) == dict.fromkeys(State, 2)
+    removal.purge(store.database, T0 * 2, limit=3)
+    store.submit([a_job(id=listing.find(store.database, state=State.QUEUED)[0].id)], T0)  # a doubled message
+    assert ledger.standing(database) == listing.counts(store.database)
+    assert {state: listing.count(store.database, state) for state in State} == listing.counts(store.database)
 
 
 def test_job_3_what_was_not_accepted_is_not_counted(database, store):
@@ -63,7 +65,7 @@ def test_job_3_what_was_not_accepted_is_not_counted(database, store):
 def test_job_3_what_is_removed_after_its_end_is_not_missed(database, store):
     for _ in range(3):
         an_ended_job(store)
-    assert store.purge(T0 * 2) == 3
+    assert removal.purge(store.database, T0 * 2) == 3
     found = ledger.read(database)
     assert (found.accepted, found.balanced) == (3, True)
 

@@ -14,18 +14,24 @@ import orjson
 import pytest
 from sqlalchemy import event
 
-from jobs import fate, ledger, outbox, withheld
-from jobs.catalog import Catalog
-from jobs.db import Database
+from database import fate
+from database.db import Database
+from insight import listing
+from jobs import withheld
+from jobs.models import events
 from jobs.record import Webhook
-from jobs.rotations import Rotations
 from jobs.states import State, Why
 from jobs.store import Store
-from jobs.tellings import Tellings
-from jobs.tenants import Tenants
-from jobs.webhooks import Due, Webhooks
 from jobs.withheld import Withholding
+from outbox import forward, removal
+from outbox.given_up import GivenUpCallbacks
+from outbox.tellings import Tellings
+from outbox.webhooks import Due, Webhooks
+from registry.catalog import Catalog
+from registry.rotations import Rotations
+from registry.tenants import Tenants
 from tests.support.builders import T0, a_job
+from upkeep import ledger
 
 ENDED, WAITING = 4000, 400
 LATER = T0 + 60_000
@@ -134,7 +140,7 @@ def _nodes(node: dict[str, Any]) -> Iterator[str]:
 _WALKS = re.compile(r"Seq Scan|(?:Index|Index Only|Bitmap Index) Scan \S+(?: \S+)?$|Bitmap Index Scan \S+$")
 _WALKS_ON_SQLITE = re.compile(r"^SCAN (?!CONSTANT|subquery|anon_|\()")
 # What finds one row, or the few rows of one job.
-_KEYS = re.compile(r"pk_\w+|uq_\w+|sqlite_autoindex_\w+|PRIMARY KEY|ix_\w+_job_id|rowid")
+_KEYS = re.compile(r"pk_\w+|uq_\w+|sqlite_autoindex_\w+|PRIMARY KEY|ix_\w+_job(?:_id)?|rowid")
 
 
 def _indexes(plan: str) -> list[str]:
@@ -176,7 +182,7 @@ BY_KEY: dict[str, Callable[[Database, Store], Any]] = {
     "state_of": lambda _, store: store.state_of("wait-1"),
     "headers": lambda _, store: store.headers("wait-1"),
     "events_of": lambda _, store: store.events_of("wait-1"),
-    "delete_dead": lambda _, store: store.delete_dead("wait-1"),
+    "delete_dead": lambda _, store: removal.delete_dead(store.database, "wait-1"),
     "whether it wrote an event": lambda database, _: _wrote(database),
     "claim of a webhook": lambda database, _: Webhooks(database).claim("m-wait-1", T0, T0),
     "end of a delivery": lambda database, _: Webhooks(database).delivered(_HOOK, T0, 200),
@@ -192,7 +198,7 @@ BY_KEY: dict[str, Callable[[Database, Store], Any]] = {
 
 def _wrote(database: Database) -> bool:
     with database.read() as connection:
-        return fate.wrote(connection, _EVENT)
+        return fate.wrote(connection, fate.Witness(events, _EVENT))
 
 
 def test_one_job_is_found_by_its_key_and_never_by_its_state(database, full):
@@ -206,7 +212,7 @@ def test_a_listing_reads_no_more_than_the_jobs_of_one_of_what_it_asks_for(databa
     states = (None, State.QUEUED, State.DEAD)
     for state, tenant, model, before in product(states, (None, "big"), (None, "busy"), (None, 100)):
         asked = {"state": state, "tenant": tenant, "model": model, "before_seq": before}
-        plans = _plans(database, lambda asked=asked: full.find(**asked, limit=20))
+        plans = _plans(database, lambda asked=asked: listing.find(database, **asked, limit=20))
         few = state is State.DEAD or (state is not None and model is None and tenant is None)
         wanted = "state_seq" if few else "tenant_seq" if tenant else "model_seq" if model else ""
         if wanted:
@@ -234,13 +240,13 @@ def test_queued_jobs_of_all_models_are_read_from_where_the_last_look_ended(datab
 
 
 def test_the_outbox_is_read_from_where_the_last_look_ended_however_many_wait(database, full):
-    plans = _plans(database, lambda: outbox.queued_between(database, outbox.last_event(database) - 1, 10**9))
+    plans = _plans(database, lambda: forward.queued_between(database, forward.last_event(database) - 1, 10**9))
     _reads_nothing_through(plans, but="Index Only Scan events pk_events")  # backwards, for the last one
     _finds_by(plans)
 
 
 def test_counts_read_an_index_and_not_what_jobs_carry(database, full):
-    for act in (full.counts, lambda: ledger.read(database)):
+    for act in (lambda: listing.counts(database), lambda: ledger.read(database)):
         plans = [plan for plan in _plans(database, act) if re.search(r"\bjobs\b", plan)]
         assert plans
         for plan in plans:
@@ -248,14 +254,14 @@ def test_counts_read_an_index_and_not_what_jobs_carry(database, full):
 
 
 def test_what_is_counted_again_and_again_reads_no_completed_jobs(database, full):
-    for act in (lambda: ledger.standing(database), lambda: full.count(State.DEAD)):
+    for act in (lambda: ledger.standing(database), lambda: listing.count(database, State.DEAD)):
         plans = [plan for plan in _plans(database, act) if "jobs" in plan]
         _reads_nothing_through(plans)
         _finds_by(plans, "ix_jobs_state_seq")
 
 
 def test_a_count_of_queued_jobs_reads_no_others(database, full):
-    plans = _plans(database, full.queued_by_model)
+    plans = _plans(database, lambda: ledger.queued_by_model(full.database))
     _reads_nothing_through(plans, but="ix_jobs_queued")
     for plan in plans:
         assert all(re.match("ix_jobs_(queued|state_seq)", index) for index in _indexes(plan)), plan
@@ -266,8 +272,7 @@ def test_what_time_has_come_for_is_found_by_its_time(database, full):
     for act, index in (
         (full.promote_due, "ix_jobs_due"),
         (full.expire_overdue, "ix_jobs_deadline"),
-        (full.overdue, "ix_jobs_deadline"),
-        (full.purge, "ix_jobs_finished"),
+        (lambda now: removal.purge(database, now), "ix_jobs_finished"),
         (full.forget_keys, "ix_idempotency_keys_expires_ms"),
         (Webhooks(database).due, "ix_webhooks_next"),
         (lambda now: Webhooks(database).due(now, after=Due(T0, "m", "", "")), "ix_webhooks_next"),
@@ -277,6 +282,12 @@ def test_what_time_has_come_for_is_found_by_its_time(database, full):
         plans = _plans(database, lambda act=act: act(T0 - 1))
         _reads_nothing_through(plans)
         _finds_by(plans, index)
+
+
+def test_callbacks_that_were_given_up_are_found_among_themselves(database, full):
+    found = GivenUpCallbacks(database)
+    for act in (found.page, lambda: found.page("big"), lambda: found.owe_all("big", T0, LATER)):
+        _finds_by(_plans(database, act), "ix_webhooks_given_up")  # in which nothing else stands
 
 
 def test_what_time_has_come_for_is_changed_by_its_number(database, full):
@@ -289,7 +300,7 @@ def test_what_time_has_come_for_is_changed_by_its_number(database, full):
     for act, index in (
         (lambda: full.promote_due(LATER), "ix_jobs_due"),
         (lambda: full.expire_overdue(LATER * 3, 10, _LINGERS), "ix_jobs_deadline"),
-        (lambda: full.purge(LATER, 10), "ix_jobs_finished"),
+        (lambda: removal.purge(database, LATER, 10), "ix_jobs_finished"),
         (lambda: Tellings(database).claim_due(LATER, 10), "ix_tellings_next_ms"),
         (lambda: Webhooks(database).due(LATER, 10), "ix_webhooks_next"),
         (lambda: Webhooks(database).newest_due(LATER, 10), "ix_webhooks_next"),

@@ -3,11 +3,13 @@
 import pytest
 from sqlalchemy import event, make_url, select
 
-from jobs.db import Database
-from jobs.errors import Conflict, RecordUnavailable
-from jobs.models import counters, events, webhooks
+from database.db import Database
+from foundation.errors import Conflict, RecordUnavailable
+from insight import listing
+from jobs.models import counters, webhooks
 from jobs.states import ACTIVE, FINAL, State, Why
 from jobs.store import Store
+from outbox import removal
 from tests.support.builders import (
     CALLBACK,
     SECOND,
@@ -31,7 +33,7 @@ def _purged(database: Database) -> dict[State, int]:
 
 
 def test_counts_names_every_state_even_when_no_job_is_in_it(store):
-    assert store.counts() == dict.fromkeys(State, 0)
+    assert listing.counts(store.database) == dict.fromkeys(State, 0)
 
 
 def test_job_3_the_ledger_balances_at_every_step_of_every_life(database, store):
@@ -41,39 +43,38 @@ def test_job_3_the_ledger_balances_at_every_step_of_every_life(database, store):
         for _ in range(2):
             a_job_in(store, state)
             accepted += 1
-            assert sum(store.counts().values()) + sum(_purged(database).values()) == accepted
-    assert set(store.counts().values()) == {2}
-    assert store.purge(T0 + 1, limit=3) == 3
-    assert sum(store.counts().values()) + sum(_purged(database).values()) == accepted
-    assert store.purge(T0 + 1) == 7
-    assert sum(store.counts().values()) == 6
+            assert sum(listing.counts(store.database).values()) + sum(_purged(database).values()) == accepted
+    assert set(listing.counts(store.database).values()) == {2}
+    assert removal.purge(store.database, T0 + 1, limit=3) == 3
+    assert sum(listing.counts(store.database).values()) + sum(_purged(database).values()) == accepted
+    assert removal.purge(store.database, T0 + 1) == 7
+    assert sum(listing.counts(store.database).values()) == 6
     assert _purged(database) == dict.fromkeys(FINAL, 2)
 
 
 def test_purge_removes_what_ended_before_and_nothing_that_has_not_ended(store):
-    old, new = an_ended_job(store, now=T0), an_ended_job(store, now=LATER)
+    old, new = an_ended_job(store, now_ms=T0), an_ended_job(store, now_ms=LATER)
     waiting = [a_job_in(store, state) for state in sorted(ACTIVE)]
-    assert store.purge(LATER) == 1
+    assert removal.purge(store.database, LATER) == 1
     assert store.get(old.id) is None
     assert store.get(new.id) is not None
     assert all(store.get(job.id) is not None for job in waiting)
 
 
 def test_a_job_is_kept_from_its_end_on_however_long_it_waited(store):
-    job = a_queued_job(store, now=T0)
+    job = a_queued_job(store, now_ms=T0)
     store.end_waiting(job.id, Why.CANCEL_REQUESTED, LATER)
-    assert store.purge(LATER) == 0
-    assert store.purge(LATER + 1) == 1
+    assert removal.purge(store.database, LATER) == 0
+    assert removal.purge(store.database, LATER + 1) == 1
 
 
-def test_purge_takes_along_what_hangs_on_the_job(database, store, hooks):
+def test_purge_takes_along_what_hangs_on_the_job_but_for_its_events(database, store, hooks):
     old = an_ended_job(store, callback_url=CALLBACK)
-    kept = an_ended_job(store, callback_url=CALLBACK, now=LATER)
+    kept = an_ended_job(store, callback_url=CALLBACK, now_ms=LATER)
     for webhook_id in [due.id for due in hooks.due(LATER)]:
         hooks.delivered(hooks.claim(webhook_id, LATER, LATER + SECOND), LATER, 200)
-    assert store.purge(LATER) == 1
-    assert store.events_of(old.id) == []
-    assert rows_in(database, events) == len(store.events_of(kept.id)) == 3
+    assert removal.purge(store.database, LATER) == 1
+    assert len(store.events_of(old.id)) == len(store.events_of(kept.id)) == 4, "also that its message came"
     assert rows_in(database, webhooks) == 1
 
 
@@ -81,7 +82,7 @@ def test_two_that_purge_at_once_count_each_job_once(database, store):
     other = Store(Database(database.url))
     for _ in range(20):
         an_ended_job(store)
-    removed = at_once(lambda: store.purge(LATER), lambda: other.purge(LATER))
+    removed = at_once(lambda: removal.purge(store.database, LATER), lambda: removal.purge(other.database, LATER))
     assert sum(removed) == 20
     assert _purged(database) == {State.COMPLETED: 20}
     other.database.close()
@@ -91,11 +92,11 @@ def test_a_dead_job_can_be_deleted_and_stays_in_the_ledger(database, store, hook
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
     (webhook_id,) = [due.id for due in hooks.due(LATER)]
     hooks.delivered(hooks.claim(webhook_id, LATER, LATER + SECOND), LATER, 200)
-    assert store.delete_dead(dead.id)
-    assert not store.delete_dead(dead.id)
+    assert removal.delete_dead(store.database, dead.id)
+    assert not removal.delete_dead(store.database, dead.id)
     assert store.get(dead.id) is None
     assert _purged(database) == {State.DEAD: 1}
-    assert rows_in(database, webhooks) == rows_in(database, events) == 0
+    assert rows_in(database, webhooks) == 0
 
 
 def test_hook_1_a_dead_job_whose_message_is_still_owed_is_not_deleted(database, store, hooks):
@@ -103,12 +104,12 @@ def test_hook_1_a_dead_job_whose_message_is_still_owed_is_not_deleted(database, 
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
     (webhook_id,) = [due.id for due in hooks.due(LATER)]
     with pytest.raises(Conflict) as refused:
-        store.delete_dead(dead.id)
+        removal.delete_dead(store.database, dead.id)
     assert refused.value.facts == {"job_id": dead.id, "webhook_id": webhook_id}
     assert store.get(dead.id).state is State.DEAD
     assert ([due.id for due in hooks.due(LATER)], _purged(database)) == ([webhook_id], {})
-    hooks.failed(hooks.claim(webhook_id, LATER, LATER + SECOND), None, 500, "gone")  # given up: nothing is owed
-    assert store.delete_dead(dead.id)
+    hooks.failed(hooks.claim(webhook_id, LATER, LATER + SECOND), LATER, None, 500, "gone")  # given up: nothing is owed
+    assert removal.delete_dead(store.database, dead.id)
 
 
 def test_hook_1_each_message_of_a_job_that_died_twice_holds_it(store, hooks):
@@ -118,14 +119,16 @@ def test_hook_1_each_message_of_a_job_that_died_twice_holds_it(store, hooks):
     store.revive(dead.id, LATER)
     store.settle(dead.id, a_start(store, dead.id).attempt, Why.RETRIES_EXHAUSTED, LATER)
     with pytest.raises(Conflict):
-        store.delete_dead(dead.id)
+        removal.delete_dead(store.database, dead.id)
 
 
 def test_a_dead_job_is_deleted_or_revived_when_both_are_asked_for_at_once(database, store):
     other = Store(Database(database.url))
     for _ in range(5):
         dead = an_ended_job(store, State.DEAD)
-        deleted, revived = at_once(lambda d=dead: store.delete_dead(d.id), lambda d=dead: other.revive(d.id, LATER))
+        deleted, revived = at_once(
+            lambda d=dead: removal.delete_dead(store.database, d.id), lambda d=dead: other.revive(d.id, LATER)
+        )
         assert deleted == (revived is None)
         assert (store.get(dead.id) is None) == deleted
     other.database.close()
@@ -135,7 +138,7 @@ def test_a_dead_job_is_deleted_or_revived_when_both_are_asked_for_at_once(databa
 def test_only_a_dead_job_can_be_deleted(database, store, state):
     job = a_job_in(store, state)
     before = row_of(database, job.id)
-    assert not store.delete_dead(job.id)
+    assert not removal.delete_dead(store.database, job.id)
     assert row_of(database, job.id) == before
     assert _purged(database) == {}
 
@@ -156,7 +159,7 @@ def test_hook_1_a_job_that_is_being_deleted_cannot_die_again_meanwhile(postgres_
             tried.append(None)
 
     event.listen(database.engine, "before_cursor_execute", revive)
-    assert store.delete_dead(dead.id)
+    assert removal.delete_dead(store.database, dead.id)
     assert tried == [None]
     database.close()
     hurried.close()

@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select, text
 
-from jobs.db import Database
-from jobs.errors import IdempotencyConflict
+from database.db import Database
+from foundation.errors import IdempotencyConflict
 from jobs.models import events, idempotency_keys
 from jobs.models import jobs as jobs_table
 from jobs.record import new_job_id
 from jobs.states import State, Why
 from jobs.store import Store
+from outbox import removal, tail
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, an_ended_job, at_once, eventually, row_of, trail_of
 
 WINDOW_S = 100
@@ -51,10 +52,11 @@ def test_a_job_with_a_time_before_which_it_must_not_run_is_delayed(database, sto
     assert trail_of(store, accepted.id) == [("job.delayed", "scheduled", 0)]
 
 
-def test_the_event_of_a_submit_says_what_was_accepted(store):
+def test_the_event_of_a_submit_says_what_was_accepted(store, database):
     (accepted,) = store.submit([a_job(tier=3, tenant="acme")], T0)
-    data = store.events_of(accepted.id)[0].data
-    assert data == {"why": "submitted", "model": "zimg", "tier": 3, "tenant": "acme"}
+    (told,) = tail.page(database, 0, 10).entries
+    assert (told.event.job_id, told.event.data) == (accepted.id, {"why": "submitted"})
+    assert (told.model, told.tier, told.tenant) == ("zimg", 3, "acme")
 
 
 def test_a_batch_is_answered_in_its_own_order(store):
@@ -106,7 +108,7 @@ def test_an_id_that_comes_twice_is_answered_with_the_state_that_it_has_now(datab
         {"payload": '{"prompt":"a dog"}'},
         {"tenant": "acme"},
         {"callback_url": "https://c.example/h"},
-        {"needs": "gpu=A100"},
+        {"constraints": "gpu=A100"},
     ],
     ids=lambda other: next(iter(other)),
 )
@@ -239,7 +241,7 @@ def test_a_key_never_names_a_job_that_is_not_there(store):
     (first,) = store.submit([a_job(**KEYED)], T0)
     run = store.start(first.id, "gpu1", "gpu1-slot0", "l", T0)
     store.settle(first.id, run.attempt, Why.FINISHED, T0, result="{}")
-    assert store.purge(T0 + 1) == 1
+    assert removal.purge(store.database, T0 + 1) == 1
     (fresh,) = store.submit([a_job(**KEYED)], T0 + 2)
     assert not fresh.deduplicated
     assert store.get(fresh.id) is not None

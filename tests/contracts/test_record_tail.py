@@ -6,12 +6,13 @@ import threading
 import pytest
 from sqlalchemy import insert, text
 
-from jobs import tail
-from jobs.db import Database
+from database.db import Database
 from jobs.models import events
 from jobs.states import State, Why
 from jobs.store import Error, Store
-from jobs.tail import Tail
+from outbox import removal, tail
+from outbox.ageing import Ageing
+from outbox.tail import Tail
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, a_running_job, an_ended_job, at_once, eventually
 
 LATE = {"job_id": "late", "type": "job.enqueued", "at_ms": T0, "attempt": 0, "data": "{}"}
@@ -78,9 +79,10 @@ def test_a_number_whose_transaction_commits_late_is_waited_for(postgres_url):
         late.execute(insert(events), LATE | {"job_id": first})
         second = a_queued_job(store).id
         assert [it.event.job_id for it in follower.read()] == [first]
-        assert follower.read() == []
+        assert follower.read() == [] and follower.withholds
         late.commit()
     assert [it.event.job_id for it in follower.read()] == [first, second]
+    assert follower.read() == [] and not follower.withholds
     database.close()
 
 
@@ -196,10 +198,11 @@ def _last(database: Database) -> int:
 def test_what_lies_behind_is_complete_until_some_of_it_is_removed(store, database):
     job = an_ended_job(store, State.DEAD)
     first = tail.page(database, 0, 100).entries[0].event.id
-    a_queued_job(store)
+    a_queued_job(store, now_ms=T0 + SECOND)
     last = tail.page(database, 0, 100).last
+    removal.delete_dead(store.database, job.id)
     assert tail.is_complete(database, first)
-    store.delete_dead(job.id)
+    assert Ageing(database).remove(T0 + 1, 0, last) == 3
     assert not tail.is_complete(database, first)
     assert tail.is_complete(database, last)
 
@@ -209,11 +212,15 @@ def test_a_position_that_the_record_never_had_is_not_complete(store, database):
     assert not tail.is_complete(database, _last(database) + 1)
 
 
-def test_removing_older_jobs_later_lowers_nothing(store, database):
-    old = an_ended_job(store, State.DEAD)
-    new = an_ended_job(store, State.DEAD)
-    last = tail.page(database, 0, 100).last
-    store.delete_dead(new.id)
-    store.delete_dead(old.id)
+def test_removing_older_events_later_lowers_nothing(store, database):
+    waits = a_queued_job(store)
+    an_ended_job(store)
+    last, ageing = tail.page(database, 0, 100).last, Ageing(database)
+    removal.purge(store.database, T0 + 1)
+    assert ageing.remove(T0 + 1, 0, last) == 3
+    store.end_waiting(waits.id, Why.CANCEL_REQUESTED, T0)
+    removal.purge(store.database, T0 + 1)
+    assert ageing.remove(T0 + 1, 0, last) is None
+    assert ageing.remove(T0 + 1, 0, last) == 1
     assert tail.is_complete(database, last)
     assert not tail.is_complete(database, last - 1)

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from sqlalchemy import event, text
 
-from jobs import fate
-from jobs.config import Limits
-from jobs.db import Database
-from jobs.errors import RecordUnavailable, RecordUncertain
+from database import fate
+from database.db import Database
+from foundation.config import Limits
+from foundation.errors import RecordUnavailable, RecordUncertain
+from insight import listing
+from jobs.models import events
 from jobs.states import State, Why
 from jobs.store import Store
 from tests.contracts.test_record_commit import _in_one_group
@@ -119,7 +121,7 @@ def test_a_number_that_another_server_gave_again_proves_nothing(far, near):
     other = near.database.write(lambda tx: tx.connection.execute(numbered).scalar())
     with near.database.read() as connection:
         event_ = {"job_id": "nowhere", "type": "t", "at_ms": 1, "attempt": 0, "data": "{}"}
-        assert fate.ask(connection, fate.Mark(other, event_)) is fate.Fate.NOT_STORED
+        assert fate.ask(connection, fate.Mark(other, fate.Witness(events, event_))) is fate.Fate.NOT_STORED
         assert fate.ask(connection, fate.Mark(other, None)) is fate.Fate.STORED
         assert fate.ask(connection, fate.Mark(other + 1_000_000, None)) is fate.Fate.NOT_STORED
 
@@ -146,8 +148,8 @@ def test_what_cannot_be_found_out_is_said_to_be_unknown_and_the_same_request_fin
 def test_a_settle_of_unknown_outcome_that_is_asked_again_is_not_taken_for_somebody_elses(network, far, near, why):
     run = a_running_job(near)
 
-    def settle(now: int) -> Any:
-        return _result(lambda: far.settle(run.job.id, 1, why, now, result="{}", due_ms=now + 5000))
+    def settle(now_ms: int) -> Any:
+        return _result(lambda: far.settle(run.job.id, 1, why, now_ms, result="{}", due_ms=now_ms + 5000))
 
     network.loses = network.closed = True
     assert type(settle(T0)) is RecordUncertain
@@ -246,7 +248,9 @@ _AT_WORST_S = QUICK.turn_s + QUICK.transaction_s + QUICK.inquiry_s
 @postgres
 def test_when_the_network_falls_silent_everybody_is_answered_and_when_it_is_back_all_goes_on(network, far, near):
     for _ in range(3):
-        at_once(*[lambda: far.submit([a_job()], T0)] * 4, far.counts)  # Several connections are open.
+        at_once(
+            *[lambda: far.submit([a_job()], T0)] * 4, lambda: listing.counts(far.database)
+        )  # Several connections are open.
     network.fall_silent()
     jobs = [a_job() for _ in range(8)]
     began = time.monotonic()
@@ -258,7 +262,7 @@ def test_when_the_network_falls_silent_everybody_is_answered_and_when_it_is_back
         else:
             assert isinstance(answer, list | RecordUncertain)
     assert far.submit([a_job()], T0)
-    assert far.counts()[State.QUEUED] > 0
+    assert listing.counts(far.database)[State.QUEUED] > 0
 
 
 @postgres

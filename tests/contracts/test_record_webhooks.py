@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from jobs.db import Database
+from audit import search
+from database.db import Database
 from jobs.models import webhooks
 from jobs.states import FINAL, State, Why
-from jobs.webhooks import Webhooks
+from outbox import given_up, removal
+from outbox.given_up import GivenUpCallbacks
+from outbox.webhooks import Webhooks
 from tests.support.builders import (
     CALLBACK,
     SECOND,
@@ -31,8 +34,8 @@ def webhook_id(store, hooks) -> str:
     return _due(hooks, T0)[0]
 
 
-def _due(hooks: Webhooks, now: int, **more: Any) -> list[str]:
-    return [due.id for due in hooks.due(now, **more)]
+def _due(hooks: Webhooks, now_ms: int, **more: Any) -> list[str]:
+    return [due.id for due in hooks.due(now_ms, **more)]
 
 
 def _row(database: Database, webhook_id: str):
@@ -62,14 +65,14 @@ def test_a_job_that_has_not_ended_owes_nothing(store, hooks, state):
 
 def test_a_job_without_a_callback_owes_nothing(store, hooks):
     run = a_running_job(store)
-    assert store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}").webhook_id is None
+    store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
     assert _due(hooks, T0) == []
 
 
-def test_the_settle_that_owes_a_message_names_it(store, hooks):
+def test_a_settle_owes_one_message_that_is_named_after_the_end(store, hooks):
     run = a_running_job(store, callback_url=CALLBACK)
-    moved = store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
-    assert _due(hooks, T0) == [moved.webhook_id]
+    store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
+    assert _due(hooks, T0) == [f"msg_{run.job.id}_1_completed"]
 
 
 def test_each_end_of_a_revived_job_has_a_message_of_its_own(store, hooks):
@@ -121,7 +124,7 @@ def test_a_delivered_message_is_never_sent_again(database, hooks, webhook_id):
 
 def test_a_failed_try_waits_for_the_next_one(database, hooks, webhook_id):
     message = hooks.claim(webhook_id, T0, UNTIL)
-    assert hooks.failed(message, UNTIL + SECOND, 503, "busy")
+    assert hooks.failed(message, T0, UNTIL + SECOND, 503, "busy")
     row = _row(database, webhook_id)
     assert (row.state, row.tries, row.last_status, row.last_error) == ("pending", 1, 503, "busy")
     assert _due(hooks, UNTIL) == []
@@ -130,7 +133,7 @@ def test_a_failed_try_waits_for_the_next_one(database, hooks, webhook_id):
 
 def test_a_message_that_is_given_up_is_never_sent_again_and_says_why(database, hooks, webhook_id):
     message = hooks.claim(webhook_id, T0, UNTIL)
-    assert hooks.failed(message, None, None, "no such host " * 100)
+    assert hooks.failed(message, UNTIL, None, None, "no such host " * 100)
     row = _row(database, webhook_id)
     assert (row.state, row.last_status, row.delivered_ms) == ("given_up", None, None)
     assert row.last_error.startswith("no such host")
@@ -140,17 +143,17 @@ def test_a_message_that_is_given_up_is_never_sent_again_and_says_why(database, h
 
 @pytest.mark.parametrize("error", ["half a \ud83d pair", "a \x00 byte"])
 def test_a_failure_is_noted_whatever_the_receiver_wrote(hooks, webhook_id, error):
-    assert hooks.failed(hooks.claim(webhook_id, T0, UNTIL), UNTIL, 500, error)
+    assert hooks.failed(hooks.claim(webhook_id, T0, UNTIL), T0, UNTIL, 500, error)
 
 
 def test_who_took_too_long_cannot_speak_for_the_try_that_came_after(database, hooks, webhook_id):
     slow = hooks.claim(webhook_id, T0, UNTIL)
     quick = hooks.claim(webhook_id, UNTIL, UNTIL * 2)
-    assert not hooks.failed(slow, None, 500, "too late")
+    assert not hooks.failed(slow, T0, None, 500, "too late")
     assert not hooks.delivered(slow, UNTIL, 200)
     assert _row(database, webhook_id).state == "pending"
     assert hooks.delivered(quick, UNTIL, 200)
-    assert not hooks.failed(quick, None, 500, "said twice")
+    assert not hooks.failed(quick, T0, None, 500, "said twice")
     assert _row(database, webhook_id).state == "delivered"
 
 
@@ -168,3 +171,67 @@ def test_messages_are_due_oldest_first_and_no_more_than_asked_for(store, hooks):
 
 def test_an_unknown_message_is_none(hooks):
     assert hooks.claim("msg_nobody", T0, UNTIL) is None
+
+
+# -- given up, and sent once more ------------------------------------------------------------------------------------
+
+
+def _give_up(store, hooks, *, now_ms: int = T0, **job: Any) -> str:
+    """A callback that was given up; its id."""
+    an_ended_job(store, now_ms=now_ms, callback_url=CALLBACK, **job)
+    (owed,) = _due(hooks, now_ms)
+    hooks.failed(hooks.claim(owed, now_ms, now_ms + SECOND), now_ms + 5 * SECOND, None, 404, "gone")
+    return owed
+
+
+def test_what_was_given_up_is_listed_by_when_its_job_ended_and_to_its_own_tenant(database, store, hooks):
+    found = GivenUpCallbacks(database)
+    ids = [_give_up(store, hooks, now_ms=T0 + n * SECOND, tenant=f"t{n % 2}") for n in range(4)]
+    an_ended_job(store, callback_url=CALLBACK)  # owed, not given up
+    assert [it.id for it in found.page()] == ids[::-1]
+    assert [it.id for it in found.page("t1")] == [ids[3], ids[1]]
+    first = found.page(limit=2)
+    assert [it.id for it in found.page(before=(first[-1].ended_ms, first[-1].id))] == [ids[1], ids[0]]
+    newest = first[0]
+    assert (newest.tenant, newest.status, newest.tries) == ("t1", "completed", 1)
+    assert (newest.last_status, newest.last_error) == (404, "gone")
+    assert (newest.ended_ms, newest.given_up_ms) == (T0 + 3 * SECOND, T0 + 8 * SECOND)
+
+
+def test_one_that_was_given_up_is_sent_once_more_under_its_id_and_only_for_its_own_tenant(database, store, hooks):
+    found, owed = GivenUpCallbacks(database), _give_up(store, hooks)
+    assert not found.owe(owed, "another", UNTIL)
+    assert not found.owe("msg_unknown", None, UNTIL)
+    assert _due(hooks, UNTIL) == []
+    assert found.owe(owed, "default", UNTIL)
+    message = hooks.claim(owed, UNTIL, UNTIL + SECOND)
+    assert (message.id, message.tries) == (owed, 1), "with all its tries before it"
+    assert hooks.delivered(message, UNTIL, 200)
+    assert found.page() == []
+    assert found.owe(owed, None, UNTIL) and _due(hooks, UNTIL) == [owed], "also what was delivered"
+
+
+def test_a_callback_that_is_being_sent_is_not_sent_beside_that(database, hooks, webhook_id):
+    claimed = hooks.claim(webhook_id, T0, UNTIL)
+    assert GivenUpCallbacks(database).owe(webhook_id, None, T0)
+    assert hooks.claim(webhook_id, T0, UNTIL) is None
+    assert hooks.delivered(claimed, T0, 200)
+
+
+def test_all_given_up_since_a_time_are_sent_once_more_each_once(database, store, hooks, monkeypatch):
+    monkeypatch.setattr(given_up, "_PAGE", 2)
+    found = GivenUpCallbacks(database)
+    ids = [_give_up(store, hooks, now_ms=T0 + n * SECOND, tenant="t1" if n == 3 else "default") for n in range(7)]
+    assert found.owe_all("default", T0 + 2 * SECOND, UNTIL) == 4
+    assert sorted(_due(hooks, UNTIL)) == sorted(set(ids[2:]) - {ids[3]})
+    assert found.owe_all(None, 0, UNTIL) == 3
+    assert found.owe_all(None, 0, UNTIL) == 0
+    assert [it.act for it in search.find(database, search.Wanted())] == ["callback.replay"] * 3
+
+
+def test_a_job_stays_while_its_callback_is_sent_once_more(database, store, hooks):
+    owed = _give_up(store, hooks)
+    assert GivenUpCallbacks(database).owe(owed, None, UNTIL)
+    assert removal.purge(store.database, UNTIL * 2, 10) == 0
+    hooks.delivered(hooks.claim(owed, UNTIL, UNTIL + SECOND), UNTIL, 200)
+    assert removal.purge(store.database, UNTIL * 2, 10) == 1

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from redis import Redis
 
-from routing.suitability import evicts, forgets
+from scripting.suitability import evicts, forgets
 from tests.lua.room import client, valkey
 from tests.support.api import Api
 

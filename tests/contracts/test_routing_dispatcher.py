@@ -7,16 +7,27 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError
 
-from jobs.errors import Conflict, InvalidJob, JobNotFound, RecordUnavailable, TooMany, UnknownModel
+from audit import acts, search
+from dispatch.dispatcher import new_owner
+from dispatch.outcome import Kind, Outcome
+from dispatch.verdict import judge
+from foundation.errors import (
+    Conflict,
+    InvalidJob,
+    JobNotFound,
+    RecordUnavailable,
+    TooMany,
+    UnknownModel,
+)
+from insight import listing
 from jobs.states import FINAL, State, Why
-from jobs.tenants import Tenant
-from routing import reconcile
-from routing.dispatcher import new_owner
-from routing.leases import Held, Renewal
-from routing.outcome import Kind, Outcome
-from routing.policies.verdict import judge
+from outbox.webhooks import Webhooks
+from registry.tenants import Tenant
+from routing.leases import Lease, Renewal
 from tests.lua.stage import LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage, client, stage, valkey
 from tests.support.builders import CALLBACK, at_once, row_of, trail_of
+from upkeep import reconcile
+from upkeep.rooms import depths
 
 __all__ = ["client", "stage", "valkey"]
 
@@ -50,7 +61,7 @@ def test_jobs_are_accepted_all_or_none(stage, asked, error):
     stage.register(3)
     with pytest.raises(error):
         stage.submit_all([stage.a(), stage.a(**asked)])
-    assert sum(stage.store.counts().values()) == 0
+    assert sum(listing.counts(stage.store.database).values()) == 0
     assert stage.offered() == [] and stage.room.waiting() == []
 
 
@@ -116,7 +127,8 @@ def test_with_the_database_down_nothing_is_half_done(stage, faults):
     stage.register()
     with faults("INSERT INTO"), pytest.raises(ZeroDivisionError):
         stage.submit()
-    assert stage.room.waiting() == [] and stage.offered() == [] and sum(stage.store.counts().values()) == 0
+    assert stage.room.waiting() == [] and stage.offered() == []
+    assert sum(listing.counts(stage.store.database).values()) == 0
 
 
 def test_a_full_queue_is_refused_with_the_time_to_wait(stage):
@@ -126,7 +138,7 @@ def test_a_full_queue_is_refused_with_the_time_to_wait(stage):
     with pytest.raises(TooMany) as refused:
         stage.submit()
     assert refused.value.retry_after_s > 0
-    assert sum(stage.store.counts().values()) == 3
+    assert sum(listing.counts(stage.store.database).values()) == 3
 
 
 def test_a_tenant_above_its_rate_is_refused_until_the_time_it_is_told(stage):
@@ -138,7 +150,7 @@ def test_a_tenant_above_its_rate_is_refused_until_the_time_it_is_told(stage):
     assert refused.value.retry_after_s == 0.5
     stage.later(500)
     stage.submit_all([stage.a()], acme)
-    assert sum(stage.store.counts().values()) == 4
+    assert sum(listing.counts(stage.store.database).values()) == 4
 
 
 def test_more_jobs_at_once_than_a_tenant_may_ever_submit_are_no_matter_of_waiting(stage):
@@ -146,7 +158,7 @@ def test_more_jobs_at_once_than_a_tenant_may_ever_submit_are_no_matter_of_waitin
     acme = Tenant("acme", admin=False, rate_per_s=2, burst=3)
     with pytest.raises(InvalidJob, match="3 at once"):
         stage.submit_all([stage.a() for _ in range(4)], acme)
-    assert sum(stage.store.counts().values()) == 0
+    assert sum(listing.counts(stage.store.database).values()) == 0
     stage.submit_all([stage.a() for _ in range(3)], acme)  # nothing was spent
 
 
@@ -154,9 +166,9 @@ def test_a_job_whose_wake_up_was_lost_is_found_by_the_worker_that_looks_for_work
     stage.register()
     stage.told.broken = True
     job_id = stage.submit()
-    (offer,) = stage.dispatcher.queues.offer("zimg", 1, taker="w1")
+    (offer,) = stage.dispatcher.queues.offer("zimg", 1, claimant="w1")
     task = stage.dispatcher.start(offer, "w1")
-    assert (task.run.job.id, task.run.attempt, task.held.owner) == (job_id, 1, "w1")
+    assert (task.run.job.id, task.run.attempt, task.lease.owner) == (job_id, 1, "w1")
 
 
 # -- start, settle, hand-off -----------------------------------------------------------------------------------
@@ -180,7 +192,7 @@ def test_the_worker_that_settles_goes_on_with_the_next_job_without_the_broker(st
     stage.register()
     first, second = stage.submit(), stage.submit()
     task = stage.start()
-    following = stage.settle(task, taker="w1").next
+    following = stage.settle(task, claimant="w1").next
     assert following is not None and (following.job_id, following.owner) == (second, "w1")
     assert stage.offered() == []
     again = stage.dispatcher.start(following, "w1")
@@ -201,7 +213,7 @@ def test_an_end_that_cannot_be_told_is_an_end_all_the_same(stage):
     task = stage.start()
     stage.told.broken = True
     moved = stage.settle(task).moved
-    assert moved is not None and moved.webhook_id is not None
+    assert moved is not None and Webhooks(stage.store.database).due(stage.now)
     assert stage.state(job_id) is State.COMPLETED and stage.free() == 1
 
 
@@ -231,7 +243,7 @@ def test_a_job_that_was_canceled_meanwhile_is_not_started_and_its_slot_goes_on(s
     assert stage.dispatcher.cancel(job_id) is State.CANCELED
     assert stage.dispatcher.start(offer, "w1") is None
     assert stage.job(job_id).attempt == 0
-    held = Held(offer.fleet, offer.job_id, offer.lease, "w1", offer.slot)
+    held = Lease(offer.fleet, offer.job_id, offer.lease, "w1", offer.slot)
     stage.dispatcher.free(held, back=False)
     assert stage.offered() == [following] and stage.room.waiting() == []
 
@@ -240,7 +252,7 @@ def test_an_offer_that_was_taken_back_cannot_be_started(stage):
     stage.register()
     job_id = stage.submit()
     old = stage.told.offers.pop()
-    stage.dispatcher.free(Held("zimg", job_id, old.lease, "", old.slot), back=True)
+    stage.dispatcher.free(Lease("zimg", job_id, old.lease, "", old.slot), back=True)
     assert stage.dispatcher.start(old, "w1") is None
     assert stage.state(job_id) is State.QUEUED
     assert stage.start("w2").run.attempt == 1
@@ -251,7 +263,7 @@ def test_with_redis_down_a_settled_job_is_settled_and_its_slot_comes_back_later(
     first, second = stage.submit(), stage.submit()
     task = stage.start()
     cut_off = stage.cut_off()
-    verdict = judge(Outcome(Kind.DONE), 0, 0, False, stage.dispatcher.fleet.model("zimg").config)
+    verdict = judge(Outcome(Kind.DONE), 0, 0, False, stage.dispatcher.catalog.model("zimg").config)
     assert cut_off.settle(task, verdict, result="1").moved is not None
     assert stage.state(first) is State.COMPLETED and stage.free() == 0
     stage.later(LEASE_MS)
@@ -285,7 +297,7 @@ def test_a_busy_server_costs_nothing_the_slot_rests_and_another_is_tried_at_once
     stage.settle(two)
     settled = stage.settle(one, Kind.BUSY, retry_after_s=2.0)
     assert settled.moved is not None and settled.moved.to is State.QUEUED
-    assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, two.held.slot)]
+    assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, two.lease.slot)]
     job = stage.job(job_id)
     assert (job.attempts, job.failures, job.crashes, job.waits) == (0, 0, 0, 1)
     assert stage.free() == 0
@@ -299,11 +311,11 @@ def test_a_busy_server_costs_nothing_the_slot_rests_and_another_is_tried_at_once
 
 def test_a_busy_server_that_says_nothing_rests_as_configured_and_never_longer_than_the_longest(stage):
     stage.register()
-    for wish, rest_ms in ((None, SETTINGS.busy_rest_ms), (3600.0, SETTINGS.busy_rest_max_ms), (0.0, 0)):
+    for wish, cooldown_ms in ((None, SETTINGS.busy_cooldown_ms), (3600.0, SETTINGS.busy_cooldown_max_ms), (0.0, 0)):
         job_id = stage.submit()
         stage.settle(stage.start(), Kind.BUSY, retry_after_s=wish)
-        if rest_ms:
-            stage.later(rest_ms - 1)
+        if cooldown_ms:
+            stage.later(cooldown_ms - 1)
             reconcile.sweep(stage.dispatcher)
             assert stage.offered() == []
             stage.later(1)
@@ -316,7 +328,7 @@ def test_a_job_that_met_a_busy_server_keeps_its_place(stage):
     stage.register()
     ids = [stage.submit() for _ in range(3)]
     stage.settle(stage.start(), Kind.BUSY)
-    stage.later(SETTINGS.busy_rest_ms)
+    stage.later(SETTINGS.busy_cooldown_ms)
     reconcile.sweep(stage.dispatcher)
     assert stage.run_all() == ids
 
@@ -431,9 +443,33 @@ def test_a_running_job_is_canceled_when_its_server_lets_go(stage):
     assert stage.dispatcher.cancel(job_id) is State.RUNNING
     assert stage.state(job_id) is State.RUNNING and stage.renewal(task) is Renewal.CANCEL
     assert stage.dispatcher.cancel(job_id) is State.RUNNING
-    verdict = judge(Outcome(Kind.CANCELED), 0, 0, True, stage.dispatcher.fleet.model("zimg").config)
+    verdict = judge(Outcome(Kind.CANCELED), 0, 0, True, stage.dispatcher.catalog.model("zimg").config)
     stage.dispatcher.settle(task, verdict)
     assert stage.state(job_id) is State.CANCELED and stage.free() == 1
+
+
+def test_who_cancels_or_retries_a_job_is_noted_once(stage):
+    stage.register(max_retries=0)
+    job_id = stage.submit()
+    with acts.acting(acts.Actor("eve", "REST")):
+        stage.settle(stage.start(), Kind.RETRY)
+        stage.dispatcher.revive(job_id)
+        task = stage.start()
+        stage.dispatcher.cancel(job_id)
+        stage.later(SECOND)
+        stage.dispatcher.cancel(job_id)
+        stage.settle(task, Kind.DONE)
+        waiting = stage.submit(delay_s=60)
+        stage.dispatcher.cancel(waiting)
+        for refused in (stage.dispatcher.cancel, stage.dispatcher.revive):
+            with pytest.raises(Conflict):
+                refused(waiting)
+    done = [it for it in search.find(stage.store.database, search.Wanted()) if it.job_id]
+    assert [(it.act, it.job_id, it.actor) for it in done] == [
+        ("job.cancel", waiting, "eve"),
+        ("job.cancel", job_id, "eve"),
+        ("job.retry", job_id, "eve"),
+    ]
 
 
 def test_a_cancel_that_came_too_late_does_not_undo_a_result(stage):
@@ -556,7 +592,7 @@ def test_a_name_may_hold_what_separates_other_names(stage, server, model):
     again = stage.start()
     assert again.run.remote_id == "r-1"
     stage.settle(again, Kind.UNREACHABLE)
-    assert stage.dispatcher.queues.depths(model).resting == 1
+    assert depths(stage.dispatcher.queues.scripts, model).cooling == 1
     assert stage.state(first) is stage.state(second) is State.QUEUED
 
 
@@ -582,7 +618,7 @@ def test_a_server_that_cannot_be_made_to_rest_does_not_keep_the_slot(stage, monk
     def away(*_: object) -> int:
         raise ConnectionError("Redis is away")
 
-    monkeypatch.setattr(stage.dispatcher.slots, "rest", away)
+    monkeypatch.setattr(stage.dispatcher.slots, "cool_down", away)
     stage.settle(task, Kind.UNREACHABLE)
     assert stage.dispatcher.leases.all_of(["zimg"])["zimg"][0][0].owner == "", "offered again"
     assert stage.state(job_id) is State.QUEUED

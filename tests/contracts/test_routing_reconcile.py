@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 
+from admission import questions
+from dispatch.dispatcher import ActiveRun
 from jobs.record import Job, Waiting
 from jobs.states import State, Why
-from routing import reconcile
-from routing.dispatcher import Task
+from registry import departures
 from routing.leases import Renewal
 from tests.lua.stage import LEASE_MS, OFFER_MS, SECOND, UP_AND_IDLE, YEAR, Stage, client, stage, valkey
 from tests.support.builders import CALLBACK, at_once, row_of
+from upkeep import reconcile
 
 __all__ = ["client", "stage", "valkey"]
 
@@ -111,7 +113,7 @@ def test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle(s
     taken = stage.room.taken()
     before = row_of(stage.database, job_id)
     assert stage.renewal(zombie) is Renewal.LOST
-    assert stage.dispatcher.leases.release(zombie.held, back=True) == (False, [])
+    assert stage.dispatcher.leases.release(zombie.lease, back=True) == (False, [])
     settled = stage.settle(zombie)
     assert settled.moved is None and settled.next is None
     assert stage.dispatcher.hand_back(zombie) is False
@@ -207,10 +209,10 @@ def test_a_job_that_its_server_has_is_offered_again_on_the_same_slot_and_resumed
     stage.later(LEASE_MS)
     assert reconcile.reap(stage.dispatcher) == 1
     (offer,) = stage.told.offers
-    assert (offer.job_id, offer.slot, offer.owner) == (job_id, task.held.slot, "")
+    assert (offer.job_id, offer.slot, offer.owner) == (job_id, task.lease.slot, "")
     assert stage.free() == 1
     again = stage.start("w2")
-    assert (again.run.remote_id, again.run.attempt, again.held.slot) == ("r-1", 2, task.held.slot)
+    assert (again.run.remote_id, again.run.attempt, again.lease.slot) == ("r-1", 2, task.lease.slot)
     assert stage.settle(again).moved is not None and stage.free() == 2
 
 
@@ -221,7 +223,7 @@ def test_a_job_whose_worker_died_in_the_middle_of_a_call_is_repeated_on_the_same
     task = stage.start()
     stage.later(LEASE_MS)
     reconcile.reap(stage.dispatcher)
-    assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, task.held.slot)]
+    assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, task.lease.slot)]
     assert stage.free() == 1
 
 
@@ -235,7 +237,7 @@ def test_a_draining_worker_hands_its_run_back_and_it_costs_the_job_nothing(stage
     assert (job.state, job.crashes, job.failures, job.remote_id) == (State.QUEUED, 0, 0, "r-1")
     assert stage.renewal(task) is Renewal.LOST
     again = stage.start("w2")
-    assert (again.run.remote_id, again.held.slot) == ("r-1", task.held.slot)
+    assert (again.run.remote_id, again.lease.slot) == ("r-1", task.lease.slot)
 
 
 def test_while_no_worker_comes_the_slot_stays_with_the_job_that_its_server_has(stage):
@@ -247,7 +249,7 @@ def test_while_no_worker_comes_the_slot_stays_with_the_job_that_its_server_has(s
     for _ in range(5):
         stage.later(OFFER_MS)
         assert reconcile.reap(stage.dispatcher) == 0
-        assert stage.room.taken() == {task.held.slot: job_id}
+        assert stage.room.taken() == {task.lease.slot: job_id}
     assert stage.start("w2").run.remote_id == "r-1"
 
 
@@ -279,7 +281,7 @@ def test_on_another_server_a_job_is_run_anew(stage):
     reconcile.reap(stage.dispatcher)
     stage.told.offers.clear()
     stage.lose_redis()
-    stage.catalog.remove_server("a")
+    departures.remove_server(stage.database, "a", stage.now, "", force=True)
     stage.register(1, server="b")
     reconcile.sweep(stage.dispatcher)
     again = stage.start()
@@ -297,7 +299,7 @@ def test_an_emptied_redis_is_rebuilt_in_order_with_the_leases_of_running_jobs(st
     assert stage.renewal(one) is Renewal.UNKNOWN
     stage.offered()
     reconcile.sweep(stage.dispatcher)
-    assert stage.offered() == [] and stage.room.taken() == {one.held.slot: ids[0], two.held.slot: ids[1]}
+    assert stage.offered() == [] and stage.room.taken() == {one.lease.slot: ids[0], two.lease.slot: ids[1]}
     assert stage.renewal(one) is Renewal.RENEWED and stage.renewal(two) is Renewal.RENEWED
     stage.settle(one)
     assert stage.run_all() == [ids[3], ids[5], ids[4], ids[2]]
@@ -344,7 +346,7 @@ def test_a_running_job_whose_lease_is_lost_gets_it_back(stage, fleets_job):
     task = stage.start()
     stage.redis.delete(stage.room.key(f"leases:{job_id}"))
     stage.redis.zrem(stage.room.key("leases"), job_id)
-    stage.redis.hdel(stage.room.key("slots"), task.held.slot)
+    stage.redis.hdel(stage.room.key("slots"), task.lease.slot)
     assert reconcile.reconcile(stage.dispatcher) == 1
     assert stage.renewal(task) is Renewal.RENEWED
     assert reconcile.reconcile(stage.dispatcher) == 0
@@ -383,7 +385,7 @@ def test_slot_2_the_sweep_offers_what_was_missed(stage):
     stage.register()
     ids = [stage.submit() for _ in range(2)]
     task = stage.start()
-    stage.dispatcher.leases.release(task.held, back=False, limit=0)  # no offers made
+    stage.dispatcher.leases.release(task.lease, back=False, limit=0)  # no offers made
     assert stage.offered() == []
     reconcile.sweep(stage.dispatcher)
     assert stage.offered() == [ids[1]]
@@ -449,7 +451,7 @@ def test_a_process_with_an_old_catalog_cannot_bring_an_old_policy_back(stage):
     stage.register(1, policy="fifo")
     stage.set_state("paused")
     old = stage.a_dispatcher(stage.redis)
-    old.fleet.snapshot()
+    old.catalog.snapshot()
     ids = [stage.submit(priority=tier) for tier in (9, 1)]
     stage.catalog.configure("zimg", {"policy": "priority"}, stage.now)
     reconcile.refresh_fleet(stage.dispatcher, "zimg")
@@ -458,7 +460,7 @@ def test_a_process_with_an_old_catalog_cannot_bring_an_old_policy_back(stage):
 
 
 def _ahead(stage, job_id: str) -> int | None:
-    position = stage.dispatcher.queues.position("zimg", _waiting(stage.job(job_id)))
+    position = questions.position(stage.dispatcher.queues, "zimg", _waiting(stage.job(job_id)))
     return position and position.ahead
 
 
@@ -469,7 +471,7 @@ def _waiting(job: Job) -> Waiting:
 # -- deadlines -------------------------------------------------------------------------------------------------
 
 
-def _in_state(stage: Stage, state: State, **changes: Any) -> tuple[str, Task | None]:
+def _in_state(stage: Stage, state: State, **changes: Any) -> tuple[str, ActiveRun | None]:
     """A job in a state in which it may still expire, and its run if it has one."""
     if state is State.DELAYED:
         return stage.submit(delay_s=1, **changes), None

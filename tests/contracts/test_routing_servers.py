@@ -2,12 +2,12 @@
 
 import pytest
 
+from dispatch.outcome import Kind
 from jobs.states import State, Why
-from routing import reconcile
 from routing.leases import Renewal
-from routing.outcome import Kind
-from routing.policies.identity import ServerReport
 from tests.lua.stage import DOWN, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage, client, stage, valkey
+from upkeep import reconcile
+from upkeep.identity import ServerReport
 
 __all__ = ["client", "stage", "valkey"]
 
@@ -17,10 +17,10 @@ __all__ = ["client", "stage", "valkey"]
 
 def test_a_server_that_is_down_rests_longer_each_time_and_is_awake_when_it_is_up(stage):
     stage.register(2)
-    for rest_ms in (1_000, 2_000, 4_000):
+    for cooldown_ms in (1_000, 2_000, 4_000):
         reconcile.note_health(stage.dispatcher, {"gpu": DOWN})
         assert stage.free() == 0
-        stage.later(rest_ms - 1)
+        stage.later(cooldown_ms - 1)
         reconcile.sweep(stage.dispatcher)
         assert stage.free() == 0
         stage.later(1)
@@ -42,10 +42,10 @@ def test_a_report_of_a_server_that_is_not_registered_changes_nothing(stage):
     assert stage.room.dump() == before
 
 
-def _ghosts(stage: Stage, report: ServerReport | None, second: ServerReport | None = None) -> int:
+def _stale_leases(stage: Stage, report: ServerReport | None, second: ServerReport | None = None) -> int:
     first = {} if report is None else {"gpu": report}
     again = first if second is None else {"gpu": second}
-    return reconcile.free_ghosts(stage.dispatcher, reconcile.suspects(stage.dispatcher, first), again)
+    return reconcile.free_stale_leases(stage.dispatcher, reconcile.suspects(stage.dispatcher, first), again)
 
 
 def test_a_run_that_its_server_does_not_know_is_ended_and_its_slot_freed(stage):
@@ -53,7 +53,7 @@ def test_a_run_that_its_server_does_not_know_is_ended_and_its_slot_freed(stage):
     job_id, following = stage.submit(), stage.submit()
     task = stage.start()
     stage.later(5_000)
-    assert _ghosts(stage, UP_AND_IDLE) == 1
+    assert _stale_leases(stage, UP_AND_IDLE) == 1
     job = stage.job(job_id)
     assert (job.state, job.why, job.crashes) == (State.QUEUED, Why.SERVER_LOST, 1)
     assert (job.server, job.remote_id) == ("gpu", None), "it may have the result of a run that has ended"
@@ -105,7 +105,7 @@ def test_a_suspicion_that_the_second_look_does_not_confirm_frees_nothing(stage, 
     task = stage.start()
     stage.later(5_000)
     suspects = reconcile.suspects(stage.dispatcher, {"gpu": UP_AND_IDLE})
-    assert reconcile.free_ghosts(stage.dispatcher, suspects, {"gpu": second} if second else {}) == 0
+    assert reconcile.free_stale_leases(stage.dispatcher, suspects, {"gpu": second} if second else {}) == 0
     assert stage.state(job_id) is State.RUNNING and stage.renewal(task) is Renewal.RENEWED
 
 
@@ -118,7 +118,7 @@ def test_a_later_run_of_a_suspect_is_no_suspect(stage):
     stage.settle(task, Kind.BUSY, retry_after_s=0.0)
     again = stage.start()
     stage.later(5_000)
-    assert reconcile.free_ghosts(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
+    assert reconcile.free_stale_leases(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
     assert stage.renewal(again) is Renewal.RENEWED
 
 
@@ -129,7 +129,7 @@ def test_a_suspect_that_has_ended_meanwhile_is_left_alone(stage):
     stage.later(5_000)
     before = reconcile.suspects(stage.dispatcher, {"gpu": UP_AND_IDLE})
     stage.settle(task)
-    assert reconcile.free_ghosts(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
+    assert reconcile.free_stale_leases(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
     assert stage.state(job_id) is State.COMPLETED
 
 
@@ -139,7 +139,7 @@ def test_a_job_under_which_its_server_keeps_dying_is_set_aside_as_poison(stage):
     for _ in range(2):
         stage.start()
         stage.later(5_000)
-        assert _ghosts(stage, UP_AND_IDLE) == 1
+        assert _stale_leases(stage, UP_AND_IDLE) == 1
     assert stage.state(job_id) is State.DEAD and stage.free() == 1
     assert stage.told.ends == [(job_id, State.DEAD, False)]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jobs.errors import InvalidJob, TooMany
-from jobs.tenants import Tenant
+from foundation.errors import InvalidJob, TooMany
+from registry.tenants import Tenant
 from tests.lua.stage import SETTINGS, Stage, client, stage, valkey
 
 __all__ = ["client", "stage", "valkey"]

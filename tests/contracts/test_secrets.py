@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from jobs.models import secrets as table
-from routing.outcome import Kind
+from dispatch.outcome import Kind
+from registry.tables import secrets as table
 from tasks import descriptions, keyring, vault
 from tasks.descriptions import server_for
 from tasks.servers import Call
@@ -35,7 +35,7 @@ def _configure(api: Api, model: str = "zimg", **changed: Any) -> Any:
 def _opened(model: str = "zimg", name: str = "KEY") -> str | None:
     from tasks.wiring import dispatcher
 
-    dispatcher().fleet.refresh()
+    dispatcher().catalog.refresh()
     return vault.value_for(model, name)
 
 
@@ -126,7 +126,7 @@ def test_a_secret_is_sealed_anew_when_the_installations_secret_has_changed(api, 
         _set(api)
     with installed(now, before):
         assert vault.seal_anew() == 1
-        api.dispatcher.fleet.refresh()
+        api.dispatcher.catalog.refresh()
         assert vault.seal_anew() == 0
     with installed(now):
         assert _opened() == VALUE
@@ -134,7 +134,7 @@ def test_a_secret_is_sealed_anew_when_the_installations_secret_has_changed(api, 
 
 def test_a_secret_that_is_set_meanwhile_is_not_sealed_over(api):
     _set(api)
-    stale = api.dispatcher.fleet.refresh().secrets["KEY"]
+    stale = api.dispatcher.catalog.refresh().secrets["KEY"]
     _set(api, value="another-value")
     assert not catalog().replace_seal(stale, vault.seal("KEY", VALUE)) and _opened() == "another-value"
 
@@ -167,12 +167,12 @@ def test_a_preset_may_name_a_secret(api, monkeypatch):
 def test_a_changed_secret_is_sent_without_a_new_start(api):
     _set(api, value="first-value")
     _configure(api)
-    model = api.dispatcher.fleet.refresh().models["zimg"]
+    model = api.dispatcher.catalog.refresh().models["zimg"]
     with Scripted(lambda _: answer({"status": "done"})) as there:
         server = server_for(there.url, model, model.described_by)
         server.submit(Call("j", 1, {}, deadline_s=5))
         _set(api, value="second-value")
-        api.dispatcher.fleet.refresh()
+        api.dispatcher.catalog.refresh()
         server.submit(Call("j", 1, {}, deadline_s=5))
     assert [seen.json["key"] for seen in there.seen] == ["first-value", "second-value"]
 
@@ -180,11 +180,11 @@ def test_a_changed_secret_is_sent_without_a_new_start(api):
 def test_a_secret_that_is_away_costs_a_retry_and_is_named(api):
     _set(api, models=None)
     _configure(api)
-    model = api.dispatcher.fleet.refresh().models["zimg"]
+    model = api.dispatcher.catalog.refresh().models["zimg"]
     server = server_for("http://127.0.0.1:9/", model, model.described_by)
     with database().engine.begin() as connection:
         connection.execute(table.delete())
-    api.dispatcher.fleet._snapshot = None
+    api.dispatcher.catalog._snapshot = None
     outcome = server.submit(Call("j", 1, {}, deadline_s=5))
     assert (outcome.kind, outcome.code) == (Kind.RETRY, "misconfigured") and "secret/KEY" in outcome.message
 
@@ -200,7 +200,7 @@ def test_half_of_a_secret_at_the_end_of_a_long_text_is_told_to_nobody(size):
 def test_what_a_server_repeats_of_a_secret_is_told_to_nobody(api, error):
     _set(api)
     _configure(api)
-    model = api.dispatcher.fleet.refresh().models["zimg"]
+    model = api.dispatcher.catalog.refresh().models["zimg"]
     with Scripted(lambda _: answer({"error": error}, 500)) as there:
         message = server_for(there.url, model, model.described_by).submit(Call("j", 1, {}, deadline_s=5)).message
     assert "***" in message and "very" not in message
@@ -209,7 +209,7 @@ def test_what_a_server_repeats_of_a_secret_is_told_to_nobody(api, error):
 def test_a_poll_that_repeats_what_the_submit_sent_tells_it_to_nobody(api):
     _set(api)
     _configure(api)
-    model = api.dispatcher.fleet.refresh().models["zimg"]
+    model = api.dispatcher.catalog.refresh().models["zimg"]
     said = {"status": "failed", "error": f"bad key {VALUE}"}
     with Scripted(lambda _: answer(said)) as there:
         message = server_for(there.url, model, model.described_by).status(Call("j", 1, None, deadline_s=5), "r").message

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from routing.outcome import Kind, Outcome
+from dispatch.outcome import Kind, Outcome
 from tasks.servers import Call, Description, HealthKind, Server, compile_plan, for_model, new_session
 from tests.unit.servers.scripted import Scripted, Seen, answer
 

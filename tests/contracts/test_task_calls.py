@@ -13,9 +13,10 @@ from celery import chain, signature
 from celery.canvas import Signature
 from kombu.utils import json
 
-from jobs.errors import IdempotencyConflict, InvalidJob
+from admission.submission import Submission
+from foundation.errors import IdempotencyConflict, InvalidJob
+from insight import listing
 from jobs.record import now_ms
-from routing.submission import Submission
 from tasks import asking, inference
 from tasks.inference import infer
 from tests.lua.stage import Stage, client, stage, valkey
@@ -229,7 +230,7 @@ def test_options_reach_the_job_by_apply_async_and_by_a_signature(called):
     second = infer.s("zimg", PROMPT).set(**options | {"idempotency_key": "other"}).delay()
     for sent in (first, second):
         job = called.job(sent.id)
-        assert (job.tier, job.tenant, job.needs) == (2, "acme", "gpu=A100")
+        assert (job.tier, job.tenant, job.constraints) == (2, "acme", "gpu=A100")
 
 
 @sqlite
@@ -252,7 +253,7 @@ def test_a_task_id_with_another_payload_is_a_conflict(called):
 def test_a_chain_is_refused_before_its_first_step_is_recorded(called):
     with pytest.raises(InvalidJob, match=r"infer\.s\(model="):
         chain(infer.s("zimg", PROMPT), infer.s("zimg"))()
-    assert called.store.find() == []
+    assert listing.find(called.store.database) == []
 
 
 def test_a_process_that_does_not_find_the_record_is_told_what_to_set_and_makes_none(tmp_path):

@@ -9,13 +9,14 @@ from jobs.record import Waiting
 from routing.queues import Offer
 from tasks import announce, messages
 from tasks.publisher import Publisher
+from tasks.wake_up import HEADER, is_wake_up
 
 OFFER = Offer("zimg", "j1", "lease-1", "gpu-slot0", "gpu", "zimg", 7)
 
 
 def _headers(**changes: Any) -> dict[str, Any]:
     message = messages.build(OFFER, 0)
-    return {messages.HEADER: message.headers[messages.HEADER] | changes}
+    return {HEADER: message.headers[HEADER] | changes}
 
 
 def test_a_wake_up_carries_its_offer():
@@ -25,7 +26,7 @@ def test_a_wake_up_carries_its_offer():
 def test_an_offer_from_the_wire_is_open_whatever_it_says_of_its_owner():
     """It is worth what the room's lease says to whoever claims it."""
     message = messages.build(replace(OFFER, owner="worker/1"), 0)
-    assert "owner" not in message.headers[messages.HEADER]
+    assert "owner" not in message.headers[HEADER]
     offer = messages.read_offer("j1", ["zimg"], _headers(owner="worker/1"))
     assert offer is not None and offer.owner == ""
 
@@ -37,9 +38,9 @@ def test_a_wake_up_of_a_release_with_one_field_more_is_understood():
 def test_what_the_wake_up_of_a_new_job_says_is_not_read_from_the_record(monkeypatch: pytest.MonkeyPatch):
     sent, publisher = [], Publisher()
     monkeypatch.setattr(announce, "publisher", lambda: publisher)
-    monkeypatch.setattr(announce, "_wake", lambda offer: sent.append("read"))
+    monkeypatch.setattr(announce.CeleryAnnouncer, "_wake", lambda _, offer: sent.append("read"))
     monkeypatch.setattr(messages, "publish", lambda offer, tier, failures: sent.append((offer, tier, failures)))
-    announcer = announce.CeleryAnnouncer()
+    announcer = announce.CeleryAnnouncer(None, None)
     announcer.offered(OFFER, Waiting("j1", 1, "zimg", 2, "default"))
     announcer.offered(OFFER, None)
     assert publisher.flush(5) and sent == [(OFFER, 2, 0), "read"]
@@ -55,11 +56,11 @@ def test_a_wake_up_that_lacks_a_field_is_lost_and_no_error(name, value):
     ("args", "header"), [([], {}), ([["zimg"]], {}), (["zimg"], None), (["zimg"], "x"), (["zimg"], [1])]
 )
 def test_a_wake_up_without_an_offer_is_lost_and_no_error(args, header):
-    assert messages.read_offer("j1", args, {messages.HEADER: header}) is None
+    assert messages.read_offer("j1", args, {HEADER: header}) is None
 
 
 @pytest.mark.parametrize(
     ("headers", "wakes"), [(None, False), ({}, False), ({"x": 1}, False), ({"slotkeeper": None}, True)]
 )
 def test_what_carries_no_offer_is_a_bare_task(headers, wakes):
-    assert messages.is_wake_up(headers) is wakes
+    assert is_wake_up(headers) is wakes

@@ -10,8 +10,8 @@ from pytest_httpserver import HTTPServer
 from standardwebhooks import Webhook, WebhookVerificationError
 from structlog.testing import capture_logs
 
-from jobs.tenants import Tenants
-from routing.outcome import Kind, Outcome
+from dispatch.outcome import Kind, Outcome
+from registry.tenants import Tenants
 from tasks import keyring, push, startup, webhooks
 from tests.support.api import Api
 from tests.support.stack import eventually
@@ -39,10 +39,10 @@ def _message(api: Api, httpserver: HTTPServer) -> tuple[bytes, dict[str, str]]:
     deliveries = webhooks.deliveries(api.database)
     sending = Thread(target=deliveries.run)
     sending.start()
-    eventually(lambda: httpserver.log, "the message arrives")
+    arrived = eventually(lambda: [it for it, _ in httpserver.log if it.path == "/hook"], "the message arrives")
     deliveries.stop()
     sending.join()
-    request, _ = httpserver.log[-1]
+    request = arrived[-1]
     return request.get_data(), dict(request.headers)
 
 

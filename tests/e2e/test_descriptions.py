@@ -38,7 +38,7 @@ def serve(api: Api) -> Iterator[Serve]:
 
     yield start
     for name, there in running:
-        api.call("DELETE", f"/admin/servers/{name}")
+        api.call("DELETE", f"/admin/servers/{name}?force=true")
         there.__exit__()
 
 
@@ -119,6 +119,47 @@ def test_a_server_that_is_asked_in_several_steps(api: Api, serve: Serve) -> None
     job = api.ended(api.submit(model, {"seed": 7}))
     assert (job["status"], job["result"]) == ("completed", {"images": ["cat.png"]})
     assert (job["attempts"], job["crashes"]) == (1, 0)
+
+
+def test_a_server_is_told_how_long_a_run_may_take_what_it_may_put_out_of_which_version_and_whether_its_model_changes(
+    api: Api, serve: Serve
+) -> None:
+    told = {
+        "swap": "{{run/swap}}",
+        "within_ms": "{{run/deadline_ms}}",
+        "tokens": "{{run/output_size}}",
+        "version": "{{run/model_version}}",
+    }
+    config: dict[str, Any] = {
+        "description": {
+            "submit": {
+                "path": "/run?swap={{run/swap}}",
+                "headers": {"X-Expected-Tokens": "{{run/output_size}}", "X-Timeout-S": "{{run/deadline_s}}"},
+                "body": told,
+            },
+            "output_size": {"pointer": ["/max_completion_tokens", "/max_tokens"], "default": 256},
+        },
+        "max_poll_time": 30,
+    }
+
+    def any_server(seen: Seen) -> Act:
+        return answer({"status": "success", "result": None} if seen.method == "POST" else {"status": "ok"})
+
+    model, there = serve(any_server, **config)
+    other, name = f"{model}-other", model.replace("described", "described-server")
+    assert api.call("PUT", f"/admin/model-configs/{other}", json=config).ok
+    body = {"model": other, "server": name, "endpoint": there.url + "/run", "slots": 1, "model_version": "2.1"}
+    assert api.call("POST", "/admin/register", json=body).ok
+    for wanted, payload in ((model, {}), (model, {"max_tokens": 7}), (other, {}), (other, {}), (model, {})):
+        assert api.ended(api.submit(wanted, payload))["status"] == "completed"
+    runs = [seen for seen in there.seen if seen.method == "POST"]
+    assert [seen.json["swap"] for seen in runs] == [True, False, True, False, True]
+    assert [seen.json["version"] for seen in runs] == ["", "", "2.1", "2.1", ""]
+    assert [seen.path for seen in runs[:2]] == ["/run?swap=true", "/run?swap=false"]
+    assert [seen.json["tokens"] for seen in runs[:2]] == [256, 7]
+    assert [seen.headers["x-expected-tokens"] for seen in runs[:2]] == ["256", "7"]
+    for seen in runs:
+        assert 0 < seen.json["within_ms"] <= 30_000 and 1 <= int(seen.headers["x-timeout-s"]) <= 30
 
 
 def test_a_server_whose_result_is_fetched_from_elsewhere(api: Api, serve: Serve) -> None:

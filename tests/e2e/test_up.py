@@ -9,13 +9,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
+from redis import Redis
 
+from cli.__main__ import main
 from local.ports import free_port, is_open
+from tests.support.api import clear_wiring
 from tests.support.valkey import Valkey
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -53,6 +60,18 @@ class Installation:
         """What a command answers as JSON."""
         done = self.run(*words, "--json", stdin=stdin)
         assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def run_here(self, *words: str, stdin: str = "") -> Result:
+        """The same in this process."""
+        try:
+            return CliRunner().invoke(main, words, input=stdin, env=self.environment)
+        finally:
+            clear_wiring()
+
+    def ask_here(self, *words: str, stdin: str = "") -> Any:
+        done = self.run_here(*words, "--json", stdin=stdin)
+        assert done.exit_code == 0, done.stderr
         return json.loads(done.stdout)
 
     @contextmanager
@@ -135,6 +154,48 @@ def installation(tmp_path: Path) -> Installation:
     return Installation(tmp_path / "home")
 
 
+@pytest.fixture(scope="module")
+def _standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], tuple[Installation, Up]]]:
+    installation, kept = Installation(tmp_path_factory.mktemp("standing") / "home"), list[Up]()
+
+    def standing() -> tuple[Installation, Up]:
+        if not kept or kept[-1].process.poll() is not None:
+            kept.append(stack.enter_context(installation.up()))
+            kept[-1].says("Ctrl-C stops everything.")
+        return installation, kept[-1]
+
+    with ExitStack() as stack:
+        yield standing
+
+
+@pytest.fixture
+def standing(_standing: Callable[[], tuple[Installation, Up]]) -> tuple[Installation, Up]:
+    """One that runs, which several tests use; started anew where one of them has ended it."""
+    return _standing()
+
+
+@dataclass
+class Demo:
+    """A demonstration that has ended, on a Redis of one's own and with keys required."""
+
+    installation: Installation
+    up: Up
+    status: int
+    took_s: float
+    left: dict[int, str]  # processes
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    folder, began = tmp_path_factory.mktemp("demo"), time.monotonic()
+    with Valkey(folder / "valkey") as valkey:
+        settings = {"SLOTKEEPER_REDIS_URL": valkey.url, "SLOTKEEPER_REQUIRE_KEYS": "true"}
+        installation = Installation(folder / "home", **settings)
+        with installation.up("--exit-after-demo", "--demo-jobs", "6") as up:
+            status, left = up.process.wait(DEADLINE_S), installation.processes()
+    return Demo(installation, up, status, time.monotonic() - began, left)
+
+
 def test_one_command_starts_everything_and_ctrl_c_ends_everything(installation: Installation) -> None:
     with installation.up() as up:
         up.says("Ctrl-C stops everything.")
@@ -176,97 +237,135 @@ def test_one_command_starts_everything_and_ctrl_c_ends_everything(installation: 
     assert installation.processes() == {}
 
 
-def test_a_killed_process_comes_back_and_jobs_go_on(installation: Installation) -> None:
-    with installation.up() as up:
-        up.says("Ctrl-C stops everything.")
-        for name in ("worker", "valkey"):
-            pid = installation.pid_of({"worker": "worker@", "valkey": "valkey-server"}[name])
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            up.says(f"{name} ended (killed by SIGKILL); it starts again in")
-        until(lambda: installation.open_ports() == list(installation.ports), "the ports")
-        job = installation.ask("submit", "zimg", '{"prompt": "still here"}', "--wait")
-        assert job["status"] == "completed"
-        up.stop()
+class Follower:
+    """Reads the stream of events as anybody would, from the moment that it is made on."""
+
+    def __init__(self, installation: Installation) -> None:
+        password = (installation.home / "valkey-password").read_text().strip()
+        self._redis: Any = Redis(port=installation.ports["REDIS_PORT"], password=password)
+        newest = self._redis.xrevrange("slotkeeper:events", count=1)
+        self._last = newest[0][0] if newest else "0"
+
+    def follow(self, has_all: Callable[[list[dict[str, Any]]], bool]) -> list[tuple[dict[str, Any], float]]:
+        """Each event until these are all, and how many seconds after its own time it was read."""
+        found: list[tuple[dict[str, Any], float]] = []
+        end = time.monotonic() + DEADLINE_S
+        while not has_all([event for event, _ in found]):
+            assert time.monotonic() < end, found
+            for _, entries in self._redis.xread({"slotkeeper:events": self._last}, count=1, block=1000):
+                (self._last, fields), now = entries[0], time.time()
+                event = json.loads(fields[b"event"])
+                found.append((event, now - datetime.fromisoformat(event["time"]).timestamp()))
+        return found
 
 
-def test_everything_can_be_done_from_the_command_line(installation: Installation, tmp_path: Path) -> None:
-    with installation.up() as up:
-        up.says("Ctrl-C stops everything.")
-        ask, run = installation.ask, installation.run
+def test_a_jobs_events_stand_in_the_stream_within_a_second(standing: tuple[Installation, Up]) -> None:
+    installation, _ = standing
+    follower = Follower(installation)
+    jobs: list[str] = []  # The installation's own first job may end only now.
 
-        jobs = ask("submit", "zimg", '{"seconds": 0.05}', "--count", "3", "--priority", "2", "--wait")
-        assert [(job["status"], job["priority"]) for job in jobs] == [("completed", 2)] * 3
-        assert [one["outcome"] for one in ask("attempts", jobs[0]["job_id"])["attempts"]] == ["finished"]
-        assert len(ask("jobs", "--model", "zimg", "--status", "completed", "--limit", "3")) == 3
-        assert "completed" in run("jobs").stdout
-        assert run("job", jobs[0]["job_id"]).stdout.startswith("job_id")
+    def has_all(events: list[dict[str, Any]]) -> bool:
+        return any(it["subject"] in jobs and it["type"] == "job.completed" for it in events)
 
-        lines = tmp_path / "jobs.ndjson"
-        lines.write_text('{"model": "zimg", "payload": {"seconds": 0.01}}\n\n{"model": "none", "payload": {}}\n' * 2)
-        done = run("submit-file", str(lines), "--run", "once")
-        assert done.returncode == 1
-        assert "2 jobs were accepted, 2 lines refused." in done.stdout
-        assert re.search(r"Line 3: .*none", done.stderr)
-        before = ask("ledger")["accepted"]
-        assert "2 jobs were accepted" in run("submit-file", str(lines), "--run", "once").stdout
-        assert ask("ledger")["accepted"] == before
-
-        ask("models", "configure", "zimg", "max_retries=0")
-        assert ask("models", "show", "zimg")["overrides"] == {"max_retries": 0}
-        until(lambda: run("submit", "zimg", '{"fail": "error", "seconds": 0}', "--wait").returncode == 1, "a dead job")
-        dead = ask("dlq", "list")[0]["job_id"]
-        assert "max_retries_exceeded" in run("dlq", "show", dead).stdout
-        assert run("dlq", "retry", dead).returncode == 0
-        until(lambda: ask("job", dead)["status"] == "dead" and ask("job", dead)["attempts"] > 1, "the second death")
-        assert "jobs are queued again" in run("dlq", "retry-all", "--yes").stdout
-        until(lambda: ask("dlq", "list"), "the third death")
-        assert run("dlq", "delete", dead).returncode == 0
-        assert run("job", dead).stderr.startswith("Error: ")
-        assert run("models", "reset", "zimg").returncode == 0
-        assert {model["model"] for model in ask("models", "list")} == {"zimg", "flux"}
-
-        assert run("servers", "pause", "flux-api1").returncode == 0
-        waiting = ask("submit", "flux", "-", stdin='{"prompt": "later"}')
-        assert ask("cancel", waiting["job_id"])["status"] == "canceled"
-        assert ask("job", waiting["job_id"])["status"] == "canceled"
-        assert run("servers", "resume", "flux-api1").returncode == 0
-        ask("servers", "register", "other/model", "other", "http://127.0.0.1:1/generate", "--slots", "3")
-        assert "other/model" in run("servers", "list").stdout
-        assert run("servers", "drain", "other").returncode == 0
-        assert run("servers", "remove", "other").returncode == 0
-
-        key = ask("tenants", "add", "me", "--rate", "5", "--burst", "2")["key"]
-        assert key.startswith("sk_")
-        assert [tenant["name"] for tenant in ask("tenants", "list")] == ["me"]
-        assert run("tenants", "remove", "me").returncode == 0
-        assert run("migrate").returncode == 0
-        assert ask("ledger")["balanced"]
-
-        refused = run("submit", "none")
-        assert refused.returncode == 1
-        assert re.fullmatch(r"Error: .+\n", refused.stderr)
-        assert run("submit", "zimg", "{no json").returncode == 2
-        up.stop()
+    with ThreadPoolExecutor() as pool:
+        following = pool.submit(follower.follow, has_all)
+        jobs.append(installation.ask("submit", "zimg", '{"seconds": 0.05}')["job_id"])
+        found = [(event, late_s) for event, late_s in following.result() if event["subject"] in jobs]
+    assert [event["type"] for event, _ in found] == ["job.enqueued", "job.started", "job.completed"]
+    assert {event["specversion"] for event, _ in found} == {"1.0"}
+    assert min(late_s for _, late_s in found) < 1.0, found  # The others for a machine that has much else to do.
 
 
-def test_the_demo_ends_by_itself_when_all_has_ended_well(installation: Installation) -> None:
-    began = time.monotonic()
-    with installation.up("--exit-after-demo", "--demo-jobs", "6") as up:
-        assert up.process.wait(DEADLINE_S) == 0, up.printed
-    assert time.monotonic() - began < DEADLINE_S
-    assert up.printed.count("completed") == 6
-    assert "6 jobs, all ended well." in up.printed
-    assert re.search(r"completed\s+2\s+zimg-api1-slot", up.printed), "one of them was retried"
-    assert installation.processes() == {}
+def test_a_killed_process_comes_back_and_jobs_go_on(standing: tuple[Installation, Up]) -> None:
+    installation, up = standing
+    for name in ("worker", "valkey"):
+        pid = installation.pid_of({"worker": "worker@", "valkey": "valkey-server"}[name])
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        up.says(f"{name} ended (killed by SIGKILL); it starts again in")
+    until(lambda: installation.open_ports() == list(installation.ports), "the ports")
+    job = installation.ask("submit", "zimg", '{"prompt": "still here"}', "--wait")
+    assert job["status"] == "completed"
 
 
-def test_with_keys_required_the_demo_brings_its_own(tmp_path: Path) -> None:
-    installation = Installation(tmp_path / "home", SLOTKEEPER_REQUIRE_KEYS="true")
-    with installation.up("--exit-after-demo") as up:
-        assert up.process.wait(DEADLINE_S) == 0, up.printed
-    assert ": completed on" in up.printed
-    assert installation.ask("tenants", "list") == []
+def test_everything_can_be_done_from_the_command_line(standing: tuple[Installation, Up], tmp_path: Path) -> None:
+    """The commands run in this process: to start one for each would take a second of each."""
+    ask, run = standing[0].ask_here, standing[0].run_here
+
+    jobs = ask("submit", "zimg", '{"seconds": 0.05}', "--count", "3", "--priority", "2", "--wait")
+    assert [(job["status"], job["priority"]) for job in jobs] == [("completed", 2)] * 3
+    assert [one["outcome"] for one in ask("attempts", jobs[0]["job_id"])["attempts"]] == ["finished"]
+    assert len(ask("jobs", "--model", "zimg", "--status", "completed", "--limit", "3")) == 3
+    assert "completed" in run("jobs").stdout
+    assert run("job", jobs[0]["job_id"]).stdout.startswith("job_id")
+
+    lines = tmp_path / "jobs.ndjson"
+    lines.write_text('{"model": "zimg", "payload": {"seconds": 0.01}}\n\n{"model": "none", "payload": {}}\n' * 2)
+    done = run("submit-file", str(lines), "--run", "once")
+    assert done.exit_code == 1
+    assert "2 jobs were accepted, 2 lines refused." in done.stdout
+    assert re.search(r"Line 3: .*none", done.stderr)
+    before = ask("ledger")["accepted"]
+    assert "2 jobs were accepted" in run("submit-file", str(lines), "--run", "once").stdout
+    assert ask("ledger")["accepted"] == before
+
+    ask("models", "configure", "zimg", "max_retries=0")
+    assert ask("models", "show", "zimg")["overrides"] == {"max_retries": 0}
+    until(lambda: run("submit", "zimg", '{"fail": "error", "seconds": 0}', "--wait").exit_code == 1, "a dead job")
+    dead = ask("dlq", "list")[0]["job_id"]
+    assert "max_retries_exceeded" in run("dlq", "show", dead).stdout
+    assert run("dlq", "retry", dead).exit_code == 0
+    until(lambda: ask("job", dead)["status"] == "dead" and ask("job", dead)["attempts"] > 1, "the second death")
+    assert "jobs are queued again" in run("dlq", "retry-all", "--yes").stdout
+    until(lambda: ask("dlq", "list"), "the third death")
+    assert run("dlq", "delete", dead).exit_code == 0
+    assert run("job", dead).stderr.startswith("Error: ")
+    assert run("models", "reset", "zimg").exit_code == 0
+    assert {model["model"] for model in ask("models", "list")} == {"zimg", "flux"}
+
+    assert run("servers", "pause", "flux-api1").exit_code == 0
+    waiting = ask("submit", "flux", "-", stdin='{"prompt": "later"}')
+    assert ask("cancel", waiting["job_id"])["status"] == "canceled"
+    assert ask("job", waiting["job_id"])["status"] == "canceled"
+    assert run("servers", "resume", "flux-api1").exit_code == 0
+    ask("servers", "register", "other/model", "other", "http://127.0.0.1:1/generate", "--slots", "3")
+    assert "other/model" in run("servers", "list").stdout
+    assert run("servers", "drain", "other").exit_code == 0
+    assert run("servers", "remove", "other").exit_code == 0
+
+    key = ask("tenants", "add", "me", "--rate", "5", "--burst", "2")["key"]
+    assert key.startswith("sk_")
+    assert [tenant["name"] for tenant in ask("tenants", "list")] == ["me"]
+    assert run("tenants", "remove", "me").exit_code == 0
+    assert run("migrate").exit_code == 0
+    assert ask("ledger")["balanced"]
+
+    refused = run("submit", "none")
+    assert refused.exit_code == 1
+    assert re.fullmatch(r"Error: .+\n", refused.stderr)
+    assert run("submit", "zimg", "{no json").exit_code == 2
+
+
+def test_the_demo_ends_by_itself_when_all_has_ended_well(demo: Demo) -> None:
+    assert demo.status == 0, demo.up.printed
+    assert demo.took_s < DEADLINE_S
+    assert demo.up.printed.count("completed") == 6
+    assert "6 jobs, all ended well." in demo.up.printed
+    assert re.search(r"completed\s+2\s+zimg-api1-slot", demo.up.printed), "one of them was retried"
+    assert demo.left == {}
+
+
+def test_with_keys_required_the_demo_brings_its_own(demo: Demo) -> None:
+    assert demo.status == 0, demo.up.printed
+    assert demo.installation.ask("tenants", "list") == []
+
+
+def test_a_redis_of_ones_own_is_used_and_none_is_started(demo: Demo) -> None:
+    assert demo.status == 0, demo.up.printed
+    assert not (demo.installation.home / "logs" / "valkey.log").exists()
+    refused = demo.installation.run("up", "--no-demo")
+    assert refused.returncode == 1
+    assert re.fullmatch(r"Error: SLOTKEEPER_REDIS_URL does not answer .*\n", refused.stderr)
 
 
 def test_a_taken_port_is_named_and_nothing_is_started(installation: Installation) -> None:
@@ -286,21 +385,9 @@ def test_a_signal_during_the_start_leaves_nothing_behind(installation: Installat
         assert installation.processes() == {}
 
 
-def test_when_it_is_killed_its_processes_do_not_stay(installation: Installation) -> None:
-    with installation.up("--no-demo") as up:
-        up.says("Ctrl-C stops everything.")
-        up.process.kill()
-        up.process.wait()
-        until(lambda: not installation.processes(), "the end of all processes")
+def test_when_it_is_killed_its_processes_do_not_stay(standing: tuple[Installation, Up]) -> None:
+    installation, up = standing
+    up.process.kill()
+    up.process.wait()
+    until(lambda: not installation.processes(), "the end of all processes")
     assert installation.open_ports() == []
-
-
-def test_a_redis_of_ones_own_is_used_and_none_is_started(tmp_path: Path) -> None:
-    with Valkey(tmp_path) as valkey:
-        installation = Installation(tmp_path / "home", SLOTKEEPER_REDIS_URL=valkey.url)
-        with installation.up("--exit-after-demo") as up:
-            assert up.process.wait(DEADLINE_S) == 0, up.printed
-        assert not (installation.home / "logs" / "valkey.log").exists()
-    refused = installation.run("up", "--no-demo")
-    assert refused.returncode == 1
-    assert re.fullmatch(r"Error: SLOTKEEPER_REDIS_URL does not answer .*\n", refused.stderr)

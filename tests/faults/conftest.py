@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from jobs.db import Database
+from database.db import Database
 from jobs.models import events, jobs, metadata
 from migrations import migrate
 from tests.faults import life as a_life
@@ -52,6 +52,7 @@ class Oracle(ThreadingHTTPServer):
             self.asked: Counter[str] = Counter()  # job -> how often it came
             self.runs: Counter[str] = Counter()  # job -> how often it was really run
             self.hooks: list[tuple[str, dict[str, Any]]] = []
+            self.events: list[tuple[str, dict[str, Any]]] = []
             self.until: dict[str, tuple[str, float]] = {}  # remote id -> job, when it ends
             self.most_at_once = 0
 
@@ -97,6 +98,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/hook":
             with self.server.lock:
                 self.server.hooks.append((self.headers["webhook-id"], body))
+            self._answer(200, {})
+        elif self.path == "/events":
+            with self.server.lock:
+                self.server.events.append((self.headers["webhook-id"], body))
             self._answer(200, {})
         elif self.path.startswith("/cancel/"):
             self._answer(404, {"status": "not_found"})

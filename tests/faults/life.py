@@ -26,36 +26,47 @@ from typing import Any
 from unittest import mock
 from urllib.request import Request, urlopen
 
-import celery.backends.redis  # noqa: F401  Imported before the fork, like everything that takes a while.
+# Imported before the fork, like everything that takes a while.
+import celery.backends.redis
+import celery.beat
+import celery.events
+import celery.loaders.app  # noqa: F401
+import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401
+import kombu.pidbox
 import kombu.transport.redis  # noqa: F401
 
-from insight import audit
-from jobs import crash, tellings
-from jobs.errors import Conflict
+from admission.submission import Submission
+from dispatch.dispatcher import new_owner
+from dispatch.outcome import Outcome
+from foundation import crash
+from foundation.errors import Conflict
+from insight import invariants, listing
+from jobs import owed
+from jobs.events import TYPES
 from jobs.record import NewJob, now_ms
 from jobs.states import ACTIVE, State, Why
-from routing import draining, reconcile
-from routing.dispatcher import new_owner
-from routing.leases import Held
-from routing.outcome import Outcome
-from routing.policies import identity
-from routing.submission import Submission
-from tasks import maintenance, messages, push, runner, telling, wiring
+from outbox.receivers import Receiver, Receivers, new_id
+from routing.leases import Lease
+from tasks import callback_urls, maintenance, messages, outbound, push, receivers, relay, runner, telling, vault, wiring
 from tasks import webhooks as hooks
 from tasks.celery_app import celery as app
-from tasks.heartbeat import Hold
+from tasks.config import EventSettings
+from tasks.heartbeat import Watch
 from tasks.inference import infer
 from tasks.publisher import publisher
 from tasks.servers import Live
 from tasks.shown import Shown
 from tasks.worker import this_worker
+from tests.support.untold import untold_events
+from upkeep import draining, identity, reconcile
+from upkeep.rooms import depths
 
 SERVER, SLOTS, SYNC, ASYNC = "gpu", 2, "zimg", "flux"
 SETTINGS = {
     "SLOTKEEPER_LEASE_MS": "600",
     "SLOTKEEPER_RENEW_EVERY_MS": "100",
     "SLOTKEEPER_OFFER_MS": "300",
-    "SLOTKEEPER_BUSY_REST_MS": "30",
+    "SLOTKEEPER_BUSY_COOLDOWN_MS": "30",
     "SLOTKEEPER_CATALOG_REFRESH_S": "0",
     "SLOTKEEPER_RETENTION_S": "3600",
     "SLOTKEEPER_WEBHOOK_TIMEOUT_S": "2",
@@ -87,7 +98,7 @@ class Hands:
     def next(self) -> tuple[dict[str, Any], Any] | None:
         publisher().flush(_QUIET_WITHIN_S)
         for queue in _QUEUES:
-            message = self._channel.basic_get(queue, no_ack=True)
+            message = self._channel.basic_get(queue, no_ack=True)  # type: ignore[attr-defined]
             if message is not None:
                 return message.headers, message.payload
         return None
@@ -111,6 +122,8 @@ class Life:
         self.name, self.home, self.url = name, home, url
         self.dispatcher = wiring.dispatcher()
         self.deliveries = hooks.deliveries(wiring.database())
+        # One that all lives go by, or each would wait until the time of the one before is over.
+        self.relays = relay.relays(wiring.database(), EventSettings(), holder="life")
         self._prepare()
         self.hands = Hands()
         self._say_room()
@@ -143,7 +156,7 @@ class Life:
         found, heartbeat = self._come_to(job_id), this_worker().heartbeat
         add = heartbeat.add
 
-        def stopped(held: Held, **more: bool) -> Hold:
+        def stopped(held: Lease, **more: bool) -> Watch:
             hold = add(held, **more)
             hold.end("stop")
             return hold
@@ -153,14 +166,14 @@ class Life:
 
     def linger(self, job_id: str) -> None:
         """The job is canceled while its server runs it, and the server goes on all the same."""
-        found, poll = self._come_to(job_id), runner.Watch._poll
+        found, poll = self._come_to(job_id), runner.Runner._poll
 
-        async def unwanted(watch: runner.Watch, live: Live, remote_id: str) -> Outcome:
+        async def unwanted(watch: runner.Runner, live: Live, remote_id: str) -> Outcome:
             self._cancel(job_id)
-            watch._hold.ask_to_cancel()
+            watch._watch.ask_to_cancel()
             return await poll(watch, live, remote_id)
 
-        with mock.patch.object(runner.Watch, "_poll", unwanted), mock.patch.object(runner, "_CANCEL_PATIENCE_S", 0.02):
+        with mock.patch.object(runner.Runner, "_poll", unwanted), mock.patch.object(runner, "_CANCEL_PATIENCE_S", 0.02):
             self.hands.do(*found)
 
     def push(self, job_id: str) -> None:
@@ -213,7 +226,8 @@ class Life:
             if draining.servers(self.dispatcher):
                 maintenance.check_servers(False)
             self._send_webhooks()
-            telling.tell_due()
+            self._relay_events()
+            wiring.teller().tell_due()
             self.hands.work()
             self._revive()
             if self._is_quiet():
@@ -266,6 +280,10 @@ class Life:
         while self.deliveries.under_way:
             _pause()
 
+    def _relay_events(self) -> None:
+        for one in self.relays:
+            one.turn()
+
     def _cancel(self, job_id: str) -> None:
         with suppress(Conflict):
             self.dispatcher.cancel(job_id)
@@ -292,12 +310,21 @@ class Life:
         """The server and its models, and an open room, if this is the first life of all."""
         if (self.home / "asked").exists():
             return
-        if not self.dispatcher.fleet.snapshot().servers:
+        if not self.dispatcher.catalog.snapshot().servers:
             for model in (SYNC, ASYNC):
                 wiring.catalog().register(model, SERVER, f"{self.url}/{model}", SLOTS, now_ms())
             wiring.catalog().configure(SYNC, _CONFIG, now_ms())
             wiring.catalog().configure(ASYNC, _CONFIG | {"model_type": "async"}, now_ms())
+        self._add_receiver()
         reconcile.refresh_fleet(self.dispatcher, SYNC)
+
+    def _add_receiver(self) -> None:
+        """A webhook of the tenant, which is told of everything."""
+        all_of_them = Receivers(wiring.database())
+        if not all_of_them.of():
+            id_ = new_id()
+            types, (_, sealed) = frozenset(TYPES.values()), vault.new_signing_secret(id_)
+            all_of_them.add(Receiver(id_, "default", f"{self.url}/events", types, sealed, now_ms()), 1)
 
     def _ask(self, wish: dict[str, Any]) -> None:
         if wish.get("by_task"):
@@ -312,11 +339,11 @@ class Life:
             out.write(json.dumps(line) + "\n")
 
     def _revive(self) -> None:
-        for job in self.dispatcher.store.find(state=State.DEAD):
+        for job in listing.find(self.dispatcher.store.database, state=State.DEAD):
             self.dispatcher.revive(job.id)
 
     def _is_quiet(self) -> bool:
-        standing, room = self.dispatcher.store.counts(), self.dispatcher.queues.depths(SYNC)
+        standing, room = listing.counts(self.dispatcher.store.database), depths(self.dispatcher.queues.scripts, SYNC)
         if (
             any(standing[state] for state in ACTIVE)
             or room.taken
@@ -325,18 +352,22 @@ class Life:
         ):
             return False
         with self.dispatcher.store.database.read() as connection:
-            hooks_owed = connection.exec_driver_sql("SELECT count(*) FROM webhooks WHERE state = 'pending'").scalar()
-            return not hooks_owed and not connection.exec_driver_sql("SELECT count(*) FROM tellings").scalar()
+            for table in ("webhooks", "messages"):
+                if connection.exec_driver_sql(f"SELECT count(*) FROM {table} WHERE state = 'pending'").scalar():
+                    return False
+            if untold_events(wiring.database()):
+                return False
+            return not connection.exec_driver_sql("SELECT count(*) FROM tellings").scalar()
 
     def report(self) -> None:
-        room = self.dispatcher.queues.depths(SYNC)
+        room = depths(self.dispatcher.queues.scripts, SYNC)
         found = {
             "open": room.open,
-            "slots": room.free + room.resting,
+            "slots": room.free + room.cooling,
             "taken": room.taken,
             "waiting": room.waiting,
             "leases": len(self.dispatcher.leases.all_of([SYNC])[SYNC]),
-            "audit": sorted(f"{it.check} {it.subject}" for it in audit.look(self.dispatcher, {})),
+            "findings": sorted(f"{it.check} {it.subject}" for it in invariants.look(self.dispatcher, {})),
             "passed": {point: _COUNTS_ONLY - left for point, left in crash._left.items() if left < _COUNTS_ONLY},
         }
         (self.home / f"report-{self.name}.json").write_text(json.dumps(found))
@@ -346,8 +377,9 @@ def live(step: str) -> None:
     """One life, by the settings of the environment.  `story`: first what others have left, then its own jobs."""
     crash._left.clear()
     home = Path(os.environ["SLOTKEEPER_HOME"])
-    hooks._FIRST_RETRY_S, hooks._LOOK_EVERY_S = 0.1, 0.0
-    tellings.FIRST_MS = 50
+    callback_urls._FIRST_RETRY_S, hooks._LOOK_EVERY_S = 0.1, 0.0
+    receivers._FIRST_RETRY_MS = 100
+    owed.FIRST_MS = 50
     telling.Teller.soon = lambda self, owed: self.tell([owed])  # type: ignore[method-assign]  # one pair of hands
     identity.YOUNG_MS = 0
     life = Life(os.environ["LIFE_NAME"], home, os.environ["LIFE_SERVER"])
@@ -366,6 +398,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def nursery() -> None:
     """For each line `{"step", "env"}` fork a life, and say how it ended: 0, or the negative of a signal."""
+    trusted = outbound._tls()  # Nothing in a life speaks TLS, but each would read all authorities.
+    outbound._tls = lambda: trusted
     for line in sys.stdin:
         order = json.loads(line)
         child = os.fork()

@@ -33,21 +33,35 @@ from tests.faults.mutant import (
     USES,
     Mutant,
 )
+from tests.faults.mutants_acts import ACTS
 from tests.faults.mutants_away import AWAY
+from tests.faults.mutants_batches import BATCHES
 from tests.faults.mutants_celery import CELERY
+from tests.faults.mutants_departures import DEPARTURES
 from tests.faults.mutants_descriptions import DESCRIPTIONS
 from tests.faults.mutants_door import DOOR
+from tests.faults.mutants_events import EVENTS
+from tests.faults.mutants_figures import FIGURES
 from tests.faults.mutants_gates import GATES
+from tests.faults.mutants_hints import HINTS
+from tests.faults.mutants_hooks import PACED
+from tests.faults.mutants_lines import LINES
+from tests.faults.mutants_loop import LOOP
 from tests.faults.mutants_offers import OFFERS
+from tests.faults.mutants_page import PAGE
+from tests.faults.mutants_receivers import RECEIVERS
 from tests.faults.mutants_record import KEPT
 from tests.faults.mutants_rest import REST
 from tests.faults.mutants_room import ROOM
 from tests.faults.mutants_run import RUN
 from tests.faults.mutants_scripts import SCRIPTS
 from tests.faults.mutants_secrets import SECRETS
+from tests.faults.mutants_seen import SEEN
 from tests.faults.mutants_servers import REFERENCE_SERVER
 from tests.faults.mutants_spoken import SPOKEN
 from tests.faults.mutants_streams import STREAMS
+from tests.faults.mutants_tokens import TOKENS
+from tests.faults.mutants_traces import TRACES
 from tests.faults.mutants_upkeep import UPKEEP
 from tests.house.tree import PACKAGES
 
@@ -61,17 +75,31 @@ MUTANTS = [
     *KEPT,
     *OFFERS,
     *GATES,
+    *ACTS,
     *DOOR,
     *DESCRIPTIONS,
+    *DEPARTURES,
     *REFERENCE_SERVER,
     *SPOKEN,
     *RUN,
+    *HINTS,
+    *LINES,
+    *PACED,
+    *LOOP,
     *CELERY,
     *UPKEEP,
     *SCRIPTS,
     *SECRETS,
     *REST,
     *STREAMS,
+    *TOKENS,
+    *TRACES,
+    *EVENTS,
+    *RECEIVERS,
+    *SEEN,
+    *FIGURES,
+    *PAGE,
+    *BATCHES,
     # -- the record ------------------------------------------------------------------------------------------
     Mutant(
         "a transition asks for no state",
@@ -115,7 +143,7 @@ MUTANTS = [
     Mutant(
         "events are written after the commit",
         "JOB-2",
-        "jobs/db.py",
+        "database/db.py",
         """                mark = transaction.flush()
                 try:
                     begun.commit()
@@ -151,22 +179,22 @@ MUTANTS = [
         "a key is kept for ever",
         "idempotency",
         "jobs/idempotency.py",
-        "if known is None or known.expires_ms <= now:",
+        "if known is None or known.expires_ms <= now_ms:",
         "if known is None:",
         (f"{SUBMIT}test_within_the_window_the_key_names_the_job_and_after_it_is_fresh_work",),
     ),
     Mutant(
         "what waits for long is removed",
         "no silent drops",
-        "jobs/removal.py",
-        "old = (jobs.c.finished_ms < ended_before_ms) & ~_OWES",
-        "old = (jobs.c.created_ms < ended_before_ms) & ~_OWES",
+        "outbox/removal.py",
+        "old = and_(jobs.c.finished_ms < ended_before_ms, ~_OWES,",
+        "old = and_(jobs.c.created_ms < ended_before_ms, ~_OWES,",
         (f"{GUARDS}test_a_job_that_waits_for_a_year_is_not_removed",),
     ),
     Mutant(
         "a job is removed whose message is owed",
         "HOOK-1",
-        "jobs/removal.py",
+        "outbox/removal.py",
         '.where(webhooks.c.job_id == jobs.c.id, compared(webhooks.c.state) == "pending")',
         '.where(webhooks.c.job_id == jobs.c.id, compared(webhooks.c.state) == "never")',
         (f"{RECORD}test_hook_1_a_job_whose_message_is_still_owed_is_not_purged",),
@@ -182,7 +210,7 @@ MUTANTS = [
     Mutant(
         "a message is tried before its time",
         "HOOK-1",
-        "jobs/webhooks.py",
+        "outbox/webhooks.py",
         'webhooks.c.next_ms <= bindparam("p_now"),',
         'bindparam("p_now") > 0,',
         (f"{HOOKS}test_only_one_at_a_time_may_try", f"{HOOKS}test_a_message_is_not_tried_before_its_time"),
@@ -190,7 +218,7 @@ MUTANTS = [
     Mutant(
         "an old try speaks for the next",
         "HOOK-1",
-        "jobs/webhooks.py",
+        "outbox/webhooks.py",
         'webhooks.c.tries == bindparam("p_tries"),',
         'bindparam("p_tries") > 0,',
         (f"{HOOKS}test_who_took_too_long_cannot_speak_for_the_try_that_came_after",),
@@ -207,14 +235,14 @@ MUTANTS = [
         "a doubled submit is booked twice",
         "JOB-3",
         "jobs/store.py",
-        'removal.count(tx, "doubled")',
+        'count(tx, "doubled")',
         "pass",
         (f"{GUARDS}test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed",),
     ),
     Mutant(
         "what is removed is not booked",
         "JOB-3",
-        "jobs/removal.py",
+        "outbox/removal.py",
         'count(tx, f"purged.{state}", number)',
         "pass",
         (f"{GUARDS}test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed",),
@@ -224,16 +252,16 @@ MUTANTS = [
         "a lease is known by its owner alone",
         "LEASE-4",
         "routing/lua/lib/lease.lua",
-        "held and held.lease == lease and held.owner == owner",
-        "held and held.owner == owner",
+        "lease and lease.name == name and lease.owner == owner",
+        "lease and lease.owner == owner",
         (f"{LEASES}test_nobody_else_renews", f"{LEASES}test_nobody_else_releases"),
     ),
     Mutant(
         "a lease is known by its name alone",
         "LEASE-4",
         "routing/lua/lib/lease.lua",
-        "held and held.lease == lease and held.owner == owner",
-        "held and held.lease == lease",
+        "lease and lease.name == name and lease.owner == owner",
+        "lease and lease.name == name",
         (f"{LEASES}test_another_worker_cannot_claim_what_is_claimed", f"{LEASES}test_nobody_else_releases"),
         still=f"{LEASES}test_a_slot_without_a_job_stays_free",
     ),
@@ -241,15 +269,15 @@ MUTANTS = [
         "a claim does not ask whether the offer is open",
         "LEASE-1",
         "routing/lua/claim.lua",
-        'if not holds(held, lease, "") then return false end',
-        "if not held or held.lease ~= lease then return false end",
+        'if not holds(lease, offer.lease, "") then return false end',
+        "if not lease or lease.name ~= offer.lease then return false end",
         (f"{LEASES}test_another_worker_cannot_claim_what_is_claimed",),
     ),
     Mutant(
         "anybody renews",
         "LEASE-4",
         "routing/lua/renew.lua",
-        "if is_held(job, it.lease, owner) then",
+        "if is_held(job, lease.name, owner) then",
         'if redis.call("EXISTS", lease_key(job)) == 1 then',
         (f"{LEASES}test_nobody_else_renews",),
     ),
@@ -265,7 +293,7 @@ MUTANTS = [
         "anybody releases",
         "LEASE-4",
         "routing/lua/release.lua",
-        "local released = holds(was, held.lease, held.owner)",
+        "local released = holds(was, lease.name, lease.owner)",
         "local released = was",
         (
             f"{LEASES}test_nobody_else_releases",
@@ -276,7 +304,7 @@ MUTANTS = [
         "anybody's lease is seized",
         "LEASE-4",
         "routing/lua/seize.lua",
-        'if not is_held(job, held.lease, held.owner) then return "lost" end',
+        'if not is_held(job, lease.name, lease.owner) then return "lost" end',
         "",
         (f"{LEASES}test_only_the_lease_that_was_seen_can_be_seized",),
     ),
@@ -294,8 +322,8 @@ MUTANTS = [
     Mutant(
         "the reaper ends whatever run there is",
         "LEASE-3",
-        "routing/reconcile/reaper.py",
-        "if job is not None and job.state is State.RUNNING and (job.lease == held.tag or held.owner == _REAPER):",
+        "upkeep/reconcile/reaper.py",
+        "if job is not None and job.state is State.RUNNING and (job.lease == lease.tag or lease.owner == _REAPER):",
         "if job is not None and job.state is State.RUNNING:",
         (f"{GUARDS}test_a_lease_that_outlived_its_run_does_not_end_the_next_one",),
     ),
@@ -310,15 +338,15 @@ MUTANTS = [
     Mutant(
         "what a dead reaper held is held for ever",
         "LEASE-1",
-        "routing/reconcile/reaper.py",
-        "(job.lease == held.tag or held.owner == _REAPER):",
-        "job.lease == held.tag:",
+        "upkeep/reconcile/reaper.py",
+        "(job.lease == lease.tag or lease.owner == _REAPER):",
+        "job.lease == lease.tag:",
         (f"{MAINTENANCE}test_a_reaper_that_dies_after_its_grip_is_followed_by_the_next",),
     ),
     Mutant(
         "a waiting job that the room lost stays lost",
         "QUEUE-1",
-        "routing/reconcile/room.py",
+        "upkeep/reconcile/room.py",
         "found += _fill(dispatcher, fleet)",
         "pass",
         (f"{MAINTENANCE}test_queue_1_a_queued_job_that_the_room_has_lost_is_brought_back_to_its_place",),
@@ -326,7 +354,7 @@ MUTANTS = [
     Mutant(
         "a lease that Redis lost stays lost",
         "LEASE-1",
-        "routing/reconcile/room.py",
+        "upkeep/reconcile/room.py",
         "found, rooms = runs.restore(dispatcher), ",
         "found, rooms = 0, ",
         (f"{MAINTENANCE}test_a_running_job_whose_lease_is_lost_gets_it_back",),
@@ -335,7 +363,7 @@ MUTANTS = [
     Mutant(
         "a young lease is held against the server's ids",
         "identity",
-        "routing/policies/identity.py",
+        "upkeep/identity.py",
         "if not lease.names & running and lease.age_ms >= YOUNG_MS",
         "if not lease.names & running",
         (
@@ -346,15 +374,15 @@ MUTANTS = [
     Mutant(
         "a young lease is held against the server's count",
         "identity",
-        "routing/policies/identity.py",
+        "upkeep/identity.py",
         "if active == 0 and lease.age_ms >= YOUNG_MS",
         "if active == 0",
         (f"{IDENTITY}test_a_lease_younger_than_five_seconds_is_no_ghost",),
     ),
     Mutant(
-        "a count above zero makes ghosts",
+        "a count above zero makes stale",
         "identity",
-        "routing/policies/identity.py",
+        "upkeep/identity.py",
         "if active == 0 and lease.age_ms",
         "if active < len(leases) and lease.age_ms",
         (f"{SERVERS}test_only_a_report_that_says_so_makes_a_suspect",),
@@ -362,7 +390,7 @@ MUTANTS = [
     Mutant(
         "the count beats the ids",
         "identity",
-        "routing/policies/identity.py",
+        "upkeep/identity.py",
         "if report.job_ids is not None:",
         "if report.job_ids is not None and report.active_jobs is None:",
         (f"{SERVERS}test_only_a_report_that_says_so_makes_a_suspect",),
@@ -370,15 +398,15 @@ MUTANTS = [
     Mutant(
         "a server that is down is taken at its word",
         "identity",
-        "routing/policies/identity.py",
+        "upkeep/identity.py",
         "if not report.up:",
         "if report.up is None:",
         (f"{SERVERS}test_only_a_report_that_says_so_makes_a_suspect",),
     ),
     Mutant(
-        "ghosts are freed at the first look",
+        "stale are freed at the first look",
         "identity",
-        "routing/reconcile/servers.py",
+        "upkeep/reconcile/servers.py",
         "for job in suspects(dispatcher, reports) if _run(job) in known)",
         "for job in suspects(dispatcher, reports))",
         (f"{SERVERS}test_a_later_run_of_a_suspect_is_no_suspect",),
@@ -386,7 +414,7 @@ MUTANTS = [
     Mutant(
         "the second look is not asked",
         "identity",
-        "routing/reconcile/servers.py",
+        "upkeep/reconcile/servers.py",
         "for job in suspects(dispatcher, reports) if _run(job) in known)",
         "for job in before)",
         (f"{SERVERS}test_a_suspicion_that_the_second_look_does_not_confirm_frees_nothing",),
@@ -394,15 +422,15 @@ MUTANTS = [
     Mutant(
         "a living worker's run is freed at once",
         "identity",
-        "routing/reconcile/servers.py",
-        "for job in ghosts if (server.name, job.id) in silent)",
-        "for job in ghosts)",
+        "upkeep/reconcile/servers.py",
+        "for job in stale if (server.name, job.id) in silent)",
+        "for job in stale)",
         (f"{SERVERS}test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too",),
     ),
     Mutant(
         "a run that its server may just have ended is given up",
         "identity",
-        "routing/reconcile/servers.py",
+        "upkeep/reconcile/servers.py",
         "    if job.remote_id is None:\n",
         "    if job.remote_id is not True:\n",
         (
@@ -414,7 +442,7 @@ MUTANTS = [
     Mutant(
         "a poison job never ends",
         "budgets",
-        "routing/policies/verdict.py",
+        "dispatch/verdict.py",
         "return Why.CRASHES_EXHAUSTED if crashes + 1 >= config.max_crashes else lost",
         "return lost",
         (
@@ -425,7 +453,7 @@ MUTANTS = [
     Mutant(
         "a job is retried for ever",
         "budgets",
-        "routing/policies/verdict.py",
+        "dispatch/verdict.py",
         "Why.RETRIES_EXHAUSTED if failures >= config.max_retries else Why.SERVER_ERROR",
         "Why.SERVER_ERROR",
         (
@@ -472,7 +500,7 @@ MUTANTS = [
     Mutant(
         "a script that was slow is sent again",
         "LEASE-1",
-        "routing/scripts.py",
+        "scripting/scripts.py",
         "retry=Retry(NoBackoff(), 0),",
         "retry=Retry(NoBackoff(), 3),",
         (f"{GUARDS}test_lease_1_a_script_whose_answer_was_lost_has_run_once",),
@@ -539,7 +567,7 @@ def _copy() -> Iterator[Path]:
         for part in _COPIED:
             source, target = REPO / part, Path(name) / part
             if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(source, target)  # With what is compiled of it, which stays good but for one file.
             else:
                 shutil.copy(source, target)
         yield Path(name)

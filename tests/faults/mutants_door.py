@@ -114,7 +114,7 @@ DOOR = [
     Mutant(
         "long numbers are rounded",
         "numbers",
-        "routing/exact.py",
+        "foundation/exact.py",
         "if not may_hold_long_numbers(raw):",
         "if True:",
         (f"{EXACT}test_numbers_within_64_bits_are_pythons_own",),

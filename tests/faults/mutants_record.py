@@ -10,7 +10,7 @@ KEPT = [
     Mutant(
         "a lost answer is not asked for",
         "JOB-2",
-        "jobs/db.py",
+        "database/db.py",
         "if found is Fate.STORED:",
         "if found is None:",
         (
@@ -22,7 +22,7 @@ KEPT = [
     Mutant(
         "an answer does not wait for the disk",
         "JOB-2",
-        "jobs/db.py",
+        "database/db.py",
         "                self._secure(promised)\n",
         "                pass\n",
         (f"{DB}test_only_what_nobody_was_promised_does_not_wait_for_the_disk",),
@@ -30,7 +30,7 @@ KEPT = [
     Mutant(
         "a failing disk is taken for one that has stored",
         "JOB-3",
-        "jobs/db.py",
+        "database/db.py",
         "                ticket.fail(_uncertain(_reason(error)))\n            if not",
         "                pass\n            if not",
         (f"{DB}test_what_the_disk_may_not_have_is_not_called_stored_nor_refused",),
@@ -38,7 +38,7 @@ KEPT = [
     Mutant(
         "a disk that has failed once is believed",
         "JOB-3",
-        "jobs/writer.py",
+        "database/writer.py",
         "            self._failed = True\n",
         "            pass\n",
         (f"{DB}test_a_disk_that_failed_once_is_not_believed_before_all_was_written_anew",),
@@ -46,7 +46,7 @@ KEPT = [
     Mutant(
         "who goes away keeps the lead",
         "JOB-3",
-        "jobs/db.py",
+        "database/db.py",
         "        if any(ticket.leads and not ticket.done for ticket in tickets):\n",
         "        if False:\n",
         (f"{DB}test_who_is_interrupted_while_it_waits_keeps_nobody_from_writing",),
@@ -54,7 +54,7 @@ KEPT = [
     Mutant(
         "an unknown is called a no",
         "JOB-3",
-        "jobs/db.py",
+        "database/db.py",
         "elif found is Fate.NOT_STORED:",
         "else:",
         (f"{COMMIT}test_what_cannot_be_found_out_is_said_to_be_unknown_and_the_same_request_finds_the_job",),
@@ -63,7 +63,7 @@ KEPT = [
     Mutant(
         "a transaction whose COMMIT did not arrive keeps its locks",
         "JOB-3",
-        "jobs/fate.py",
+        "database/fate.py",
         'connection.execute(_END_BACKEND, {"number": of.number})',
         "pass",
         (f"{COMMIT}test_what_was_not_stored_is_refused_as_such_and_leaves_no_lock_behind",),
@@ -72,8 +72,8 @@ KEPT = [
     Mutant(
         "another server's number is believed",
         "JOB-3",
-        "jobs/fate.py",
-        "return Fate.NOT_STORED if _by_event(connection, of) is Fate.NOT_STORED else Fate.STORED",
+        "database/fate.py",
+        "return Fate.NOT_STORED if _by_witness(connection, of) is Fate.NOT_STORED else Fate.STORED",
         "return Fate.STORED",
         (f"{COMMIT}test_a_number_that_another_server_gave_again_proves_nothing",),
         postgres=True,
@@ -90,7 +90,7 @@ KEPT = [
     Mutant(
         "a commit that failed leaves its transaction open",
         "JOB-3",
-        "jobs/db.py",
+        "database/db.py",
         "connection.invalidate()  # It may still be in the transaction, with its locks.",
         "pass",
         (f"{COMMIT}test_a_commit_that_did_not_happen_on_sqlite_stored_nothing",),
@@ -114,7 +114,7 @@ KEPT = [
     Mutant(
         "a connection that went away since the last write refuses the next",
         "JOB-3",
-        "jobs/db.py",
+        "database/db.py",
         "isinstance(error, IntegrityError) or _was_lost(error)",
         "isinstance(error, IntegrityError)",
         (
@@ -126,7 +126,7 @@ KEPT = [
     Mutant(
         "an answer that was interrupted is read by the next",
         "JOB-3",
-        "jobs/prepared.py",
+        "database/prepared.py",
         "lost = not isinstance(error, Exception)",
         "lost = False",
         ("tests/unit/jobs/test_prepared.py::test_a_connection_that_was_interrupted_is_used_no_more",),

@@ -9,7 +9,7 @@ _LINES = "tests/unit/test_lines.py::"
 _CLOCK = "tests/unit/jobs/test_clock.py::"
 _TELLINGS = "tests/faults/test_tellings.py::"
 _LETTING_GO = "tests/faults/test_letting_go.py::"
-_AUDIT = "tests/faults/test_audit.py::"
+_INVARIANTS = "tests/faults/test_invariants.py::"
 _STANDING = "tests/contracts/test_api_standing.py::"
 _DELIVERIES = "tests/faults/test_deliveries.py::"
 
@@ -17,7 +17,7 @@ UPKEEP = [
     Mutant(
         "one fleet's error is everybody's",
         "SLOT-2",
-        "routing/each.py",
+        "upkeep/each.py",
         """    except Exception as error:
         log.error""",
         """    except ZeroDivisionError as error:
@@ -30,9 +30,9 @@ UPKEEP = [
     Mutant(
         "what was queued since the last sweep is not looked for",
         "QUEUE-1",
-        "routing/reconcile/room.py",
-        "    while batch := outbox.queued_between(database, after, last, _CHUNK):",
-        "    while batch := outbox.queued_between(database, last, last, _CHUNK):",
+        "upkeep/reconcile/room.py",
+        "    while batch := forward.queued_between(database, after, last, _CHUNK):",
+        "    while batch := forward.queued_between(database, last, last, _CHUNK):",
         (
             f"{_UPKEEP}test_what_another_process_queued_while_it_did_not_reach_redis_is_swept",
             f"{_UPKEEP}test_a_job_revived_by_a_process_without_redis_is_swept",
@@ -42,7 +42,7 @@ UPKEEP = [
     Mutant(
         "an event that becomes visible late is missed",
         "QUEUE-1",
-        "routing/seen.py",
+        "upkeep/seen.py",
         "self.looks[1][0] <= now - late_s",
         "self.looks[1][0] <= now",
         (f"{_UPKEEP}test_what_becomes_visible_late_is_swept_all_the_same",),
@@ -50,7 +50,7 @@ UPKEEP = [
     Mutant(
         "a room that lost a job is not filled",
         "QUEUE-1",
-        "routing/reconcile/room.py",
+        "upkeep/reconcile/room.py",
         "            seen.filling[fleet] = 0\n\n\ndef short_rooms",
         "            pass\n\n\ndef short_rooms",
         (f"{_UPKEEP}test_a_job_that_only_its_room_has_lost_is_found_by_counting",),
@@ -58,7 +58,7 @@ UPKEEP = [
     Mutant(
         "a room is filled as often as it looks short",
         "SLOT-2",
-        "routing/reconcile/room.py",
+        "upkeep/reconcile/room.py",
         "doubt.looks >= 2 and now >= doubt.until and",
         "doubt.looks >= 2 and",
         (f"{_UPKEEP}test_a_room_that_only_looked_short_is_not_read_again_and_again",),
@@ -82,7 +82,7 @@ UPKEEP = [
     Mutant(
         "a step of Redis' clock kills living workers' leases",
         "LEASE-4",
-        "routing/reconcile/reaper.py",
+        "upkeep/reconcile/reaper.py",
         "        if self._clock_was_set(redis_s - now_s, redis_s - asked_s):",
         "        if self._clock_was_set(redis_s - now_s, redis_s - asked_s) and pause_s < 0:",
         (
@@ -94,8 +94,8 @@ UPKEEP = [
     Mutant(
         "a lease lasts as long as the clock was set back",
         "LEASE-1",
-        "routing/reconcile/reaper.py",
-        "        if span.last_ms > span.now_ms + dispatcher.leases.longest_ms:",
+        "upkeep/reconcile/reaper.py",
+        "        if span.last_ms > span.now_ms + rooms.longest_ms(dispatcher.settings):",
         "        if span.last_ms < 0:",
         (f"{_OUTAGES}test_a_dead_holders_lease_does_not_last_as_long_as_redis_clock_was_set_back",),
     ),
@@ -110,7 +110,7 @@ UPKEEP = [
     Mutant(
         "deadlines have all the time they want",
         "time",
-        "routing/reconcile/timekeeping.py",
+        "upkeep/reconcile/timekeeping.py",
         """        done += len(batch)
         if time.monotonic() >= until:""",
         """        done += len(batch)
@@ -128,7 +128,7 @@ UPKEEP = [
     Mutant(
         "the leases of a dead worker are reaped one after another",
         "LEASE-1",
-        "routing/reconcile/reaper.py",
+        "upkeep/reconcile/reaper.py",
         'ThreadPoolExecutor(_AT_ONCE, "reap")',
         'ThreadPoolExecutor(1, "reap")',
         (f"{_UPKEEP}test_the_leases_of_a_worker_that_died_are_reaped_some_at_a_time",),
@@ -144,36 +144,36 @@ UPKEEP = [
     Mutant(
         "a reset remembers that slots were busy",
         "SLOT-2",
-        "routing/lua/reset.lua",
-        'if string.match(field, "^busy:") then',
-        'if field == "" then',
+        "upkeep/lua/reset.lua",
+        'if string.match(count, "^busy:") then',
+        'if count == "" then',
         (f"{_STANDING}test_a_reset_wakes_slots_that_rest_because_they_were_busy",),
     ),
     Mutant(
         "offers that nobody starts are seen by nobody",
         "SLOT-2",
-        "routing/seen.py",
+        "upkeep/seen.py",
         "        times = times + 1 if known == attempt else 1",
         "        times = 1",
         (
-            f"{_AUDIT}test_a_job_that_is_offered_and_never_started_is_found_and_workers_are_woken_once_more",
-            f"{_AUDIT}test_a_job_under_which_workers_die_before_its_start_is_found",
+            f"{_INVARIANTS}test_a_job_that_is_offered_and_never_started_is_found_and_workers_are_woken_once_more",
+            f"{_INVARIANTS}test_a_job_under_which_workers_die_before_its_start_is_found",
         ),
     ),
     Mutant(
         "workers are woken again and again where there are none",
         "SLOT-2",
-        "routing/reconcile/reaper.py",
+        "upkeep/reconcile/reaper.py",
         "if times == OFTEN and dispatcher.queues.room():",
         "if times == OFTEN:",
-        (f"{_AUDIT}test_nobody_is_woken_once_more_while_no_worker_has_room",),
+        (f"{_INVARIANTS}test_nobody_is_woken_once_more_while_no_worker_has_room",),
     ),
     Mutant(
         "a room that is gone is forgotten with its leases",
         "LEASE-1",
-        "routing/slots.py",
-        "        empty = [fleet for fleet in gone if fleet not in holding]",
-        "        empty = gone",
+        "upkeep/rooms.py",
+        "    empty = [fleet for fleet in gone if fleet not in holding]",
+        "    empty = gone",
         (f"{_UPKEEP}test_the_keys_of_a_fleet_that_is_gone_stay_while_it_holds_a_lease",),
     ),
     Mutant(
@@ -193,6 +193,15 @@ UPKEEP = [
         (f"{_TELLINGS}test_a_worker_that_stops_in_order_waits_until_what_is_on_its_way_is_told",),
     ),
     Mutant(
+        "a worker that stops does not ask its teller",
+        "TELL-1",
+        "tasks/telling.py",
+        "                worker_shutdown.connect(self._flush)\n",
+        "",
+        ("tests/unit/test_teller.py::test_a_worker_that_stops_waits_for_what_its_teller_has_begun",),
+        still="tests/unit/test_teller.py::test_an_end_for_which_there_was_no_thread_keeps_no_later_one_from_being_told",
+    ),
+    Mutant(
         "every server's yes to a cancel frees its slot",
         "SLOT-1",
         "tasks/runner.py",
@@ -208,14 +217,14 @@ UPKEEP = [
         "each idle fleet's leases are read",
         "SLOT-2",
         "routing/leases.py",
-        '        holding = self._scripts.existing("leases", fleets)',
+        '        holding = self.scripts.existing("leases", fleets)',
         "        holding = list(fleets)",
         (f"{_UPKEEP}test_however_many_fleets_are_idle_their_leases_are_not_read",),
     ),
     Mutant(
         "a report is as young as the look at it",
         "SLOT-2",
-        "routing/policies/identity.py",
+        "upkeep/identity.py",
         "    return now_ms if report.asked_ms is None else report.asked_ms",
         "    return now_ms",
         (
@@ -275,7 +284,7 @@ UPKEEP = [
         "a receiver that may not be tried hides its tenant's others",
         "HOOK-1",
         "tasks/lines.py",
-        "            lines.move_to_end(host)\n        return None",
+        "            lines.move_to_end(receiver)\n        return None",
         "            return None\n        return None",
         (f"{_LINES}test_receivers_that_may_not_be_tried_now_hide_those_that_may_for_a_few_turns_at_most",),
         still=f"{_LINES}test_of_one_tenant_its_receivers_take_turns",
@@ -283,17 +292,17 @@ UPKEEP = [
     Mutant(
         "what is due now waits until a pile has been read",
         "HOOK-1",
-        "tasks/webhooks.py",
-        "for due in (*newest, *page):",
-        "for due in page:",
+        "tasks/callback_urls.py",
+        "for due in (*newest, *page))",
+        "for due in page)",
         (f"{_DELIVERIES}test_what_has_become_due_just_now_does_not_wait_until_a_pile_has_been_read",),
     ),
     Mutant(
         "a report costs as many looks as it names runs",
         "SLOT-2",
-        "routing/reconcile/servers.py",
-        "if strange >= server.slots:",
-        "if strange < 0:",
+        "upkeep/reconcile/servers.py",
+        "if foreign >= server.slots:",
+        "if foreign < 0:",
         (
             "tests/faults/test_identity.py::"
             "test_foreign_a_report_that_never_ends_costs_no_more_looks_than_the_server_has_slots",
@@ -303,7 +312,7 @@ UPKEEP = [
     Mutant(
         "a step of the time of day is followed at once",
         "time",
-        "jobs/steady_time.py",
+        "registry/steady_time.py",
         "elif steady_s - self._apart_since >= _FOLLOWED_AFTER_S:",
         "elif True:",
         ("tests/unit/jobs/test_steady_time.py::test_a_step_of_the_time_of_day_that_does_not_last_changes_nothing",),
@@ -312,7 +321,7 @@ UPKEEP = [
     Mutant(
         "the steady clock of another run of the machine is believed",
         "time",
-        "jobs/steady_time.py",
+        "registry/steady_time.py",
         'self.name = f"{_PREFIX}{boot()}"',
         'self.name = f"{_PREFIX}x"',
         ("tests/unit/jobs/test_steady_time.py::test_between_two_runs_of_the_machine_nothing_is_carried_over",),
@@ -321,7 +330,7 @@ UPKEEP = [
     Mutant(
         "a pile of messages hides what comes after it",
         "HOOK-1",
-        "tasks/webhooks.py",
+        "tasks/callback_urls.py",
         "        self._last = page[-1] if len(page) == _PAGE else None",
         "        self._last = None",
         (f"{_DELIVERIES}test_one_receivers_pile_does_not_hide_what_is_owed_to_another",),
@@ -329,7 +338,7 @@ UPKEEP = [
     Mutant(
         "each host goes by its own clock",
         "time",
-        "jobs/clock.py",
+        "foundation/clock.py",
         "        return round(time.monotonic() * 1000 + self._ahead_ms)",
         "        return time.time_ns() // 1_000_000",
         (f"{_CLOCK}test_a_host_whose_clock_is_wrong_goes_by_the_common_one",),
@@ -338,7 +347,7 @@ UPKEEP = [
     Mutant(
         "a common clock that was set is followed late",
         "time",
-        "jobs/clock.py",
+        "foundation/clock.py",
         "            self._measured.clear()",
         "            pass",
         (f"{_CLOCK}test_a_common_clock_that_was_set_is_followed_at_once",),

@@ -18,10 +18,10 @@ import pytest
 import requests
 from redis import Redis
 
-from jobs.db import Database
+from database.db import Database
 from jobs.record import Job
 from jobs.store import Store
-from routing.keys import FLEET_KEYS, Keys
+from scripting.keys import FLEET_KEYS, Keys
 from tests.e2e.conftest import Api
 from tests.support.gated import Gate
 from tests.support.stack import Process, RefServer, Stack, eventually

@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 
+from dispatch.dispatcher import ActiveRun
+from insight import listing
 from jobs.record import Job
 from jobs.states import State
-from routing import reconcile
-from routing.dispatcher import Task
 from routing.leases import Renewal
 from tests.faults.stage import Town, town
 from tests.lua.stage import OFFER_MS, SECOND, YEAR, Stage, client, stage, valkey
 from tests.support.builders import at_once
 from tests.support.stack import eventually
+from upkeep import reconcile
 
 __all__ = ["client", "stage", "town", "valkey"]
 
@@ -27,33 +28,33 @@ def _ends(events: list[Any]) -> list[str]:
 # -- the functions, with the clock set -------------------------------------------------------------------------
 
 
-def _waiting(stage: Stage, **changes: Any) -> tuple[str, Task | None]:
+def _waiting(stage: Stage, **changes: Any) -> tuple[str, ActiveRun | None]:
     stage.submit(id="before")
     stage.start()
     return stage.submit(**changes), None
 
 
-def _delayed(stage: Stage, **changes: Any) -> tuple[str, Task | None]:
+def _delayed(stage: Stage, **changes: Any) -> tuple[str, ActiveRun | None]:
     return stage.submit(delay_s=5, **changes), None
 
 
-def _offered(stage: Stage, **changes: Any) -> tuple[str, Task | None]:
+def _offered(stage: Stage, **changes: Any) -> tuple[str, ActiveRun | None]:
     job_id = stage.submit(**changes)
     assert [offer.job_id for offer in stage.told.offers] == [job_id]
     return job_id, None
 
 
-def _running(stage: Stage, **changes: Any) -> tuple[str, Task | None]:
+def _running(stage: Stage, **changes: Any) -> tuple[str, ActiveRun | None]:
     return stage.submit(**changes), stage.start()
 
 
-def _polled(stage: Stage, **changes: Any) -> tuple[str, Task | None]:
+def _polled(stage: Stage, **changes: Any) -> tuple[str, ActiveRun | None]:
     job_id, task = stage.submit(**changes), stage.start()
     stage.remote(task)
     return job_id, task
 
 
-def _resumable(stage: Stage, **changes: Any) -> tuple[str, Task | None]:
+def _resumable(stage: Stage, **changes: Any) -> tuple[str, ActiveRun | None]:
     """Handed back by its worker, its server goes on with it, nobody has taken it up."""
     job_id, task = _polled(stage, **changes)
     assert task is not None and stage.dispatcher.hand_back(task)
@@ -62,10 +63,10 @@ def _resumable(stage: Stage, **changes: Any) -> tuple[str, Task | None]:
 
 STATES = [_waiting, _delayed, _offered, _running, _polled, _resumable]
 in_every_state = pytest.mark.parametrize("begun", [pytest.param(it, id=it.__name__[1:]) for it in STATES])
-Begun = Callable[..., tuple[str, Task | None]]
+Begun = Callable[..., tuple[str, ActiveRun | None]]
 
 
-def _is_over(stage: Stage, job_id: str, task: Task | None, state: State) -> None:
+def _is_over(stage: Stage, job_id: str, task: ActiveRun | None, state: State) -> None:
     """Ended once, and whoever still has to do with it can change nothing."""
     if task is not None:
         assert stage.renewal(task) is Renewal.CANCEL, "its worker is told, and tells the server"
@@ -118,7 +119,7 @@ def test_after_a_long_pause_of_beat_no_deadline_is_missed(stage: Stage) -> None:
 
     assert reconcile.expire_overdue(stage.dispatcher) == 1_100, "all of them, by the first look"
 
-    assert stage.store.counts()[State.EXPIRED] == 1_100
+    assert listing.counts(stage.store.database)[State.EXPIRED] == 1_100
     assert stage.state(kept) is State.QUEUED
 
 

@@ -1,25 +1,28 @@
 """Webhooks under way: receivers that never answer, a database that is away, rows that nobody can send."""
 
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from jobs.db import Database
-from jobs.errors import RecordUnavailable
+from database.db import Database
+from foundation.errors import RecordUnavailable
 from jobs.models import webhooks as rows
 from jobs.record import Job, NewJob, Webhook, now_ms
 from jobs.states import Why
 from jobs.store import Store
-from jobs.webhooks import Webhooks
-from tasks import webhooks
+from outbox.webhooks import Webhooks
+from tasks import callback_urls, webhooks
+from tasks.callback_urls import CallbackUrls
 from tasks.lines import host_of
 from tasks.outbound import Sent
 from tasks.webhooks import Deliveries
 from tests.support.stack import eventually
 
-_TIMEOUT_S = 10.0
+_CLAIM_MS = 20_000
 
 
 class Receivers:
@@ -52,10 +55,14 @@ def receivers() -> Iterator[Receivers]:
 @pytest.fixture
 def deliveries(database: Database, store: Store, receivers: Receivers, monkeypatch) -> Iterator[Deliveries]:
     monkeypatch.setattr(webhooks, "_LOOK_EVERY_S", 0.0)
-    found = Deliveries(Webhooks(database), store, receivers.send, _TIMEOUT_S, 3)
+    found = _deliveries(database, store, receivers)
     yield found
     receivers.let_go.set()
     eventually(lambda: not found.under_way, "every try ends")
+
+
+def _deliveries(database: Database, store: Store, receivers: Receivers) -> Deliveries:
+    return Deliveries(database, CallbackUrls(Webhooks(database), store, receivers.send, _CLAIM_MS, 3))
 
 
 def _owe(store: Store, host: str, name: str, tenant: str = "default") -> str:
@@ -94,9 +101,9 @@ def test_silent_receivers_do_not_delay_those_that_answer(deliveries, store, rece
 
 
 def test_one_receivers_pile_does_not_hide_what_is_owed_to_another(deliveries, store, receivers, monkeypatch) -> None:
-    monkeypatch.setattr(webhooks, "_PAGE", 10)
+    monkeypatch.setattr(callback_urls, "_PAGE", 10)
     monkeypatch.setattr(webhooks, "_LOOKING_SHARE", 1e9)
-    monkeypatch.setattr(webhooks, "_NEWEST", 5)
+    monkeypatch.setattr(callback_urls, "_NEWEST", 5)
     for n in range(50):
         _owe(store, "silent", f"s{n}")
         if n == 30:
@@ -113,7 +120,7 @@ def test_one_receivers_pile_does_not_hide_what_is_owed_to_another(deliveries, st
 def test_what_has_become_due_just_now_does_not_wait_until_a_pile_has_been_read(
     deliveries, store, receivers, monkeypatch
 ) -> None:
-    monkeypatch.setattr(webhooks, "_PAGE", 10)
+    monkeypatch.setattr(callback_urls, "_PAGE", 10)
     monkeypatch.setattr(webhooks, "_LOOK_EVERY_S", 60.0)
     monkeypatch.setattr(webhooks, "_LOOKING_SHARE", 1e-9)
     for n in range(50):
@@ -152,7 +159,7 @@ def test_a_message_that_cannot_be_sent_ends_nothing_and_is_tried_again(database,
 
 
 def test_two_processes_tell_each_client_once(database, store, receivers, deliveries) -> None:
-    other = Deliveries(Webhooks(database), store, receivers.send, _TIMEOUT_S, 3)
+    other = _deliveries(database, store, receivers)
     names = [_owe(store, f"good{n % 3}", f"g{n}") for n in range(30)]
 
     def all_told() -> bool:
@@ -202,3 +209,33 @@ def test_the_process_ends_when_told_to_and_survives_a_database_that_is_away(
     deliveries.stop()
     thread.join(10)
     assert not thread.is_alive()
+
+
+@contextmanager
+def _resting(deliveries: Deliveries, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """While it runs, nothing is owed, and it would look again in an hour."""
+    monkeypatch.setattr(webhooks, "_LOOK_AGAIN_S", 3600.0)
+    thread = threading.Thread(target=deliveries.run)
+    thread.start()
+    try:
+        eventually(lambda: deliveries._look_at > time.monotonic() + 60, "it rests")
+        yield
+    finally:
+        deliveries.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_what_comes_to_be_owed_while_nothing_was_is_sent(deliveries, store, receivers, monkeypatch) -> None:
+    with _resting(deliveries, monkeypatch):
+        _owe(store, "good", "g")
+        eventually(lambda: receivers.told, "it is sent")
+
+
+def test_what_is_due_later_is_sent_though_nobody_writes_to_the_record(
+    deliveries, store, receivers, monkeypatch
+) -> None:
+    monkeypatch.setattr(callback_urls, "_FIRST_RETRY_S", 0.5)
+    with _resting(deliveries, monkeypatch):
+        _owe(store, "broken", "b")
+        eventually(lambda: len(receivers.asked) == 2, "it is tried once more")

@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 import pytest
 
-from insight import audit
+from dispatch.dispatcher import DRAINING, ActiveRun
+from dispatch.outcome import Kind, Outcome
+from dispatch.verdict import judge
+from insight import invariants
 from jobs import withheld
 from jobs.states import State, Why
-from routing import draining, reconcile, runs
-from routing.dispatcher import DRAINING, Task
 from routing.leases import Renewal
-from routing.outcome import Kind, Outcome
-from routing.policies.identity import YOUNG_MS, ServerReport
-from routing.policies.verdict import judge
 from tests.lua.stage import DOWN, LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage, client, stage, valkey
+from upkeep import draining, reconcile, runs
+from upkeep.identity import YOUNG_MS, ServerReport
 
 __all__ = ["client", "stage", "valkey"]
 
@@ -36,9 +36,9 @@ def rows(stage: Stage) -> list[tuple[str, str, str]]:
     return [(it.job_id, it.slot, it.reason) for it in withheld.read(stage.database)]
 
 
-def give_up(stage: Stage, task: Task, kind: Kind = Kind.RETRY, lingers: str = "timed_out") -> State:
+def give_up(stage: Stage, task: ActiveRun, kind: Kind = Kind.RETRY, lingers: str = "timed_out") -> State:
     """End a run here that its server may go on with, as its worker would."""
-    config = stage.dispatcher.fleet.model(task.run.job.model).config
+    config = stage.dispatcher.catalog.model(task.run.job.model).config
     verdict = judge(Outcome(kind), task.run.failures, task.run.crashes, True, config)
     moved = stage.dispatcher.settle(task, verdict, lingers=lingers).moved
     assert moved is not None
@@ -72,7 +72,7 @@ def _overdue(stage: Stage) -> tuple[str, State]:
     job_id, task = stage.submit(id="one", ttl_s=5), stage.start()
     stage.later(YOUNG_MS)
     assert reconcile.expire_overdue(stage.dispatcher) == 1
-    config = stage.dispatcher.fleet.model("zimg").config
+    config = stage.dispatcher.catalog.model("zimg").config
     verdict = judge(Outcome(Kind.CANCELED), 0, 0, True, config)
     assert stage.dispatcher.settle(task, verdict, lingers="canceled").moved is None
     return job_id, State.EXPIRED
@@ -158,7 +158,7 @@ def test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_
         reconcile.sweep(stage.dispatcher)
         assert following not in stage.offered(), "its server is at another run"
         assert [it.owner for it, _ in stage.dispatcher.leases.all_of(["zimg"])["zimg"]] == [DRAINING]
-    assert audit.look(stage.dispatcher, {}) == set()
+    assert invariants.look(stage.dispatcher, {}) == set()
     assert heed(stage, UP_AND_IDLE) == 1
     assert rows(stage) == [] and {following, "one"} & set(stage.offered()), "at once, not at the next sweep"
 
@@ -234,7 +234,7 @@ def test_a_timed_out_job_waits_for_its_retry_and_runs_beside_its_former_run(stag
     stage.later(60 * SECOND)
     assert reconcile.promote_due(stage.dispatcher) == 1
     again = stage.start()
-    assert (again.run.job.id, again.run.attempt, again.held.slot) == ("one", 2, "gpu-slot1")
+    assert (again.run.job.id, again.run.attempt, again.lease.slot) == ("one", 2, "gpu-slot1")
     stage.later(YOUNG_MS)
     assert heed(stage, running("one.1", "one.2")) == 0 and stage.free() == 0, "nobody is a stranger"
     assert heed(stage, running("one.2")) == 1 and stage.free() == 1

@@ -65,26 +65,23 @@ def test_a_short_drill_loses_nothing_and_runs_nothing_twice_at_once(
     assert processes_of(tmp_path) == []
 
 
-def test_a_short_drill_of_the_world_outside_breaks_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
-    assert_passes(OUTSIDE, tmp_path, environment)
-
-
 @pytest.mark.postgres
-def test_a_short_drill_on_postgresql_breaks_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_a_short_drill_of_the_world_outside_on_postgresql_breaks_nothing(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
     with tempfile.TemporaryDirectory(prefix="slotkeeper-test-") as folder:
         Path(folder).chmod(0o711)  # PostgreSQL is not run by root, and pytest's own folder is for root alone.
-        assert_passes(("worker", "cuts"), tmp_path, environment | {"TMPDIR": folder}, "--database", "postgresql")
-
-
-def assert_passes(kinds: tuple[str, ...], folder: Path, environment: dict[str, str], *more: str) -> None:
-    """What of the drill is left lies in `folder`."""
-    command = [*DRILL, *SHORT, "--faults", ",".join(kinds), "--json", str(folder / "card.json"), *more]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    card = json.loads((folder / "card.json").read_text())
-    assert set(card["faults"]) == set(kinds)
-    assert set(card["conduct"].values()) == {0}
-    assert processes_of(Path(environment["TMPDIR"])) == []
+        kinds = ("worker", *OUTSIDE)
+        command = [*DRILL, *SHORT, "--faults", ",".join(kinds), "--database", "postgresql"]
+        command += ["--json", str(tmp_path / "card.json")]
+        ended = subprocess.run(
+            command, env=environment | {"TMPDIR": folder}, capture_output=True, text=True, timeout=280, check=False
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        card = json.loads((tmp_path / "card.json").read_text())
+        assert set(card["faults"]) == set(kinds)
+        assert set(card["conduct"].values()) == {0}
+        assert processes_of(Path(folder)) == []
 
 
 @pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])

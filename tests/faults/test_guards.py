@@ -9,17 +9,16 @@ import pytest
 from redis.exceptions import RedisError
 from sqlalchemy import update
 
-from jobs import ledger
 from jobs.models import jobs
 from jobs.states import State
-from routing import reconcile
 from routing.leases import Renewal
-from routing.scripts import connect
+from scripting.scripts import connect
 from tasks import runner
-from tasks.heartbeat import Hold
+from tasks.heartbeat import Watch
 from tests.lua.room import a, room
 from tests.lua.stage import LEASE_MS, SECOND, YEAR, client, stage, valkey
 from tests.support.stack import eventually
+from upkeep import ledger, reconcile
 
 __all__ = ["client", "room", "stage", "valkey"]
 
@@ -50,7 +49,7 @@ def test_a_run_may_take_as_long_as_its_own_model_allows(stage, monkeypatch, max_
     task = stage.start()
     stage.later(11 * MINUTE)
     monkeypatch.setattr(runner, "now_ms", lambda: stage.now)
-    watch = runner.Watch(task, Hold(task.held), stage.dispatcher.fleet.model("zimg").config, None, _not_noted)
+    watch = runner.Runner(task, Watch(task.lease), stage.dispatcher.catalog.model("zimg").config, None, _not_noted)
     assert watch._call.deadline_s == pytest.approx(left_s, abs=1)
 
 

@@ -1,15 +1,15 @@
 """The five cases between our leases and a server's own report, over a real record and a real Valkey.
 
-match · ghost · orphan · foreign · unknown; and servers that only count.
+match · stale lease · unknown run (ours, another's) · silence; and servers that only count.
 """
 
 import pytest
 
 from jobs.states import State, Why
-from routing import reconcile
 from routing.leases import Renewal
-from routing.policies.identity import YOUNG_MS, ServerReport
 from tests.lua.stage import DOWN, LEASE_MS, UP_AND_IDLE, Stage, client, stage, valkey
+from upkeep import reconcile
+from upkeep.identity import YOUNG_MS, ServerReport
 
 __all__ = ["client", "stage", "valkey"]
 
@@ -28,7 +28,7 @@ def heed(stage: Stage, report: ServerReport) -> int:
 def look_twice(stage: Stage, first: ServerReport, second: ServerReport) -> int:
     """What sync_locks does."""
     before = reconcile.suspects(stage.dispatcher, {"gpu": first})
-    return reconcile.free_ghosts(stage.dispatcher, before, {"gpu": second})
+    return reconcile.free_stale_leases(stage.dispatcher, before, {"gpu": second})
 
 
 # -- match -----------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def test_match_a_silent_workers_lease_is_kept_while_its_server_runs_the_job(stag
     assert stage.renewal(task) is Renewal.RENEWED and stage.settle(task).moved is not None
 
 
-# -- ghost -----------------------------------------------------------------------------------------------------
+# -- stale lease -----------------------------------------------------------------------------------------------
 
 
 def test_ghost_a_restarted_server_frees_the_slots_of_silent_workers_at_its_first_answer(stage):
@@ -155,7 +155,7 @@ def test_orphan_a_run_whose_lease_redis_lost_is_adopted_with_its_slot(stage):
     stage.lose_redis()
     reconcile.sweep(stage.dispatcher)
     heed(stage, running("one"))
-    assert stage.room.taken() == {task.held.slot: job_id}
+    assert stage.room.taken() == {task.lease.slot: job_id}
     assert stage.renewal(task) is Renewal.RENEWED and stage.settle(task).moved is not None
 
 

@@ -10,52 +10,33 @@ from typing import Any
 
 import pytest
 
+from dispatch.dispatcher import ActiveRun
+from dispatch.outcome import Kind, Outcome
 from jobs.states import State, Why
-from routing import reconcile
-from routing.dispatcher import Task
-from routing.outcome import Kind, Outcome
-from routing.policies.identity import YOUNG_MS
 from tasks import maintenance, runner, settlement
 from tasks.descriptions import server_for
-from tasks.heartbeat import Hold
+from tasks.heartbeat import Watch
 from tasks.servers import Description, Live, Wires
 from tasks.servers.description import Cancel
 from tests.lua.stage import Stage, client, stage, valkey
-from tests.support.fake_fleet import FakeRun, FakeServer, Hang, _status_body
+from tests.support.holding import HoldingServer
 from tests.support.stack import eventually
+from upkeep import reconcile
+from upkeep.identity import YOUNG_MS
 
 __all__ = ["client", "stage", "valkey"]
 
 sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 
-class Stubborn(FakeServer):
-    """Hears a cancel, and goes on.  It would run more than it has slots, so that it can count."""
-
-    def __init__(self) -> None:
-        super().__init__(slots=1, mode="async", strict=False)
-
-    def _cancel(self, name: str, reply: Any) -> None:
-        reply.json(200, _status_body(self._known[name]))
-
-    @property
-    def at_once(self) -> int:
-        """How many it ran at the same moment, at most."""
-
-        def under_way(at_ns: int, run: FakeRun) -> bool:
-            return run.started_ns <= at_ns and (run.ended_ns is None or at_ns < run.ended_ns)
-
-        return max(sum(under_way(one.started_ns, run) for run in self.runs) for one in self.runs)
-
-
 @pytest.fixture
-def server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stubborn]:
+def server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldingServer]:
     for module in ("tasks.runner", "tasks.maintenance", "tasks.settlement"):
         monkeypatch.setattr(f"{module}.now_ms", lambda: stage.now)
     monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
     monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
     monkeypatch.setattr(runner, "_CANCEL_PATIENCE_S", 0.05)
-    with Stubborn() as found:
+    with HoldingServer(asynchronous=True) as found:
         stage.catalog.register("zimg", "gpu", found.endpoint, 1, stage.now)
         stage.catalog.configure("zimg", {"model_type": "async", "poll_interval": 0.01}, stage.now)
         reconcile.refresh_fleet(stage.dispatcher, "zimg")
@@ -64,17 +45,17 @@ def server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stubborn]:
 
 def _look(stage: Stage) -> int:
     """What maintenance does: ask the server, and heed its report."""
-    report = maintenance._report(stage.dispatcher.fleet.snapshot().servers["gpu"])
+    report = maintenance._report(stage.dispatcher.catalog.snapshot().servers["gpu"])
     return reconcile.heed_reports(stage.dispatcher, {"gpu": report})
 
 
 class Watching:
     """A run that is watched in an event loop of its own."""
 
-    def __init__(self, stage: Stage, task: Task, live: Any = None) -> None:
+    def __init__(self, stage: Stage, task: ActiveRun, live: Any = None) -> None:
         self._stage, self._task, self._live = stage, task, live
         self._loop = asyncio.new_event_loop()
-        self.hold = Hold(task.held, self._loop.call_soon_threadsafe)
+        self.watch = Watch(task.lease, self._loop.call_soon_threadsafe)
         self._found: list[Any] = []
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -89,26 +70,26 @@ class Watching:
 
     async def _watch(self) -> Outcome | runner.Left:
         stage, run, wires = self._stage, self._task.run, Wires(self._loop)
-        model = stage.dispatcher.fleet.model(run.job.model)
+        model = stage.dispatcher.catalog.model(run.job.model)
 
         async def note_remote(remote_id: str) -> bool:
             return stage.store.note_remote(run.job.id, run.attempt, remote_id, stage.now)
 
-        url = stage.dispatcher.fleet.snapshot().servers[run.server].endpoints[run.job.model]
+        url = stage.dispatcher.catalog.snapshot().servers[run.server].endpoints[run.job.model]
         live = self._live or Live(server_for(url, model, run.described_by), wires)
-        return await runner.Watch(self._task, self.hold, model.config, live, note_remote).outcome()
+        return await runner.Runner(self._task, self.watch, model.config, live, note_remote).outcome()
 
 
-def _run(stage: Stage, task: Task, meanwhile: Callable[[Hold], None] | None = None) -> State | None:
+def _run(stage: Stage, task: ActiveRun, meanwhile: Callable[[Watch], None] | None = None) -> State | None:
     """Run it as a worker does; `meanwhile`: what happens once the server is at it.  Answers where that led."""
     watching = Watching(stage, task)
     try:
         if meanwhile is not None:
             eventually(lambda: stage.job(task.run.job.id).remote_id, "the server is at it")
-            meanwhile(watching.hold)
+            meanwhile(watching.watch)
     finally:
         outcome = watching.outcome()
-    moved = settlement.settle(task, outcome, canceling=watching.hold.cancel, taker="").moved
+    moved = settlement.settle(task, outcome, canceling=watching.watch.cancel, claimant="").moved
     return None if moved is None else moved.to
 
 
@@ -122,7 +103,7 @@ def _times_out(stage: Stage) -> str:
 def _is_canceled(stage: Stage) -> str:
     job_id = stage.submit(id="first")
 
-    def cancel(hold: Hold) -> None:
+    def cancel(hold: Watch) -> None:
         stage.dispatcher.cancel(job_id)
         hold.ask_to_cancel()
 
@@ -134,7 +115,7 @@ def _passes_its_deadline(stage: Stage) -> str:
     job_id = stage.submit(id="first", ttl_s=600)
     task = stage.start()
 
-    def expire(hold: Hold) -> None:
+    def expire(hold: Watch) -> None:
         stage.later(600_000)
         assert reconcile.expire_overdue(stage.dispatcher) == 1
         hold.ask_to_cancel()
@@ -149,7 +130,7 @@ def _passes_its_deadline(stage: Stage) -> str:
     [(_times_out, "timed out"), (_is_canceled, "was canceled"), (_passes_its_deadline, "passed its deadline")],
 )
 def test_slot_1_whatever_ends_a_run_its_server_never_runs_two_in_one_slot(stage, server, ends, how) -> None:
-    server.script("first", Hang())
+    server.hold("first")
     first = ends(stage)
     second = stage.submit(id="second")
     stage.told.offers.clear()
@@ -175,19 +156,19 @@ def test_a_call_that_a_stopping_worker_waits_in_is_handed_back_and_joined_by_the
     for module in ("tasks.runner", "tasks.settlement"):
         monkeypatch.setattr(f"{module}.now_ms", lambda: stage.now)
     monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
-    with FakeServer(slots=1, mode="sync") as server:
+    with HoldingServer() as server:
         stage.catalog.register("zimg", "gpu", server.endpoint, 1, stage.now)
         reconcile.refresh_fleet(stage.dispatcher, "zimg")
-        server.script("first", Hang())
+        server.hold("first")
         job_id, task = stage.submit(id="first"), stage.start()
         watching = Watching(stage, task)
         server.wait_for(job_id, 30)
-        watching.hold.end("stop")
+        watching.watch.end("stop")
         assert watching.outcome() is runner.Left.STOPPED
         assert stage.dispatcher.hand_back(task)
         job = stage.job(job_id)
         assert (job.state, job.why, job.crashes, job.failures) == (State.QUEUED, Why.HANDED_BACK, 0, 0)
-        assert [(offer.job_id, offer.slot) for offer in stage.told.offers] == [(job_id, task.held.slot)]
+        assert [(offer.job_id, offer.slot) for offer in stage.told.offers] == [(job_id, task.lease.slot)]
         server.release(job_id)
         assert _run(stage, stage.start("w2")) is State.COMPLETED
         assert len(server.runs) == 1, "the call is repeated under its key, and joined"
@@ -226,7 +207,7 @@ def _outcome(stage: Stage, monkeypatch: pytest.MonkeyPatch, polite: Polite, *, c
     async def wanted_no_more(*args: object) -> Outcome:
         while not begun:
             await asyncio.sleep(0.001)
-        begun[0].hold.ask_to_cancel()
+        begun[0].watch.ask_to_cancel()
         return await status(*args)
 
     if canceled:

@@ -16,13 +16,15 @@ from typing import NamedTuple
 import pytest
 from redis import Redis
 
-from jobs.catalog import Snapshot
-from jobs.record import Server, Waiting
-from routing.keys import Keys
-from routing.leases import Held, Leases, Renewal
+from jobs.record import Waiting
+from registry.catalog import Snapshot
+from registry.values import Server
+from routing import leases as routed
+from routing.leases import Leases, Renewal
 from routing.queues import Offer, Queues
-from routing.scripts import Scripts, source
 from routing.slots import Slots
+from scripting.keys import Keys
+from scripting.scripts import Scripts, source
 from tests.lua.room import client, valkey
 from tests.lua.stage import SETTINGS
 
@@ -204,7 +206,7 @@ class Game:
         return act
 
     def _do(self, what: str, given: Lease, by: str) -> Lease | None:
-        held = Held(FLEET, JOB, given.name, given.owner, SLOT)
+        held = routed.Lease(FLEET, JOB, given.name, given.owner, SLOT)
         match what:
             case "claim":
                 taken = self.leases.claim(Offer(FLEET, JOB, given.name, SLOT, "gpu", FLEET, 1), by)
@@ -216,7 +218,7 @@ class Game:
                 return Lease(offers[0].lease, "") if freed else None
             case _:
                 seized = self.leases.seize(held, by, SETTINGS.lease_ms, only_expired=False)
-                return seized and Lease(seized.lease, seized.owner)
+                return seized and Lease(seized.name, seized.owner)
 
 
 def _histories(client: Redis, seed: int, fragments: dict[str, str] | None = None) -> Iterator[tuple[list[Act], Lease]]:
@@ -246,8 +248,8 @@ def test_lease_1_and_4_every_history_of_a_lease_is_linearizable(client: Redis, s
 @pytest.mark.parametrize(
     ("guard", "without"),
     [
-        pytest.param("held.owner == owner", "true", id="the owner is not compared"),
-        pytest.param("held.lease == lease", "true", id="the lease's name is not compared"),
+        pytest.param("lease.owner == owner", "true", id="the owner is not compared"),
+        pytest.param("lease.name == name", "true", id="the lease's name is not compared"),
     ],
 )
 def test_a_script_without_its_guard_is_found(client: Redis, guard: str, without: str):

@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 from redis.exceptions import RedisError, ResponseError
 
-from jobs.db import Database
+from database.db import Database
+from dispatch.dispatcher import Dispatcher
+from dispatch.verdict import Verdict
+from insight import listing
 from jobs.states import State, Why
-from routing import reconcile
-from routing.dispatcher import Dispatcher
-from routing.policies.verdict import Verdict
-from routing.scripts import connect
+from scripting.scripts import connect
 from tests.lua import stage as stages
 from tests.lua.room import CLOCK, FRAGMENTS
 from tests.lua.stage import LEASE_MS, Stage
 from tests.support.stack import eventually
 from tests.support.valkey import Valkey
+from upkeep import reconcile
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
@@ -96,7 +97,7 @@ def test_a_redis_that_dies_in_the_middle_of_a_script_has_done_nothing_of_it(
     with monkeypatch.context() as patch:
         patch.setattr(stages, "FRAGMENTS", FRAGMENTS | {"lib/now_ms": _STUCK % writes + CLOCK})
         stuck = stage.a_dispatcher(connect(kept.url, _GIVES_UP_S))
-    stuck.fleet.model("zimg")
+    stuck.catalog.model("zimg")
     act, before = prepared(stage), stage.room.dump()
 
     act(stuck)
@@ -113,7 +114,7 @@ def test_a_redis_that_dies_in_the_middle_of_a_script_has_done_nothing_of_it(
         reconcile.reap(stage.dispatcher)
         reconcile.reconcile(stage.dispatcher)
         stage.run_all()
-    jobs = stage.store.find()
+    jobs = listing.find(stage.store.database)
     assert len(jobs) == max(len(ids), 2)
     assert {(job.state, job.attempt, job.crashes) for job in jobs} == {(State.COMPLETED, 1, 0)}
     assert stage.room.taken() == {} and stage.room.waiting() == []

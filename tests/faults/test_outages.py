@@ -18,22 +18,24 @@ from redis import Redis
 from redis.exceptions import RedisError
 from sqlalchemy import make_url
 
-from jobs.db import Database
-from jobs.errors import RecordUnavailable
+from database.db import Database
+from dispatch.outcome import Kind
+from foundation.errors import RecordUnavailable
+from insight import listing
 from jobs.record import now_ms
 from jobs.states import State, Why
-from routing import pulse, queues, reconcile
-from routing.keys import Keys
+from routing import queues
 from routing.leases import Renewal
-from routing.outcome import Kind
-from routing.policies.identity import ServerReport
-from routing.scripts import connect
+from scripting.keys import Keys
+from scripting.scripts import connect
 from tasks import maintenance
 from tests.faults.stage import LEASE_S, Town, started_town, town
 from tests.lua.stage import LEASE_MS, OFFER_MS, Stage, client, stage, valkey
 from tests.support.postgres import Postgres
 from tests.support.stack import eventually
 from tests.support.valkey import Valkey
+from upkeep import pulse, reconcile, rooms
+from upkeep.identity import ServerReport
 
 __all__ = ["client", "stage", "town", "valkey"]
 
@@ -126,14 +128,16 @@ def test_redis_vanishes_and_every_job_runs_once_in_its_turn(town: Town, gone: Ca
 def test_a_script_that_ran_although_its_client_gave_up_is_not_sent_again(stage: Stage, valkey: Valkey) -> None:
     stage.register()
     impatient = stage.a_dispatcher(connect(valkey.url, 0.2))
-    impatient.slots.rest("zimg", "none")  # Redis knows the script now: another call is one message
+    impatient.slots.cool_down("zimg", "none")  # Redis knows the script now: another call is one message
     calls = _scripts_run(stage.redis)
 
     with frozen(valkey), pytest.raises(RedisError):
-        impatient.slots.rest("zimg", "gpu")
+        impatient.slots.cool_down("zimg", "gpu")
 
     eventually(lambda: _scripts_run(stage.redis) > calls, "the script runs after all", 5, 0.01)
-    assert stage.dispatcher.slots.rest("zimg", "gpu") == 2_000, "this is the second failure in a row, not the third"
+    assert stage.dispatcher.slots.cool_down("zimg", "gpu") == 2_000, (
+        "this is the second failure in a row, not the third"
+    )
     assert _scripts_run(stage.redis) == calls + 2
 
 
@@ -187,10 +191,10 @@ def reaped() -> Callable[..., bool]:
     """
     patience = reconcile.Patience()
 
-    def at(now: float, ahead: float = 0.0, asked: float | None = None) -> bool:
-        return patience.has_ended(now if asked is None else asked, now, 5_000.0 + now + ahead, 3.0)
+    def at(now_s: float, ahead: float = 0.0, asked: float | None = None) -> bool:
+        return patience.has_ended(now_s if asked is None else asked, now_s, 5_000.0 + now_s + ahead, 3.0)
 
-    at.patience = patience
+    at.patience = patience  # type: ignore[attr-defined]
     return at
 
 
@@ -200,14 +204,14 @@ def test_after_redis_was_away_living_workers_renew_before_anything_is_reaped(rea
 
 def test_after_a_look_that_failed_living_workers_renew_before_anything_is_reaped(reaped: Callable[..., bool]) -> None:
     assert reaped(100)
-    reaped.patience.note_failure()
+    reaped.patience.note_failure()  # type: ignore[attr-defined]
     assert [now for now in (102, 103, 104, 105, 106) if reaped(now)] == [105, 106]
 
 
 def test_after_redis_was_away_a_renewal_has_its_time_out_and_is_sent_again_before_anything_is_reaped(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("routing.reconcile.reaper.time", SimpleNamespace(monotonic=lambda: stage.now / 1000))
+    monkeypatch.setattr("upkeep.reconcile.reaper.time", SimpleNamespace(monotonic=lambda: stage.now / 1000))
     patience, settings = reconcile.Patience(), stage.dispatcher.settings
     stage.register()
     stage.submit()
@@ -271,7 +275,7 @@ def test_rests_and_breakers_do_not_last_as_long_as_redis_clock_was_set_back(stag
     stage.redis.hset(f"{Keys('test').of('zimg', 'stats')}:server:gpu", "open_until", stage.now + 1_000)
     assert stage.free() == 0
     stage.set_clock(stage.now - 3_600_000)
-    assert stage.dispatcher.leases.pull_back("zimg") >= 2
+    assert rooms.pull_back(stage.dispatcher.leases.scripts, "zimg", stage.dispatcher.settings) >= 2
     reconcile.sweep(stage.dispatcher)
     assert stage.offered(), "a slot is tried again"
 
@@ -286,6 +290,7 @@ def test_a_sweep_that_takes_longer_than_its_period_is_not_joined_by_the_next(mon
     monkeypatch.setattr(maintenance, "dispatcher", lambda: None)
     monkeypatch.setattr(maintenance, "scripts", lambda: None)
     monkeypatch.setattr(pulse, "leave", lambda _: None)
+    monkeypatch.setattr(pulse.LastRuns, "note", lambda *_: None)
     monkeypatch.setattr(reconcile, "sweep", slow)
     maintenance.sweep()
     assert swept == ["begun"]
@@ -326,7 +331,7 @@ def test_a_submit_to_a_locked_record_is_refused_with_a_time_and_leaves_nothing(
     monkeypatch.setenv("SLOTKEEPER_DATABASE_LOCK_S", "0.05")
     hasty = Database(stage.database.url)
     dispatcher = stage.a_dispatcher(stage.redis)
-    dispatcher.fleet.model("zimg")
+    dispatcher.catalog.model("zimg")
     dispatcher.store.database = hasty
     try:
         with locked(stage.database), pytest.raises(RecordUnavailable) as refused:
@@ -335,7 +340,7 @@ def test_a_submit_to_a_locked_record_is_refused_with_a_time_and_leaves_nothing(
         dispatcher.store.database = stage.database
         hasty.close()
     assert refused.value.retry_after_s
-    assert sum(stage.store.counts().values()) == 0
+    assert sum(listing.counts(stage.store.database).values()) == 0
     assert stage.room.dump() == before and stage.offered() == []
 
 
@@ -379,7 +384,7 @@ def test_the_database_vanishes_and_a_running_call_keeps_its_result(postgres: Pos
         jobs = [town.until(job_id, "completed") for job_id in (running, waiting)]
         assert [(job.attempts, job.crashes) for job in jobs] == [(1, 0), (1, 0)]
         assert [run["job_id"] for run in town.runs(model)] == [running, waiting]
-        assert sum(town.store.counts().values()) == 2, "a refused submit leaves nothing"
+        assert sum(listing.counts(town.store.database).values()) == 2, "a refused submit leaves nothing"
     postgres.drop(url)
 
 

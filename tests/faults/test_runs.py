@@ -13,20 +13,21 @@ from typing import Any
 import pytest
 from celery.exceptions import Ignore, Retry
 
-from jobs.db import Write
-from jobs.errors import RecordUnavailable
+from database.db import Write
+from dispatch.dispatcher import ActiveRun
+from dispatch.outcome import Kind, Outcome
+from foundation import exact
+from foundation.errors import RecordUnavailable
+from insight.said import Telling
 from jobs.states import State, Why
-from routing import exact, reconcile, runs
-from routing.dispatcher import Task
-from routing.keys import Keys
 from routing.leases import Renewal
-from routing.outcome import Kind, Outcome
-from routing.scripts import Scripts
 from routing.workers import Workers
+from scripting.keys import Keys
+from scripting.scripts import Scripts
 from tasks import inquiry, runner, settlement
 from tasks import worker as workers
 from tasks.aside import Aside
-from tasks.heartbeat import Hold
+from tasks.heartbeat import Watch
 from tasks.inference import infer
 from tasks.releases import PatientLeases
 from tasks.servers import DEFAULT, Call, Health, HealthKind
@@ -36,6 +37,7 @@ from tests.lua.room import FRAGMENTS
 from tests.lua.stage import LEASE_MS, SECOND, SETTINGS, Stage, client, stage, valkey
 from tests.support.builders import eventually
 from tests.support.shown import Noted
+from upkeep import reconcile, runs
 
 __all__ = ["client", "stage", "valkey"]
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
@@ -96,11 +98,11 @@ def worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) ->
     leases = PatientLeases(Scripts(stage.redis, Keys("test"), FRAGMENTS), SETTINGS)
     stage.dispatcher.leases = leases
     monkeypatch.setattr(Aside, "ask", lambda it: it._act())  # at once, but where a test is about that
-    found = Worker(stage.dispatcher, leases, Workers(leases._scripts), capacity=64)
+    found = Worker(stage.dispatcher, leases, Workers(leases.scripts), Telling(leases.scripts), capacity=64)
     found.heartbeat.end()  # The tests beat.
     found.consumer = None  # It takes nothing by itself, but where a test is about that.
     monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
-    monkeypatch.setattr(found, "_speak_to", lambda _: server)
+    monkeypatch.setattr(found, "_speak_to", lambda *_: server)
     monkeypatch.setattr(workers, "_STORE_AGAIN_S", 0.001)
     for module in (runner, settlement, workers):
         monkeypatch.setattr(module, "now_ms", lambda: stage.now)
@@ -173,8 +175,8 @@ def test_the_slot_of_a_run_whose_server_has_answered_does_not_wait_for_the_recor
     waits: list[str] = []
     worker.consumer = object()
 
-    async def late(write: Any, hold: Hold) -> Any:
-        waits.append(hold.held.job_id)
+    async def late(write: Any, hold: Watch) -> Any:
+        waits.append(hold.lease.job_id)
         while len(server.asked) < 2:
             await asyncio.sleep(0.001)
         return await stored(write, hold)
@@ -206,14 +208,14 @@ def test_a_slot_whose_job_comes_back_or_whose_server_is_at_it_waits_for_the_reco
 
 def test_nothing_keeps_what_a_run_that_has_ended_held(stage, worker, server, monkeypatch):
     """Collections are seldom, and payloads may be large."""
-    watches: list[weakref.ref[runner.Watch]] = []
-    begin = runner.Watch._begin
+    watches: list[weakref.ref[runner.Runner]] = []
+    begin = runner.Runner._begin
 
-    def noted(watch: runner.Watch, live: Any) -> Any:
+    def noted(watch: runner.Runner, live: Any) -> Any:
         watches.append(weakref.ref(watch))
         return begin(watch, live)
 
-    monkeypatch.setattr(runner.Watch, "_begin", noted)
+    monkeypatch.setattr(runner.Runner, "_begin", noted)
     server.answers = [DONE]
     stage.register()
     stage.submit()
@@ -229,7 +231,7 @@ def test_a_run_whose_end_is_on_its_way_to_the_record_is_not_taken_for_one_withou
     stage.register()
     job_id = stage.submit()
     task = stage.start("w1")
-    worker._leases.release(task.held, back=False)
+    worker._leases.release(task.lease, back=False)
     assert runs.restore_missed(stage.dispatcher) == 0
     stage.later(runs.SETTLED_WITHIN_MS - 1)
     assert runs.restore_missed(stage.dispatcher) == 0
@@ -243,7 +245,7 @@ def test_a_lease_that_was_written_again_while_its_end_was_stored_is_freed(stage,
     first = stage.submit()
     server.answers, stored = [DONE], worker._stored
 
-    async def late(write: Any, hold: Hold) -> Any:
+    async def late(write: Any, hold: Watch) -> Any:
         hold.passed_on_s = None
         worker.heartbeat.beat()
         assert hold.restored and stage.room.taken() == {"gpu-slot0": first}
@@ -303,10 +305,10 @@ def _forgotten(stage: Stage, *job_ids: str) -> None:
         stage.redis.zadd(stage.room.key("free"), {slot: stage.now})
 
 
-def _begun(stage: Stage, worker: Worker) -> tuple[Task, Hold]:
+def _begun(stage: Stage, worker: Worker) -> tuple[ActiveRun, Watch]:
     task = stage.dispatcher.start(stage.told.offers.pop(0), worker.owner)
     assert task is not None
-    return task, worker.heartbeat.add(task.held)
+    return task, worker.heartbeat.add(task.lease)
 
 
 def test_a_lease_that_redis_lost_is_written_again_and_the_run_goes_on(stage, worker):
@@ -329,7 +331,7 @@ def test_a_run_whose_slot_was_given_away_meanwhile_goes_on_beside_and_has_the_sl
     _forgotten(stage, first)
     reconcile.sweep(stage.dispatcher)
     other = stage.start("w2")
-    assert (other.run.job.id, other.held.slot) == (second, task.held.slot)
+    assert (other.run.job.id, other.lease.slot) == (second, task.lease.slot)
     worker.heartbeat.beat()
     assert not hold.lost and [stage.renewal(it) for it in (task, other)] == [Renewal.RENEWED] * 2
     stage.settle(other, Kind.BUSY)
@@ -365,11 +367,11 @@ def test_two_runs_of_one_job_in_one_worker_hear_each_of_its_own_lease(stage, wor
     stage.later(LEASE_MS - SECOND)
     worker.heartbeat.beat()
     assert older.lost and not newer.lost
-    assert stage.room.expiry_of(task.held.job_id) == stage.now + LEASE_MS
+    assert stage.room.expiry_of(task.lease.job_id) == stage.now + LEASE_MS
     worker.heartbeat.stop_all()
     assert older.stop and newer.stop
     worker.heartbeat.remove(older)
-    assert worker.heartbeat.holds() == [newer]
+    assert worker.heartbeat.watches() == [newer]
 
 
 def test_while_the_record_is_away_no_lease_is_taken_for_lost(stage, worker, monkeypatch):
@@ -410,7 +412,7 @@ def test_leases_are_renewed_in_time_though_the_database_is_silent(stage, worker,
             stage.later(LEASE_MS - SECOND)
             worker.heartbeat.beat()
         assert asked.wait(10) and threading.current_thread() not in waiting
-        assert stage.room.expiry_of(holds[0].held.job_id) == stage.now + LEASE_MS
+        assert stage.room.expiry_of(holds[0].lease.job_id) == stage.now + LEASE_MS
         assert reconcile.reap(stage.dispatcher) == 0
     finally:
         silent.set()
@@ -426,7 +428,7 @@ def test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot(
     if busy:
         stage.submit()
         other = stage.start("w2")
-        assert other.held.slot == stage.job(first).slot
+        assert other.lease.slot == stage.job(first).slot
     if how == "at once":
         assert [runs.restore(stage.dispatcher) for _ in range(2)] == [1, 0]
         lasts_ms = LEASE_MS
@@ -554,6 +556,23 @@ def test_a_question_has_its_own_time_however_long_its_run_may_take(stage, worker
     assert run(stage) == DONE.result and server.asked == ["submit", "status"]
 
 
+def test_runs_that_began_together_are_not_asked_for_together(stage, worker, server, monkeypatch):
+    waits: list[float] = []
+
+    async def wait(_: Watch, seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(Watch, "wait", wait)
+    stage.register(model_type="async", poll_interval=10.0)
+    for _ in range(3):
+        stage.submit()
+        server.answers = [PENDING, PENDING, DONE]
+        assert run(stage) == DONE.result
+    firsts, others = waits[::2], waits[1::2]
+    assert len(set(firsts)) == 3 and all(0 <= it <= 10 for it in firsts)
+    assert others == [10.0] * 3
+
+
 def test_a_run_that_is_polled_does_not_keep_its_payload(stage, worker, server, monkeypatch):
     class Payload(dict[str, Any]):
         """One that can be referred to weakly."""
@@ -585,15 +604,15 @@ def test_a_cancel_that_is_heard_while_the_server_is_asked_does_not_wait_for_the_
 ):
     waits: list[float] = []
 
-    async def wait(_: Hold, seconds: float) -> None:
+    async def wait(_: Watch, seconds: float) -> None:
         waits.append(seconds)
         await asyncio.sleep(0)
 
-    def canceled_meanwhile(hold: Hold) -> None:
+    def canceled_meanwhile(hold: Watch) -> None:
         server.during = hold.ask_to_cancel
         stage.later(late_s * SECOND)
 
-    monkeypatch.setattr(Hold, "wait", wait)
+    monkeypatch.setattr(Watch, "wait", wait)
     monkeypatch.setattr(runner, "_CANCEL_PATIENCE_S", 0.0)
     server.answers = [PENDING] * 3
     found = _watched(stage, server, canceled_meanwhile, model_type="async", poll_interval=3600.0, max_poll_time=7200.0)
@@ -618,7 +637,7 @@ def test_a_stale_worker_says_nothing_to_anybody(stage, worker, server, monkeypat
     """It stood still under the call: the lease expired, and another worker has the job now."""
     stage.register(2)
     job_id = stage.submit(envelope="{}", source="task")
-    taken: list[Task] = []
+    taken: list[ActiveRun] = []
 
     def stand_still() -> None:
         stage.later(LEASE_MS + SECOND)
@@ -630,7 +649,7 @@ def test_a_stale_worker_says_nothing_to_anybody(stage, worker, server, monkeypat
         assert isinstance(run(stage), Ignore)
     assert told == []
     assert (stage.state(job_id), stage.job(job_id).attempt) == (State.RUNNING, 2)
-    assert stage.room.taken() == {taken[0].held.slot: job_id} and stage.told.ends == []
+    assert stage.room.taken() == {taken[0].lease.slot: job_id} and stage.told.ends == []
 
 
 def test_a_run_that_the_server_pushed_to_its_end_gives_its_result_all_the_same(stage, worker, server):
@@ -677,20 +696,20 @@ def test_a_run_that_shall_be_canceled_and_goes_wrong_is_canceled(stage, worker, 
 # -- nothing is sent that nobody wants -------------------------------------------------------------------------
 
 
-def _watched(stage: Stage, server: FakeServer, flag: Callable[[Hold], None], **config: Any) -> Any:
+def _watched(stage: Stage, server: FakeServer, flag: Callable[[Watch], None], **config: Any) -> Any:
     """What comes of a run; `flag` may raise one of its lease before its request is sent."""
     stage.register(**config)
     stage.submit()
     task = stage.start("w1")
-    hold = Hold(task.held)
+    hold = Watch(task.lease)
     flag(hold)
 
     async def note_remote(_: str) -> bool:
         return True
 
     async def outcome() -> Any:
-        config = stage.dispatcher.fleet.model("zimg").config
-        return await runner.Watch(task, hold, config, server, note_remote).outcome()  # type: ignore[arg-type]
+        config = stage.dispatcher.catalog.model("zimg").config
+        return await runner.Runner(task, hold, config, server, note_remote).outcome()  # type: ignore[arg-type]
 
     return asyncio.run(outcome())
 

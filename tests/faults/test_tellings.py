@@ -10,10 +10,11 @@ from celery import Celery, chain, chord, group
 from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 
-from jobs.db import Database
+from database.db import Database
+from jobs.owed import FIRST_MS
 from jobs.states import State, Why
 from jobs.store import Error, Store
-from jobs.tellings import FIRST_MS, Telling, Tellings
+from outbox.tellings import Telling, Tellings
 from tasks.telling import Teller
 from tests.faults.stage import Town, started_town, town
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, an_ended_job
@@ -33,8 +34,8 @@ def owed(database: Database) -> Tellings:
     return Tellings(database)
 
 
-def _due(owed: Tellings, now: int) -> list[str]:
-    return [telling.job_id for telling in owed.claim_due(now, 100)]
+def _due(owed: Tellings, now_ms: int) -> list[str]:
+    return [telling.job_id for telling in owed.claim_due(now_ms, 100)]
 
 
 @pytest.mark.parametrize("state", FINAL)
@@ -70,6 +71,12 @@ def test_what_was_told_is_owed_no_more(store: Store, owed: Tellings) -> None:
     assert _due(owed, T0 + 3600 * SECOND) == []
 
 
+def test_where_nothing_is_due_nothing_is_written(database, monkeypatch) -> None:
+    """It is asked every five seconds, and a write waits for the disk."""
+    monkeypatch.setattr(Database, "write", lambda *_, **__: pytest.fail("a write"))
+    assert Tellings(database).claim_due(T0, 100) == []
+
+
 def test_what_was_claimed_falls_due_again_and_later_each_time(store: Store, owed: Tellings) -> None:
     job = an_ended_job(store, envelope="{}")
     assert _due(owed, T0 + FIRST_MS) == [job.id]
@@ -84,7 +91,7 @@ def test_what_was_claimed_falls_due_again_and_later_each_time(store: Store, owed
 
 
 def test_the_oldest_is_told_first_and_only_so_many_at_once(store: Store, owed: Tellings) -> None:
-    ids = [an_ended_job(store, envelope="{}", now=T0 + n).id for n in range(5)]
+    ids = [an_ended_job(store, envelope="{}", now_ms=T0 + n).id for n in range(5)]
     found = [telling.job_id for telling in owed.claim_due(T0 + 2 * FIRST_MS, 3)]
     assert found == ids[:3]
 
@@ -98,7 +105,7 @@ def test_each_end_of_a_revived_job_is_owed(store: Store, owed: Tellings) -> None
     assert moved is not None and moved.telling_id is not None and owed.owed(moved.telling_id)
 
 
-def test_a_worker_that_stops_in_order_waits_until_what_is_on_its_way_is_told(owed: Tellings) -> None:
+def test_a_worker_that_stops_in_order_waits_until_what_is_on_its_way_is_told(store: Store, owed: Tellings) -> None:
     let_go, told = threading.Event(), list[Telling]()
 
     class Slow(Teller):
@@ -107,7 +114,7 @@ def test_a_worker_that_stops_in_order_waits_until_what_is_on_its_way_is_told(owe
             told.extend(batch)
             raise ValueError("what is wrong with one ends no thread")
 
-    teller = Slow(owed)
+    teller = Slow(owed, store)
     assert teller.flush(0.0), "nothing is on its way"
     teller.soon(Telling("t1", "j1"))
     assert not teller.flush(0.01)
@@ -214,7 +221,7 @@ def test_what_ended_while_the_result_backend_was_away_is_told_when_it_is_back(ap
         results.kill()
         gate.open()
         apart.api.call("POST", f"/queue/jobs/{delayed.id}/cancel")
-        for part in (*together.results, chained.parent):
+        for part in (*together.results, chained.parent):  # type: ignore[attr-defined]
             apart.until(part.id, "completed")
         apart.until(failing.id, "failed")
         apart.until(delayed.id, "canceled")
@@ -252,7 +259,7 @@ def _worker_has_threads_to_spare(apart: Town, model: str) -> None:
 
 
 def _drop_connections(bare: Celery) -> None:
-    bare.backend.client.connection_pool.disconnect()
+    bare.backend.client.connection_pool.disconnect()  # type: ignore[attr-defined]
 
 
 def _result(bare: Celery, job_id: str) -> AsyncResult:

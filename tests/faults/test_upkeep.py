@@ -13,15 +13,14 @@ from redis.client import Pipeline
 from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 from sqlalchemy import event
 
-from insight import audit
-from jobs.record import Server
+from dispatch.outcome import Kind
+from insight import invariants, listing
 from jobs.states import State, Why
-from routing import draining, queues, reconcile, runs
-from routing.keys import Keys
-from routing.outcome import Kind
-from routing.policies.identity import ServerReport
-from routing.scripts import Scripts
-from routing.signatures import Command
+from registry.values import Server
+from routing import queues
+from scripting.keys import Keys
+from scripting.scripts import Scripts
+from scripting.signatures import Command
 from tasks import beat, maintenance, rounds
 from tasks.celery_app import celery
 from tasks.rounds import Rounds
@@ -29,6 +28,9 @@ from tests.lua.stage import LEASE_MS, OFFER_MS, Stage, client, stage, valkey
 from tests.support.builders import at_once
 from tests.support.stack import eventually
 from tests.support.threads import no_thread_left
+from upkeep import draining, reconcile, runs
+from upkeep.identity import ServerReport
+from upkeep.rooms import depths, depths_of
 
 __all__ = ["client", "stage", "valkey"]
 
@@ -132,7 +134,7 @@ def crowd(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None
         stage.later(0)
         for name in names:
             stage.catalog.register(name, f"s-{name}", "http://s:1/run", 1, stage.now)
-        stage.dispatcher.fleet.refresh()
+        stage.dispatcher.catalog.refresh()
 
     return register
 
@@ -149,7 +151,7 @@ def _round_trips(act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _reports(stage: Stage) -> dict[str, ServerReport]:
-    return {name: ServerReport(True, 0, frozenset()) for name in stage.dispatcher.fleet.snapshot().servers}
+    return {name: ServerReport(True, 0, frozenset()) for name in stage.dispatcher.catalog.snapshot().servers}
 
 
 _UPKEEPS: dict[str, Callable[[Stage], object]] = {
@@ -161,7 +163,7 @@ _UPKEEPS: dict[str, Callable[[Stage], object]] = {
     "urgent": lambda stage: reconcile.urgent_servers(stage.dispatcher),
     "health": lambda stage: reconcile.note_health(stage.dispatcher, _reports(stage)),
     "reports": lambda stage: reconcile.heed_reports(stage.dispatcher, _reports(stage)),
-    "audit": lambda stage: audit.look(stage.dispatcher, _reports(stage)),
+    "check_invariants": lambda stage: invariants.look(stage.dispatcher, _reports(stage)),
     "reconcile": lambda stage: reconcile.reconcile(stage.dispatcher),
 }
 
@@ -169,7 +171,7 @@ _UPKEEPS: dict[str, Callable[[Stage], object]] = {
 @pytest.mark.parametrize("act", _UPKEEPS)
 def test_however_many_fleets_are_idle_they_cost_no_round_trip_of_their_own(stage, crowd, monkeypatch, act) -> None:
     for name in ("_COUNTING_SHARE", "_READS_S", "_SYNC_EVERY_S"):  # What depends on how fast this machine is.
-        monkeypatch.setattr(f"routing.reconcile.room.{name}", 1e9)
+        monkeypatch.setattr(f"upkeep.reconcile.room.{name}", 1e9)
     needed = []
     for count in (2, 40):
         crowd(count)
@@ -184,7 +186,8 @@ def test_however_many_rooms_are_new_they_are_opened_in_a_few_round_trips(stage, 
     stage.lose_redis()
     stage.told.offers.clear()
     assert _round_trips(lambda: reconcile.sweep(stage.dispatcher), monkeypatch) < 30
-    assert all(room.open for room in stage.dispatcher.queues.depths_of([f"idle{n}" for n in range(60)]).values())
+    rooms = depths_of(stage.dispatcher.queues.scripts, [f"idle{n}" for n in range(60)])
+    assert all(room.open for room in rooms.values())
     assert len(stage.offered()) == 1
 
 
@@ -236,11 +239,11 @@ def test_a_job_whose_promoter_died_is_swept(stage) -> None:
 
 def test_what_becomes_visible_late_is_swept_all_the_same(stage, monkeypatch) -> None:
     """On PostgreSQL a transaction may commit after one that began later."""
-    monkeypatch.setattr("routing.reconcile.room._VISIBLE_WITHIN_S", {"sqlite": 10.0, "postgresql": 10.0})
+    monkeypatch.setattr("upkeep.reconcile.room._VISIBLE_WITHIN_S", {"sqlite": 10.0, "postgresql": 10.0})
     stage.register()
     stage.submit()
     reconcile.sweep(stage.dispatcher)
-    _renumber(stage, "id = id + 1000000")
+    _renumber(stage, "id = id + 1000000 WHERE actor IS NULL")
     reconcile.sweep(stage.dispatcher)
     late = stage.cut_off().submit([stage.a()])[0].accepted.id
     _renumber(stage, f"id = (SELECT max(id) - 500000 FROM events) WHERE job_id = '{late}'")
@@ -254,7 +257,7 @@ def _renumber(stage: Stage, change: str) -> None:
 
 
 def test_a_job_that_only_its_room_has_lost_is_found_by_counting(stage, monkeypatch) -> None:
-    monkeypatch.setattr("routing.reconcile.room._COUNTING_SHARE", 1e9)
+    monkeypatch.setattr("upkeep.reconcile.room._COUNTING_SHARE", 1e9)
     stage.register()
     first, lost, last = (stage.submit() for _ in range(3))
     reconcile.sweep(stage.dispatcher)
@@ -265,8 +268,8 @@ def test_a_job_that_only_its_room_has_lost_is_found_by_counting(stage, monkeypat
 
 
 def test_a_room_that_only_looked_short_is_not_read_again_and_again(stage, monkeypatch) -> None:
-    monkeypatch.setattr("routing.reconcile.room._COUNTING_SHARE", 1e9)
-    monkeypatch.setattr("routing.reconcile.room.short_rooms", lambda *_: {"zimg"})
+    monkeypatch.setattr("upkeep.reconcile.room._COUNTING_SHARE", 1e9)
+    monkeypatch.setattr("upkeep.reconcile.room.short_rooms", lambda *_: {"zimg"})
     stage.register()
     stage.submit()
     reconcile.sweep(stage.dispatcher)
@@ -294,8 +297,8 @@ def test_slot_2_a_batch_fills_all_slots_at_once(stage) -> None:
 
 
 def test_a_large_room_that_is_rebuilt_does_not_keep_the_others_from_their_sweeps(stage, monkeypatch) -> None:
-    monkeypatch.setattr("routing.reconcile.room._READS_S", 0.0)
-    monkeypatch.setattr("routing.reconcile.room._CHUNK", 10)
+    monkeypatch.setattr("upkeep.reconcile.room._READS_S", 0.0)
+    monkeypatch.setattr("upkeep.reconcile.room._CHUNK", 10)
     stage.register(model="flux", server="other")
     stage.register()
     ids = stage.submit_all([stage.a("flux") for _ in range(25)])
@@ -310,8 +313,8 @@ def test_a_large_room_that_is_rebuilt_does_not_keep_the_others_from_their_sweeps
         pytest.fail("the small fleet waits for the large one")
     for _ in range(20):
         reconcile.sweep(stage.dispatcher)
-    assert stage.dispatcher.queues.depths("flux").open
-    assert stage.dispatcher.queues.depths("flux").waiting == {"flux": len(ids) - 1}
+    assert depths(stage.dispatcher.queues.scripts, "flux").open
+    assert depths(stage.dispatcher.queues.scripts, "flux").waiting == {"flux": len(ids) - 1}
 
 
 def test_a_rebuild_that_fails_at_its_end_is_made_again_by_the_next_sweep(stage, monkeypatch) -> None:
@@ -323,7 +326,7 @@ def test_a_rebuild_that_fails_at_its_end_is_made_again_by_the_next_sweep(stage, 
         away.setattr(stage.dispatcher.queues, "open_all", _redis_is_away)
         reconcile.sweep(stage.dispatcher)
     reconcile.sweep(stage.dispatcher)
-    assert stage.dispatcher.queues.depths("zimg").open and stage.offered() == [job_id]
+    assert depths(stage.dispatcher.queues.scripts, "zimg").open and stage.offered() == [job_id]
 
 
 def _redis_is_away(*_: Any) -> NoReturn:
@@ -420,7 +423,7 @@ def test_a_job_that_is_queued_again_before_its_slot_is_freed_goes_to_its_place_t
     moved = stage.store.settle(job_id, task.run.attempt, Why.SERVER_BUSY, stage.now)
     stage.dispatcher.enqueue([moved.job])  # the release of its lease is owed
     assert stage.offered() == []
-    stage.dispatcher.free(task.held, back=False)
+    stage.dispatcher.free(task.lease, back=False)
     assert stage.offered() == [job_id]
 
 
@@ -428,7 +431,7 @@ def test_a_job_that_is_queued_again_before_its_slot_is_freed_goes_to_its_place_t
 
 
 def test_many_deadlines_leave_the_others_their_turn(stage, monkeypatch) -> None:
-    monkeypatch.setattr("routing.reconcile.timekeeping._CHUNK", 10)
+    monkeypatch.setattr("upkeep.reconcile.timekeeping._CHUNK", 10)
     stage.register()
     ids = stage.submit_all([stage.a(ttl_s=1) for _ in range(35)])
     stage.later(1_000)
@@ -441,7 +444,7 @@ def test_many_deadlines_leave_the_others_their_turn(stage, monkeypatch) -> None:
 
 
 def test_however_many_deadlines_pass_a_due_job_waits_for_one_batch_of_them(stage, monkeypatch) -> None:
-    monkeypatch.setattr("routing.reconcile.timekeeping._CHUNK", 10)
+    monkeypatch.setattr("upkeep.reconcile.timekeeping._CHUNK", 10)
     monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
     stage.register()
     stage.submit_all([stage.a(ttl_s=1) for _ in range(35)])
@@ -462,7 +465,7 @@ def test_a_batch_of_deadlines_is_one_statement_and_one_call_of_redis(stage, monk
     run = Scripts.run
     monkeypatch.setattr(Scripts, "run", lambda self, name, *args: single.append(name) or run(self, name, *args))
     said = _statements(stage, lambda: reconcile.expire_overdue(stage.dispatcher))
-    assert stage.store.counts()[State.EXPIRED] == 50
+    assert listing.counts(stage.store.database)[State.EXPIRED] == 50
     assert "withdraw" not in single and len([it for it in said if it.startswith("UPDATE jobs")]) == 1
 
 

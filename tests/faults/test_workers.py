@@ -8,36 +8,38 @@ from dataclasses import replace
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from celery.events import EventDispatcher
 from celery.exceptions import Reject
 from redis.exceptions import RedisError
 
-from jobs.db import Write
-from jobs.errors import RecordUnavailable, RecordUncertain
+from database.db import Write
+from dispatch.dispatcher import ActiveRun
+from dispatch.outcome import Kind, Outcome
+from foundation.errors import RecordUnavailable, RecordUncertain
+from insight.said import Telling
 from jobs.states import State, Why
-from routing import reconcile
-from routing.dispatcher import Task
-from routing.keys import Keys
-from routing.leases import Held, Leases, Renewal
-from routing.outcome import Kind, Outcome
+from routing.leases import Lease, Leases, Renewal
 from routing.queues import Offer
-from routing.scripts import Scripts
 from routing.workers import Workers
-from tasks import engine, inference, settlement
+from scripting.keys import Keys
+from scripting.scripts import Scripts
+from tasks import attendance, inference, pulse, settlement
 from tasks import worker as workers
 from tasks.aside import Aside
-from tasks.heartbeat import Hold
+from tasks.heartbeat import Watch
 from tasks.inference import InferRequest, infer
 from tasks.messages import Unsent
 from tasks.releases import PatientLeases
 from tasks.shown import Shown
-from tasks.worker import ActiveRun, Worker
+from tasks.worker import OwnRun, Worker
 from tests.lua.room import FRAGMENTS
 from tests.lua.stage import LEASE_MS, SECOND, SETTINGS, Stage, client, stage, valkey
 from tests.support.builders import eventually
 from tests.support.shown import Noted
+from upkeep import reconcile
 
 __all__ = ["client", "stage", "valkey"]
 
@@ -101,7 +103,7 @@ def test_a_bare_message_goes_back_to_the_broker_when_the_database_stays_away(
     monkeypatch.setattr(stage.store, "submit", _is_away)
     with _a_bare_message("bare"), pytest.raises(Reject) as rejected:
         infer.run("zimg", {"prompt": "a cat"})
-    assert rejected.value.requeue is True
+    assert rejected.value.requeue is True  # type: ignore[attr-defined]
     assert pauses.count >= 20, "and not before it has been waited for"
 
 
@@ -148,13 +150,13 @@ class Beginner(Worker):
         super().__init__(*args, **more)
         self.heartbeat.end()
         self.consumer = object()
-        self.tasks: dict[str, Task] = {}  # that it began, by lease, in order
-        self.begun: list[ActiveRun] = []
+        self.tasks: dict[str, ActiveRun] = {}  # that it began, by lease, in order
+        self.begun: list[OwnRun] = []
 
-    async def _run(self, run: ActiveRun) -> None:
-        self.tasks[run.task.held.lease] = run.task
+    async def _run(self, run: OwnRun) -> None:
+        self.tasks[run.active.lease.name] = run.active
         self.begun.append(run)
-        self.heartbeat.remove(run.hold)
+        self.heartbeat.remove(run.watch)
 
     @property
     def handed_on(self) -> list[str]:
@@ -162,7 +164,7 @@ class Beginner(Worker):
         assert self.engine.wait(10)
         return [task.run.job.id for task in self.tasks.values()]
 
-    def start(self, offer: Offer) -> Task | None:
+    def start(self, offer: Offer) -> ActiveRun | None:
         """Have a wake-up come to it; answers what it began now."""
         before = set(self.tasks)
         self.take_up(offer, Shown())
@@ -171,7 +173,7 @@ class Beginner(Worker):
 
     def go_on_with(self, offer: Offer) -> None:
         """Have an offer come to it that it holds already."""
-        self.hand_on(replace(offer, owner=self.owner) if self._claimed(offer) else offer)
+        self.run_claimed(replace(offer, owner=self.owner) if self._claimed(offer) else offer)
         assert self.engine.wait(10)
 
     def _claimed(self, offer: Offer) -> bool:
@@ -190,19 +192,20 @@ class Finisher(Beginner):
         super().__init__(*args, **more)
         self.answered: list[str] = []  # jobs
 
-    async def _run(self, run: ActiveRun) -> None:
+    async def _run(self, run: OwnRun) -> None:
         await Worker._run(self, run)
 
-    async def _outcome(self, run: ActiveRun) -> Outcome:
-        self.answered.append(run.task.run.job.id)
+    async def _outcome(self, run: OwnRun) -> Outcome:
+        self.answered.append(run.active.run.job.id)
         return Outcome(Kind.DONE, result={"url": "x"})
 
 
 def _of(kind: type[Beginner], stage: Stage, capacity: int = 3) -> Iterator[Any]:
     leases = PatientLeases(Scripts(stage.redis, Keys("test"), FRAGMENTS), SETTINGS)
     stage.dispatcher.leases = leases
-    found = kind(stage.dispatcher, leases, Workers(leases._scripts), capacity=capacity)
+    found = kind(stage.dispatcher, leases, Workers(leases.scripts), Telling(leases.scripts), capacity=capacity)
     yield found
+    found.heartbeat.end()  # It would go on in the tests after this one, whose record is another.
     found.engine.close()
 
 
@@ -290,7 +293,7 @@ def test_a_job_whose_start_was_stored_and_not_heard_of_runs_and_costs_nothing(
     get, left, kept = stage.store.get, iter(range(3)), []
 
     def at_last(asked: str) -> Any:
-        kept.extend((hold.starting, hold.over) for hold in worker.heartbeat.holds())
+        kept.extend((hold.starting, hold.over) for hold in worker.heartbeat.watches())
         return _is_away() if next(left, None) is not None else get(asked)
 
     with _starts_unheard(stage, monkeypatch):
@@ -367,7 +370,7 @@ def test_a_run_whose_end_fails_as_nobody_foresaw_is_shown_as_ended_and_gives_its
     monkeypatch.setattr(stage.store, "settling", lambda *_, **__: Write(_raise(LookupError("no such table"))))
     finisher.take_up(stage.told.offers.pop(), shown)
     assert finisher.engine.wait(10)
-    assert len(shown.ends) == 1 and finisher.room == 1 and finisher.heartbeat.holds() == []
+    assert len(shown.ends) == 1 and finisher.room == 1 and finisher.heartbeat.watches() == []
 
 
 @pytest.mark.parametrize("begin", ["start", "go_on_with"])
@@ -393,7 +396,7 @@ def test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers(
     reconcile.reap(stage.dispatcher)
     reconcile.sweep(stage.dispatcher)
     again = stage.start("w2")
-    assert (again.run.job.id, again.held.server, again.run.remote_id) == (job_id, "gpu", "r-1")
+    assert (again.run.job.id, again.lease.server, again.run.remote_id) == (job_id, "gpu", "r-1")
 
 
 @sqlite
@@ -430,8 +433,8 @@ def test_the_record_is_not_asked_for_a_run_whose_start_is_being_stored(
     start, holds = stage.store.starting, []
 
     def asked_for(*told: Any) -> Write[Any]:
-        holds.extend(worker.heartbeat.holds())
-        worker.inquiry.ask(worker.heartbeat.holds(), doubted=True)
+        holds.extend(worker.heartbeat.watches())
+        worker.inquiry.ask(worker.heartbeat.watches(), doubted=True)
         return start(*told)
 
     monkeypatch.setattr(stage.store, "starting", asked_for)
@@ -452,8 +455,8 @@ def test_a_doubled_wake_up_starts_nothing_and_frees_nothing(stage: Stage, worker
     if begun == "by its message":
         assert worker.start(offer) is not None
     else:
-        (mine,) = stage.dispatcher.queues.offer("zimg", 1, taker=worker.owner)
-        worker.hand_on(mine)
+        (mine,) = stage.dispatcher.queues.offer("zimg", 1, claimant=worker.owner)
+        worker.run_claimed(mine)
         assert worker.handed_on == [first]
     assert worker.start(offer) is None
     assert stage.room.taken() == {"gpu-slot0": first}
@@ -480,7 +483,7 @@ def test_a_wake_up_that_comes_after_its_job_was_found_another_way_changes_nothin
     stage.register()
     job_id = stage.submit()
     (late,) = stage.told.offers
-    (mine,) = stage.dispatcher.queues.offer("zimg", 1, taker="w2")
+    (mine,) = stage.dispatcher.queues.offer("zimg", 1, claimant="w2")
     assert stage.dispatcher.start(mine, "w2") is not None
     assert worker.start(late) is None
     assert stage.room.taken() == {"gpu-slot0": job_id} and stage.state(job_id) is State.RUNNING
@@ -499,7 +502,7 @@ def test_a_job_whose_wake_up_is_lost_is_begun_at_the_second_look(stage: Stage, w
 @sqlite
 def test_what_nobody_offers_a_worker_takes_at_its_first_look(stage: Stage, worker: Beginner) -> None:
     """As when it is the first worker for days: nothing is offered where nobody has room."""
-    workers = Workers(stage.dispatcher.queues._scripts)
+    workers = Workers(stage.dispatcher.queues.scripts)
     stage.dispatcher.queues._room = workers.room
     stage.register(2)
     waiting = [stage.submit() for _ in range(3)]
@@ -532,10 +535,10 @@ def test_a_full_worker_shares_its_runs_between_models(stage: Stage, worker: Begi
 
     for task in tasks[:2]:
         assert task is not None
-        settled = stage.settle(task, taker=worker.taker)
-        worker.engine.live(worker._go_on(task.held, settled.next))
+        settled = stage.settle(task, claimant=worker.claimant)
+        worker.engine.live(worker._go_on(task.lease, settled.next))
         assert worker.engine.wait(10)
-        worker._forget(task.held.lease, worker._begun[task.held.lease])
+        worker._forget(task.lease.name, worker._taken_up[task.lease.name])
 
     assert sorted(worker.handed_on[3:]) == sorted([busy[3], waiting])
 
@@ -573,11 +576,11 @@ def test_a_run_that_was_found_before_its_message_was_read_counts_until_it_ends(
     stage.register()
     job_id = stage.submit()
     (offer,) = stage.told.offers
-    (mine,) = stage.dispatcher.queues.offer("zimg", 1, taker=worker.owner)
+    (mine,) = stage.dispatcher.queues.offer("zimg", 1, claimant=worker.owner)
     claiming = worker._leases.claiming
 
     def found_first(*args: Any) -> Any:
-        worker.hand_on(mine)
+        worker.run_claimed(mine)
         return claiming(*args) if redis_answers else _renewals_fail()
 
     monkeypatch.setattr(worker._leases, "claiming", found_first)
@@ -608,27 +611,77 @@ def _gives_up(status: int) -> None:
     raise GivenUp(status)
 
 
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "_exit", _gives_up)
+    monkeypatch.setattr(pulse, "_STOPPED_S", 0.0)
+
+
+def _beat_often(worker: Worker, stopped: str = "") -> None:
+    """As often as is needed to find out what has stopped; all others have the time to come round."""
+    for _ in range(pulse._STOPPED_LOOKS + 1):
+        worker._after_beat(False)
+        eventually(lambda: all(it._looks <= 1 for it in worker.engine.pulses if it.name != stopped))
+
+
 @sqlite
 def test_a_worker_whose_loop_hangs_ends_so_that_others_go_on_with_its_runs(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, worker: Beginner, stopped: None
 ) -> None:
-    monkeypatch.setattr(os, "_exit", _gives_up)
-    monkeypatch.setattr(engine, "_HANGS_S", 0.0)
     go_on = Event()
     worker.engine.soon(go_on.wait, 60)
     try:
-        for _ in range(engine._HANGS_LOOKS):
-            worker._after_beat(False)
-        monkeypatch.setattr(engine, "_HANGS_S", 60.0)  # Renewals may be more frequent than once a second.
-        worker._after_beat(False)
-        monkeypatch.setattr(engine, "_HANGS_S", 0.0)
         with pytest.raises(GivenUp):
-            worker._after_beat(False)
+            _beat_often(worker, "engine")
     finally:
         go_on.set()
-    eventually(lambda: not worker.engine.hangs())
+    eventually(lambda: not any(it.has_stopped() for it in worker.engine.pulses))
     worker.engine.close()
-    assert not any(worker.engine.hangs() for _ in range(2 * engine._HANGS_LOOKS)), "it has ended"
+    _beat_often(worker)  # It has ended as it should.
+
+
+@sqlite
+@pytest.mark.parametrize("which", ["_relaxed", "_durable"])
+def test_a_worker_whose_thread_of_the_record_is_dead_ends_so_that_others_go_on_with_its_runs(
+    stage: Stage, worker: Beginner, stopped: None, which: str
+) -> None:
+    """Its leases would be renewed for ever, of runs whose ends nobody stores."""
+    thread = getattr(worker.engine, which)
+    thread.end()
+    thread._thread.join(10)
+    with pytest.raises(GivenUp):
+        _beat_often(worker, thread.pulse.name)
+
+
+@sqlite
+@pytest.mark.parametrize("which", ["_room", "_chores"])
+def test_a_worker_that_hears_of_nothing_any_more_ends_so_that_others_go_on_with_its_runs(
+    stage: Stage, worker: Beginner, stopped: None, which: str
+) -> None:
+    monkeypatched: Any = getattr(worker, which)
+    monkeypatched._at_it = True  # by a thread that died
+    with pytest.raises(GivenUp):
+        _beat_often(worker)
+
+
+@sqlite
+def test_a_worker_whose_heartbeat_is_dead_ends(
+    stage: Stage, worker: Beginner, stopped: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loop sees that: all its leases would expire, while it goes on and takes more."""
+    ended = Event()
+    monkeypatch.setattr(os, "_exit", lambda _: ended.set())
+    monkeypatch.setattr(workers, "_FELT_EVERY_S", 0.001)
+    other = Worker(stage.dispatcher, worker._leases, worker._workers, Telling(worker._leases.scripts), 1)
+    other.heartbeat._thread = worker.heartbeat._thread
+    monkeypatch.setattr(other.heartbeat, "beat", _dies)
+    assert ended.wait(10)
+    other.heartbeat.end()
+    other.engine.close()
+
+
+def _dies() -> None:
+    raise SystemExit
 
 
 @sqlite
@@ -639,13 +692,13 @@ def test_runs_that_wait_for_the_record_do_not_come_back_at_the_same_moment(
     monkeypatch.setattr(workers, "_STORE_AGAIN_S", 1.0)
     waits: list[float] = []
 
-    async def wait(hold: Hold, seconds: float) -> None:
+    async def wait(hold: Watch, seconds: float) -> None:
         waits.append(seconds)
         hold.lost = len(waits) % 20 == 0
 
-    monkeypatch.setattr(Hold, "wait", wait)
+    monkeypatch.setattr(Watch, "wait", wait)
     with pytest.raises(RecordUnavailable):
-        asyncio.run(worker._until_stored(_is_away, Hold(Held("zimg", "one", "l", "w", "gpu-slot0"))))
+        asyncio.run(worker._until_stored(_is_away, Watch(Lease("zimg", "one", "l", "w", "gpu-slot0"))))
     assert len(set(waits)) > 10 and all(0.5 <= it <= 1.5 for it in waits)
 
 
@@ -654,11 +707,26 @@ def test_events_are_sent_by_the_hub_alone_however_many_a_busy_worker_has() -> No
     sent: list[str] = []
     events = EventDispatcher(enabled=False, app=infer.app, buffer_group={"task"})
     events.enabled, events.flush = True, lambda *_, **__: sent.append("flushed")  # type: ignore[method-assign]
-    hub = SimpleNamespace(call_repeatedly=lambda *_: None)
-    workers._bundle_events(SimpleNamespace(hub=hub, event_dispatcher=events, _flush_events=None))
+    hub = Mock()
+    attendance._bundle_events(SimpleNamespace(hub=hub, event_dispatcher=events, _flush_events=None))
     for n in range(9_000):
         events.send("task-started", uuid=str(n))
     assert sent == []
+    assert hub.call_soon.call_count == 1, "it is woken once for them"
+
+
+def test_events_are_sent_soon_after_the_first_of_them_each_time() -> None:
+    flush, later = Mock(), []
+    events = EventDispatcher(enabled=False, app=infer.app, buffer_group={"task"})
+    events.enabled = True
+    hub = Mock(call_soon=lambda call, *args: call(*args), call_later=lambda _, send: later.append(send))
+    attendance._bundle_events(SimpleNamespace(hub=hub, event_dispatcher=events, _flush_events=flush))
+    for n in range(2):
+        for _ in range(3):
+            events.send("task-started", uuid="one")
+        assert len(later) == n + 1
+        later[n]()
+        assert flush.call_count == n + 1
 
 
 # -- a worker that stops ---------------------------------------------------------------------------------------
@@ -670,11 +738,11 @@ def test_a_worker_that_is_told_to_stop_begins_nothing_it_was_just_offered(stage:
     second = [stage.submit() for _ in range(2)][1]
     task = worker.start(stage.told.offers.pop())
     assert task is not None
-    following = stage.settle(task, taker=worker.taker).next
+    following = stage.settle(task, claimant=worker.claimant).next
     assert following is not None and following.job_id == second
     worker.consumer = None
 
-    worker.hand_on(following)
+    worker.run_claimed(following)
 
     assert (stage.state(second), stage.job(second).attempt) == (State.QUEUED, 0)
     assert stage.offered() == [second], "another worker is told"
@@ -688,13 +756,13 @@ def test_a_pool_that_stops_takes_nothing_more_whoever_stops_it(
     monkeypatch.setenv("SLOTKEEPER_GRACE_S", "0")
     stage.register()
     stage.submit()
-    hold = worker.heartbeat.add(Held("zimg", "one", "lease", worker.owner, "gpu-slot0"))
+    hold = worker.heartbeat.add(Lease("zimg", "one", "lease", worker.owner, "gpu-slot0"))
     worker.look()
     monkeypatch.setattr(worker.engine, "close", lambda: None)
 
     worker.end()
 
-    assert worker.look() == 0 and worker.room == 0 and worker.taker == ""
+    assert worker.look() == 0 and worker.room == 0 and worker.claimant == ""
     eventually(lambda: hold.stop)
 
 
@@ -703,7 +771,7 @@ def test_a_consumer_that_starts_when_draining_has_begun_gets_no_jobs(stage: Stag
     """It was still connecting when its worker was told to stop."""
     worker.drain()
     worker.attend(object())
-    assert worker.room == 0 and worker.taker == ""
+    assert worker.room == 0 and worker.claimant == ""
 
 
 @sqlite
@@ -724,26 +792,26 @@ def test_a_run_that_begins_after_the_grace_time_is_handed_back_too(stage: Stage,
     stage.submit()
     worker._hand_all_back()
     assert worker.start(stage.told.offers.pop()) is not None
-    assert [run.hold.stop for run in worker.begun] == [True]
+    assert [run.watch.stop for run in worker.begun] == [True]
 
 
 @sqlite
 def test_a_worker_that_stops_has_no_room(stage: Stage, worker: Beginner) -> None:
     worker.look()
-    assert Workers(stage.dispatcher.queues._scripts).room() == 3
+    assert Workers(stage.dispatcher.queues.scripts).room() == 3
     worker.drain()
-    assert Workers(stage.dispatcher.queues._scripts).room() == 0 and worker.taker == ""
+    assert Workers(stage.dispatcher.queues.scripts).room() == 0 and worker.claimant == ""
 
 
 # -- a release that Redis did not answer -----------------------------------------------------------------------
 
 
 @contextmanager
-def _redis_away(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Held]]:
+def _redis_away(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Lease]]:
     """Nothing can be released; answers what was tried."""
-    tried: list[Held] = []
+    tried: list[Lease] = []
 
-    def refuse(_: Leases, held: Held, **__: Any) -> Any:
+    def refuse(_: Leases, held: Lease, **__: Any) -> Any:
         tried.append(held)
         raise RedisError("away")
 
@@ -854,13 +922,13 @@ def test_what_a_worker_could_not_be_told_while_redis_was_away_it_reads_in_the_re
     stage.submit(ttl_s=5)
     stage.submit()
     tasks = [worker.start(offer) for offer in stage.told.offers]
-    holds = [worker.heartbeat.add(task.held) for task in tasks if task is not None]
+    holds = [worker.heartbeat.add(task.lease) for task in tasks if task is not None]
     told = Event()
     holds[0].listen(told.set)
     with monkeypatch.context() as away:
         away.setattr(worker._leases, "renew", _renewals_fail)
         worker.heartbeat.beat()
-        missed(stage, holds[0].held.job_id)
+        missed(stage, holds[0].lease.job_id)
 
     worker.heartbeat.beat()
 
@@ -876,7 +944,7 @@ def test_while_redis_answers_the_record_is_not_asked(
     stage.submit()
     task = worker.start(stage.told.offers.pop())
     assert task is not None
-    hold = worker.heartbeat.add(task.held)
+    hold = worker.heartbeat.add(task.lease)
     monkeypatch.setattr(stage.store, "briefs", _is_away)
     worker.heartbeat.beat()
     assert not (hold.cancel or hold.lost)

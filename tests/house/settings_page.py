@@ -4,13 +4,15 @@ import ast
 import inspect
 import textwrap
 
+from pydantic import AliasChoices
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from app.config import AppSettings
-from jobs.config import Limits, RecordSettings
+from foundation.config import Limits, RecordSettings
 from local.plan import UpSettings
 from routing.config import RoutingSettings
-from tasks.config import TaskSettings
+from tasks.config import EventSettings, TaskSettings
 from tests.house.tree import REPO
 
 PAGE = REPO / "docs/settings.md"
@@ -19,6 +21,7 @@ CHAPTERS: dict[str, type[BaseSettings]] = {
     "How long the record may keep anybody waiting": Limits,
     "Redis, slots, offers and waiting": RoutingSettings,
     "Workers, messages and webhooks": TaskSettings,
+    "Where events are published to": EventSettings,
     "The API": AppSettings,
     "`slotkeeper up`": UpSettings,
 }
@@ -59,7 +62,7 @@ def page() -> str:
 def _chapter(title: str, kind: type[BaseSettings]) -> str:
     told, prefix = explained(kind), str(kind.model_config["env_prefix"])
     rows = [
-        f"| `{(prefix + name).upper()}` | {_default(field.default)} | {_unit(name)} | {told.get(name, '')} |\n"
+        f"| `{(prefix + name).upper()}` | {_default(field.default)} | {_unit(name)} | {told[name]}{_former(field)} |\n"
         for name, field in kind.model_fields.items()
         if (kind, name) != (TaskSettings, "port")  # The API's.
     ]
@@ -68,6 +71,12 @@ def _chapter(title: str, kind: type[BaseSettings]) -> str:
 
 def _default(value: object) -> str:
     return "empty" if value in ("", None) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _former(field: FieldInfo) -> str:
+    """The names under which it is read too, as it was called before."""
+    choices = field.validation_alias.choices[1:] if isinstance(field.validation_alias, AliasChoices) else ()
+    return "".join(f" Also read as `{str(name).upper()}`." for name in choices)
 
 
 def _unit(name: str) -> str:

@@ -12,18 +12,33 @@ import hiredis
 import pytest
 from redis import Redis
 
+from admission.questions import QuestionScripts
 from insight.forecasts import ForecastScripts
-from routing.keys import FLEET_KEYS, Keys
+from insight.processes import ProcessScripts
+from insight.said import SaidScripts
+from insight.servers import ServerScripts
 from routing.leases import LeaseScripts
 from routing.queues import QueueScripts
-from routing.scripts import Command, Scripts, assemble, fragment, names, signature_of, source
-from routing.signatures import caller, locals_of, signature
 from routing.slots import SlotScripts
 from routing.workers import WorkerScripts
+from scripting.keys import FLEET_KEYS, Keys
+from scripting.scripts import (
+    Command,
+    Scripts,
+    assemble,
+    fragment,
+    names,
+    signature_of,
+    source,
+)
+from scripting.signatures import caller, locals_of, signature
+from tasks.sinks.event_stream import StreamScripts
+from upkeep.rooms import RoomScripts
 
 # Every other command counts as writing.
 READS = {
     "EXISTS",
+    "XINFO",
     "GET",
     "HEXISTS",
     "HGET",
@@ -43,7 +58,7 @@ READS = {
     "ZSCORE",
 }
 # Words that scripts write into Redis, or compare with what stands there; they are never answers of a script.
-_FIELDS = {"epoch", "copy", "record", "catalog", "offers", "excess", "charged", "model", "server", "run_ms"}
+_FIELDS = {"epoch", "copy", "record", "catalog", "offers", "excess", "charged", "model", "server", "run_ms", "said"}
 _NOT_ANSWERS = _FIELDS | frozenset(
     {
         "open_until",
@@ -139,7 +154,11 @@ def test_a_header_names_the_keys_that_its_script_touches(name):
 
 # -- what Python calls them with -------------------------------------------------------------------------------
 
-DECLARED = (LeaseScripts, QueueScripts, SlotScripts, WorkerScripts, ForecastScripts)
+DECLARED = (
+    *(LeaseScripts, ProcessScripts, QuestionScripts, QueueScripts, RoomScripts, ServerScripts, SlotScripts),
+    WorkerScripts,
+    *(SaidScripts, ForecastScripts, StreamScripts),
+)
 
 
 def test_every_script_is_declared_once_and_as_its_header_says():
@@ -208,8 +227,11 @@ def test_what_is_sent_is_what_the_header_says_in_its_order():
 
 def test_a_call_is_packed_as_redis_would_have_its_words():
     scripts = Scripts(Redis(), Keys("test"))
-    waiting = scripts.bound(QueueScripts)
-    for command in (waiting.depths("zimg"), waiting.variety("zimg", account="a|zimg", classes=["c|zimg", "d|zimg"])):
+    waiting = scripts.bound(QuestionScripts)
+    for command in (
+        waiting.backlog("zimg", account="a|zimg"),
+        waiting.variety("zimg", account="a|zimg", classes=["c|zimg", "d|zimg"]),
+    ):
         assert command.packed == hiredis.pack_command(command.words)
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from jobs.policies import DEFAULT, POLICIES
-from routing.scripts import names, source
+from registry.policies import DEFAULT, POLICIES
+from scripting.scripts import names, source
 from tests.house.test_rules import REPO, name_of, product_files, python_files
 
 FOLDER = REPO / "routing" / "lua" / "lib" / "policies"
-TABLE = "jobs/policies.py"
+TABLE = "registry/policies.py"
 # What a job says of itself has the name of a policy.
 FIELDS = {"priority"}
 
@@ -60,17 +60,17 @@ def test_no_other_module_names_a_policy(path: Path):
     if name_of(path) == TABLE:
         return
     tree = ast.parse(path.read_text("utf-8"))
-    words = {it.value for it in ast.walk(tree) if _is_word(it)} - FIELDS
+    words = {it.value for it in ast.walk(tree) if _is_word(it)} - FIELDS  # type: ignore[attr-defined]
     assert words.isdisjoint(POLICIES) and {it.value for it in asked(tree)}.isdisjoint(POLICIES)
 
 
 def test_a_row_is_enough_for_what_may_be_configured_and_what_the_interface_says():
     """In a process of its own: models are made when they are imported."""
     text = (
-        "from jobs import policies\n"
+        "from registry import policies\n"
         "policies.POLICIES['mine'] = policies.Policy('mine', 'mine', lambda tier, step_s: None, 'Mine {tier}.')\n"
         "from app.schemas import ConfigBody as Body\n"
-        "from routing.policies.order import longest_wait\n"
+        "from insight.overtaking import longest_wait\n"
         "field = Body.model_json_schema()['properties']['policy']\n"
         "print(longest_wait(Body(policy='mine')), field['enum'][-1], '`mine`: mine' in field['description'])\n"
     )

@@ -7,19 +7,24 @@ import inspect
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from alembic.script import ScriptDirectory
 
 import celeryconfig
 from jobs.states import TRANSITIONS, State, Why
+from migrations import migrate
 from tasks.celery_app import celery
 from tests.house.tree import PACKAGES, REPO, name_of, product_files, python_files
 
 LONGEST_FUNCTION, LONGEST_FILE, LONGEST_LINE = 60, 600, 120
 # Written for people at a terminal; everything else logs.
 MAY_PRINT = ("cli/",)
+# What upholds the promise: ARCHITECTURE.md.
+CORE = {"jobs", "routing", "dispatch"}
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -54,8 +59,75 @@ def test_no_function_is_longer_than_a_screen():
     assert [where for where in too_long if not where.startswith("migrations/versions/")] == []
 
 
+def test_there_is_one_newest_step_of_the_record_and_one_oldest():
+    """Steps of two branches meet here, before anybody migrates."""
+    steps = ScriptDirectory.from_config(migrate._config("sqlite:///unused"))
+    assert len(steps.get_heads()) == 1
+    assert len(steps.get_bases()) == 1
+
+
 def test_no_file_is_longer_than_can_be_read_at_once():
     assert [name_of(path) for path in product_files() if len(path.read_text("utf-8").splitlines()) > LONGEST_FILE] == []
+
+
+def _lines_of_code(path: Path) -> int:
+    """Without blanks, comments and docstrings."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".lua":
+        text = re.sub(r"--\[\[.*?\]\]|^\s*--[^\n]*", "", text, flags=re.DOTALL | re.MULTILINE)
+        return sum(bool(line.strip()) for line in text.splitlines())
+    nodes = [it.value for it in ast.walk(ast.parse(text)) if isinstance(it, ast.Expr)]
+    strings = [it for it in nodes if isinstance(it, ast.Constant) and isinstance(it.value, str)]
+    said = {line for it in strings for line in range(it.lineno, (it.end_lineno or it.lineno) + 1)}
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in said
+        for number, line in enumerate(text.splitlines(), 1)
+    )
+
+
+def test_the_core_is_as_small_as_architecture_says():
+    says = re.search(r"is at most ([\d,]+)\s+lines\s+of\s+code", (REPO / "ARCHITECTURE.md").read_text("utf-8"))
+    assert says is not None
+    core = [path for path in product_files() if name_of(path).split("/")[0] in CORE]
+    assert sum(_lines_of_code(path) for path in core) <= int(says[1].replace(",", ""))
+
+
+def test_no_room_has_more_than_a_third_of_the_code():
+    lines = Counter[str]()
+    for path in (path for path in product_files() if path.suffix in {".py", ".lua"}):
+        lines[name_of(path).split("/")[0]] += _lines_of_code(path)
+    assert max(lines.values()) <= sum(lines.values()) / 3
+
+
+def _loads(path: Path, *, in_functions: bool) -> set[str]:
+    """The modules that are loaded with this one, or when its functions are called; not those that only types need."""
+    found: set[str] = set()
+    nodes: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
+    while nodes:
+        for node in ast.iter_child_nodes(nodes.pop()):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found |= {node.module, *(f"{node.module}.{it.name}" for it in node.names)}
+            elif isinstance(node, ast.Import):
+                found |= {it.name for it in node.names}
+            elif (in_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)) and not (
+                isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            ):
+                nodes.append(node)
+    return found
+
+
+@pytest.mark.parametrize("in_functions", [False, True], ids=["at once", "late"])
+def test_no_two_modules_load_each_other(in_functions: bool):
+    """Neither directly nor by way of others; an import within a function saves loading, and hides no circle."""
+    paths = {name_of(path).removesuffix(".py").replace("/", "."): path for path in python_files()}
+    loads = {name: (_loads(path, in_functions=in_functions) & paths.keys()) - {name} for name, path in paths.items()}
+    while True:
+        wanted = set[str]().union(*loads.values())
+        free = {name for name, asked in loads.items() if name not in wanted or not asked & loads.keys()}
+        if not free:
+            break
+        loads = {name: asked for name, asked in loads.items() if name not in free}
+    assert sorted(loads) == []
 
 
 def test_every_module_says_what_it_is_for():
@@ -105,7 +177,7 @@ def test_lines_of_scripts_fit_the_page():
 
 
 def _performer(by: str) -> object:
-    """What `routing.dispatcher.settle` names: a function of the module, or a method of its one class."""
+    """What `dispatch.dispatcher.settle` names: a function of the module, or a method of its one class."""
     module_name, _, function = by.rpartition(".")
     module = importlib.import_module(module_name)
     places = [module, *(it for _, it in inspect.getmembers(module, inspect.isclass) if it.__module__ == module_name)]

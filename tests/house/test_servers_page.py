@@ -24,12 +24,16 @@ CLASSES: list[type[BaseModel]] = [
     parts.Active,
     parts.Condition,
     parts.Rule,
+    parts.Stream,
+    parts.EventCondition,
+    parts.EventRule,
+    parts.ExpectedSize,
 ]
 
 
 def test_its_examples_can_be_stored():
     described = [example for example in EXAMPLES if "mode" in example]
-    assert len(described) == 2
+    assert len(described) == 6
     for example in described:
         compile_plan(Description.model_validate(example))
 

@@ -5,8 +5,17 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 PACKAGES = (
+    "foundation",
+    "database",
     "jobs",
+    "audit",
+    "registry",
+    "outbox",
+    "scripting",
     "routing",
+    "admission",
+    "dispatch",
+    "upkeep",
     "insight",
     "tasks",
     "app",

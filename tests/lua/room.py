@@ -13,15 +13,15 @@ from typing import Any, NamedTuple, Self
 import pytest
 from redis import Redis
 
-from jobs.catalog import Model
-from jobs.config import ModelConfig
-from jobs.policies import DEFAULT
-from jobs.record import Server as CatalogServer
 from jobs.record import Waiting
-from routing.keys import Keys
-from routing.policies import order
-from routing.scripts import Command, Scripts
+from registry.catalog import Model
+from registry.config import ModelConfig
+from registry.policies import DEFAULT
+from registry.values import Server as CatalogServer
+from routing import order
 from routing.slots import entry, model_rules
+from scripting.keys import Keys
+from scripting.scripts import Command, Scripts
 from tests.support.valkey import NoValkey, Valkey
 
 START_MS = 1_800_000_000_000
@@ -88,15 +88,17 @@ class Job:
     model: str = "zimg"
     tenant: str = "default"
     created: int = START_MS
-    needs: str = ""
+    constraints: str = ""
 
     @property
     def lane(self) -> str:
-        return order.lane(Waiting(self.id, self.seq, self.model, self.tier, self.tenant, self.created, self.needs))
+        return order.lane(
+            Waiting(self.id, self.seq, self.model, self.tier, self.tenant, self.created, self.constraints)
+        )
 
     @property
     def args(self) -> list[Any]:
-        return [self.lane, self.needs, self.seq, self.id, self.created]
+        return [self.lane, self.constraints, self.seq, self.id, self.created]
 
 
 a = Job
@@ -223,12 +225,13 @@ class Room:
         self.open()
         return self
 
-    def sync(self, *servers: Server, version: int | None = None) -> str:
+    def sync(self, *servers: Server, version: int | None = None, renamed: Sequence[tuple[str, str, str]] = ()) -> str:
         self.version = self.version + 1 if version is None else version
         self.servers = servers
         args = [arg for server in servers for arg in server.args]
         rules = [text for rule in self.rules.items() for text in rule]
-        answer = self.run("sync", RECORD, self.version, len(servers), *args, *rules)[0]
+        former = [len(renamed), *(text for one in renamed for text in one)]
+        answer = self.run("sync", RECORD, self.version, len(servers), *args, *former, *rules)[0]
         while self.run("resort", 7):
             pass
         return answer
@@ -251,16 +254,16 @@ class Room:
 
     def place_on_entry(self, job: Job, limit: int = 8) -> tuple[int | None, int | None]:
         """Jobs ahead of one that comes in, and the mean slot time, as they are told with its entry."""
-        _, _, ahead, run_ms = self.run("enqueue", *self._offering(limit, ROOM), 1, *job.args)
+        _, ahead, run_ms = self.run("enter", *self._offering(limit, ROOM), *job.args)
         return ahead, run_ms
 
     def enqueued(self, *jobs: Job, limit: int = 8, room: int = ROOM) -> tuple[int, list[Offered]]:
         args = [arg for job in jobs for arg in job.args]
-        added, rows, *_ = self.run("enqueue", *self._offering(limit, room), 0, *args)
+        added, rows, *_ = self.run("enqueue", *self._offering(limit, room), *args)
         return added, [Offered(*row) for row in rows]
 
-    def offer(self, limit: int = 256, room: int = ROOM, taker: str = "") -> list[Offered]:
-        return [Offered(*row) for row in self.run("offer", *self._offering(limit, room, taker))]
+    def offer(self, limit: int = 256, room: int = ROOM, claimant: str = "") -> list[Offered]:
+        return [Offered(*row) for row in self.run("offer", *self._offering(limit, room, claimant))]
 
     def keep(self, offer: Offered, *, resumes: bool = False) -> str:
         return self.run("keep", offer.job, offer.lease, OFFER_MS, int(resumes))
@@ -277,20 +280,20 @@ class Room:
         owner: str = "w1",
         *,
         back: bool = False,
-        rest_ms: int = 0,
+        cooldown_ms: int = 0,
         limit: int = 8,
         room: int = ROOM,
-        taker: str = "",
+        claimant: str = "",
         outcome: str = "",
         breaker: tuple[float, ...] = BREAKER,
     ) -> tuple[str, list[Offered]]:
-        args = [offer.job, offer.lease, owner, int(back), rest_ms, outcome, *breaker, BUSY_MAX_MS]
-        released, rows = self.run("release", *args, *[""] * 3, *self._offering(limit, room, taker))
+        args = [offer.job, offer.lease, owner, int(back), cooldown_ms, outcome, *breaker, BUSY_MAX_MS]
+        released, rows = self.run("release", *args, *[""] * 3, *self._offering(limit, room, claimant))
         return "released" if released else "lost", [Offered(*row) for row in rows]
 
     def held(self) -> list[list[str]]:
         """All leases: job, lease, owner, slot of each."""
-        return [held for held, _ in self.run("held")]
+        return [held for held, _ in self.run("leases")]
 
     def expired(self, limit: int = 256) -> list[list[str]]:
         return self.run("expired", limit)
@@ -303,7 +306,9 @@ class Room:
 
     def restore(self, *leases: tuple[Job, str, str, str]) -> int:
         """Each: job, lease, owner, slot."""
-        args = [arg for job, *held in leases for arg in (job.id, *held, job.lane, job.needs, job.seq, job.created)]
+        args = [
+            arg for job, *held in leases for arg in (job.id, *held, job.lane, job.constraints, job.seq, job.created)
+        ]
         return self.run("restore", LEASE_MS, *args)
 
     def withdraw(self, job: Job) -> str:
@@ -311,11 +316,11 @@ class Room:
 
     def position(self, job: Job) -> list[Any]:
         """Place and, of one that waits, jobs ahead."""
-        place, ahead, *_ = self.run("wait_facts", job.id, job.created, job.lane, 0)
+        place, ahead, *_ = self.run("queue_status", job.id, job.created, job.lane, 0)
         return [place, ahead] if place == "waiting" else [place]
 
     def rest(self, server: str, first_ms: int, max_ms: int = 30_000) -> list[int]:
-        return self.run("rest", server, first_ms, max_ms)
+        return self.run("cool_down", server, first_ms, max_ms)
 
     def drain(self, limit: int = 1000) -> list[str]:
         """Give the first free slot to one job after another until none is left; answers the jobs in order."""
@@ -326,9 +331,9 @@ class Room:
             _, offers = self.release(offers[0], "", limit=1)
         return order_of_jobs
 
-    def _offering(self, limit: int, room: int, taker: str = "") -> list[Any]:
+    def _offering(self, limit: int, room: int, claimant: str = "") -> list[Any]:
         self._prefixes += 1
-        return [f"p{self._prefixes}", limit, room, OFFER_MS, taker, LEASE_MS]
+        return [f"p{self._prefixes}", limit, room, OFFER_MS, claimant, LEASE_MS]
 
 
 def _plain(answer: Any) -> Any:

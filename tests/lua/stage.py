@@ -10,32 +10,33 @@ from typing import Any, cast
 import pytest
 from redis import Redis
 
+from admission.admission import Admission
+from admission.submission import Submission
+from database.db import Database
+from dispatch.dispatcher import ActiveRun, Dispatcher, Settled
+from dispatch.outcome import Kind, Outcome
+from dispatch.verdict import judge
 from insight.estimates import Estimates
 from insight.explain import explain
 from insight.forecasts import Forecasts
-from jobs.catalog import Catalog
-from jobs.db import Database
 from jobs.record import Job, Waiting
 from jobs.states import State
 from jobs.store import Error, Moved, Store
-from jobs.tenants import Tenant
-from routing import reconcile
-from routing.admission import Admission
+from registry.cache import CatalogCache
+from registry.catalog import Catalog
+from registry.tenants import Tenant
 from routing.config import RoutingSettings
-from routing.dispatcher import Dispatcher, Settled, Task
-from routing.fleet import Fleet
-from routing.keys import Keys
 from routing.leases import Leases, Renewal
-from routing.outcome import Kind, Outcome
-from routing.policies.identity import ServerReport
-from routing.policies.verdict import judge
 from routing.queues import Offer, Queues
-from routing.scripts import Scripts, connect
 from routing.slots import Slots
-from routing.submission import Submission
+from scripting.keys import Keys
+from scripting.scripts import Scripts, connect
 from tests.lua.room import FRAGMENTS, Room, client, valkey
 from tests.support.builders import T0
 from tests.support.valkey import free_port
+from upkeep import reconcile
+from upkeep.identity import ServerReport
+from upkeep.rooms import depths
 
 __all__ = ["client", "valkey"]
 
@@ -78,33 +79,34 @@ class Stage:
         self.told = Recorder()
         self.room = Room(redis)
         self.dispatcher = self.a_dispatcher(redis)
-        self.told.count_taken = lambda: self.dispatcher.queues.depths("zimg").taken
+        self.told.count_taken = lambda: depths(self.dispatcher.queues.scripts, "zimg").taken
         self._names = iter(f"j{n}" for n in range(10_000))
         self.set_clock(T0)
         for module in (
-            "routing.dispatcher",
-            "routing.reconcile.reaper",
-            "routing.reconcile.servers",
-            "routing.reconcile.timekeeping",
-            "insight.audit",
+            "dispatch.dispatcher",
+            "upkeep.reconcile.reaper",
+            "upkeep.reconcile.servers",
+            "upkeep.reconcile.timekeeping",
+            "upkeep.reconcile.departures",
+            "insight.invariants",
             "insight.estimates",
-            "routing.draining",
-            "routing.runs",
+            "upkeep.draining",
+            "upkeep.runs",
         ):
             monkeypatch.setattr(f"{module}.now_ms", lambda: self.now)
 
     def a_dispatcher(self, redis: Redis) -> Dispatcher:
         """Another process, so to say: its own copy of the catalog, the same record."""
         scripts = Scripts(redis, Keys("test"), FRAGMENTS)
-        fleet, queues = Fleet(self.catalog, refresh_s=0), Queues(scripts, SETTINGS)
-        estimates = Estimates(fleet, Forecasts(scripts))
+        cache, queues = CatalogCache(self.catalog, refresh_s=0), Queues(scripts, SETTINGS)
+        estimates = Estimates(cache, Forecasts(scripts))
         return Dispatcher(
             store=self.store,
-            fleet=fleet,
+            catalog=cache,
             queues=queues,
             leases=Leases(scripts, SETTINGS),
             slots=Slots(scripts, SETTINGS),
-            admission=Admission(queues, fleet, estimates, SETTINGS),
+            admission=Admission(queues, cache, estimates, SETTINGS),
             observer=estimates,
             settings=SETTINGS,
             announcer=self.told,
@@ -121,10 +123,10 @@ class Stage:
 
     # -- time, and what is lost --------------------------------------------------------------------------------
 
-    def set_clock(self, now: int) -> None:
-        self.now = now
+    def set_clock(self, now_ms: int) -> None:
+        self.now = now_ms
         for tag in (*FLEETS, "test:workers", *(f"test:rate:{tenant}" for tenant in TENANTS)):
-            self.redis.set(f"clock:{{{tag}}}", now)
+            self.redis.set(f"clock:{{{tag}}}", now_ms)
 
     def later(self, ms: int) -> None:
         self.set_clock(self.now + ms)
@@ -155,22 +157,24 @@ class Stage:
     def a(self, model: str = "zimg", **changes: Any) -> Submission:
         return Submission(**({"model": model, "payload": {"prompt": "a cat"}, "id": next(self._names)} | changes))
 
-    def start(self, owner: str = "w1") -> Task:
+    def start(self, owner: str = "w1") -> ActiveRun:
         """A worker takes the oldest wake-up."""
         task = self.dispatcher.start(self.told.offers.pop(0), owner)
         assert task is not None
         return task
 
-    def settle(self, task: Task, kind: Kind = Kind.DONE, taker: str = "", **outcome: Any) -> Settled:
+    def settle(self, task: ActiveRun, kind: Kind = Kind.DONE, claimant: str = "", **outcome: Any) -> Settled:
         """End a run as its worker would."""
-        config = self.dispatcher.fleet.model(task.run.job.model).config
+        config = self.dispatcher.catalog.model(task.run.job.model).config
         what = Outcome(kind, **outcome)
         verdict = judge(what, task.run.failures, task.run.crashes, task.run.cancel_requested, config)
         result = '{"url":"x"}' if kind is Kind.DONE else None
         error = None if kind is Kind.DONE else Error("said", "so")
-        return self.dispatcher.settle(task, verdict, result=result, error=error, wish_s=what.retry_after_s, taker=taker)
+        return self.dispatcher.settle(
+            task, verdict, result=result, error=error, retry_after_s=what.retry_after_s, claimant=claimant
+        )
 
-    def remote(self, task: Task, remote_id: str = "r-1") -> None:
+    def remote(self, task: ActiveRun, remote_id: str = "r-1") -> None:
         assert self.store.note_remote(task.run.job.id, task.run.attempt, remote_id, self.now)
 
     # -- looks -------------------------------------------------------------------------------------------------
@@ -188,11 +192,11 @@ class Stage:
         found, self.told.offers[:] = [offer.job_id for offer in self.told.offers], []
         return found
 
-    def renewal(self, task: Task) -> Renewal:
-        return self.dispatcher.leases.renew(task.held.fleet, task.held.owner, [task.held])[0]
+    def renewal(self, task: ActiveRun) -> Renewal:
+        return self.dispatcher.leases.renew(task.lease.fleet, task.lease.owner, [task.lease])[0]
 
     def free(self) -> int:
-        return self.dispatcher.queues.depths("zimg").free
+        return depths(self.dispatcher.queues.scripts, "zimg").free
 
     def run_all(self) -> list[str]:
         """Let one worker run everything, one after another; answers the jobs in the order of their starts."""
@@ -205,7 +209,7 @@ class Stage:
 
     def _find(self) -> bool:
         """The worker looks for work that no wake-up has told it of."""
-        found = [offer for fleet in FLEETS for offer in self.dispatcher.queues.offer(fleet, 1, taker="w1")]
+        found = [offer for fleet in FLEETS for offer in self.dispatcher.queues.offer(fleet, 1, claimant="w1")]
         self.told.offers += found
         return bool(found)
 

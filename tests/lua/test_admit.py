@@ -3,10 +3,11 @@
 import pytest
 from redis import Redis
 
+from admission import questions
 from routing.config import RoutingSettings
-from routing.keys import Keys
 from routing.queues import Queues
-from routing.scripts import Scripts
+from scripting.keys import Keys
+from scripting.scripts import Scripts
 from tests.lua.room import FRAGMENTS, START_MS
 
 KEY = "test:rate:acme"
@@ -29,7 +30,7 @@ class Gate:
         self.set_clock(self.now + ms)
 
     def admit(self, count: int = 1, tenant: str = "acme") -> int:
-        (wait_ms,) = self.queues.ask([self.queues.asking_rate(tenant, count, self.interval_ms, self.burst)])
+        (wait_ms,) = self.queues.ask([questions.rate(self.queues, tenant, count, self.interval_ms, self.burst)])
         return wait_ms
 
 

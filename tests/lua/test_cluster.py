@@ -8,17 +8,22 @@ import pytest
 from redis import Redis
 from redis.exceptions import ResponseError
 
+from admission import questions
 from insight.forecasts import Forecasts
+from insight.processes import Processes
+from insight.said import Place, Telling
 from routing.config import RoutingSettings
-from routing.keys import FLEET_KEYS, Keys
 from routing.queues import Queues
-from routing.scripts import Scripts, assemble, names
-from routing.signatures import Target
 from routing.workers import Workers
+from scripting.keys import FLEET_KEYS, Keys
+from scripting.scripts import Scripts, assemble, names
+from scripting.signatures import Target
+from tasks.sinks.event_stream import Entry, EventStream
 from tests.lua.room import Job, Room, Server, a
 from tests.support.valkey import NoValkey, Valkey
 
 FLEET = "org/model-7b:latest"
+NO_FLEETS = ["test:events", "test:rate:acme", "test:said:j1", "test:workers"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,7 @@ class _Strict(Scripts):
 
 
 def _b(job_id: str, seq: int, tier: int = 5) -> Job:
-    return a(job_id, seq, tier, FLEET, needs="gpu=A100")
+    return a(job_id, seq, tier, FLEET, constraints="gpu=A100")
 
 
 def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
@@ -72,6 +77,7 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.open() == "opened"
     one, two = room.enqueue(_b("j1", 1), _b("j2", 2), _b("j3", 3), _b("urgent", 4, 1))
     assert room.claim(one) == "claimed" and room.renew("w1", one) == ["renewed"]
+    assert room.run("swaps", one.job, one.lease) == 1
     assert room.position(_b("j3", 3)) == ["waiting", 1]
     assert room.run("backlog", f"default|{FLEET}") == [2, 2, None, 0]
     assert room.run("variety", f"default|{FLEET}", f"d1|{FLEET}") == [2, 2]
@@ -80,7 +86,7 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.claim(two) == "claimed"
     assert room.withdraw(_b("j3", 3)) == "withdrawn" and room.withdraw(_b("j1", 1)) == "asked"
     assert room.seize(two, "w1", "", only_expired=False) == "seized"
-    answer, (following,) = room.release(one, back=True, taker="w1")
+    answer, (following,) = room.release(one, back=True, claimant="w1")
     assert (answer, following.job, following.owner) == ("released", "urgent", "w1")
     assert room.release(following)[0] == "released"
     assert room.expired() == []
@@ -93,10 +99,14 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.offer() == []
     assert room.keep(two._replace(lease="seized")) == "kept"
     assert room.restore((_b("back", 9), "p9-1", "w2", "elsewhere-slot0")) == 1
-    assert strict.run(Queues(strict, RoutingSettings()).asking_rate("acme", 1, 100, 5)) == 0
+    assert strict.run(questions.rate(Queues(strict, RoutingSettings()), "acme", 1, 100, 5)) == 0
     assert Forecasts(strict).started([(FLEET, FLEET, "j1", 0)]) == [False]
     assert Workers(strict).say("w1", 3) == 3
+    assert strict.run(Telling(strict).telling("j1", Place(1, 1), "{}", 9)) == 0
+    assert EventStream(strict, 9).add(0, [Entry(1, "{}")]) == 1
+    assert Processes(strict).all() == []
     assert room.run("reset", "server", "gpu-slot3") == 0
+    assert room.place_on_entry(_b("last", 10)) == (0, None)
     assert room.run("close", room.version) == "closed" and room.open() == "opened"
     assert strict.ran == set(names())
 
@@ -106,7 +116,7 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
 def _check_keys(cluster: Redis) -> None:
     """Every key of a fleet carries its hash tag; only a tenant's rate and the list of workers belong to none."""
     found = [key.decode() for key in cluster.scan_iter() if not key.startswith(b"clock:")]
-    assert sorted(key for key in found if f"{{{FLEET}}}" not in key) == ["test:rate:acme", "test:workers"]
+    assert sorted(key for key in found if f"{{{FLEET}}}" not in key) == NO_FLEETS
     assert {key.split("}:")[1].split(":")[0] for key in found if "}" in key} <= set(FLEET_KEYS)
 
 

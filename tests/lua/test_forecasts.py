@@ -10,8 +10,8 @@ from redis.exceptions import RedisError
 from insight import forecasts
 from insight.forecasts import Forecasts
 from insight.interval import KEPT, MOST, Estimate, Memory, Promise, Seen
-from routing.keys import Keys
-from routing.scripts import Scripts
+from scripting.keys import Keys
+from scripting.scripts import Scripts
 from tests.lua.room import START_MS
 from tests.support.learning import learn
 from tests.support.queueing import DAY, Load, lognormal, simulate, swing

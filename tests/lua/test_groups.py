@@ -2,7 +2,7 @@
 
 import pytest
 
-from routing.policies import order
+from admission.questions import asked_class
 from tests.lua.room import RECORD, Room, Server, a
 
 SMALL, LARGE = Server("small", attributes={"memory": 40}), Server("large", attributes={"memory": 80})
@@ -10,7 +10,7 @@ POLICIES = pytest.mark.parametrize("policy", ["priority", "fair"])
 
 
 def asks(job: str, seq: int, memory: int, tenant: str = "default", tier: int = 5):
-    return a(job, seq, tier, tenant=tenant, needs=f"memory>={memory}")
+    return a(job, seq, tier, tenant=tenant, constraints=f"memory>={memory}")
 
 
 def calls_of(room: Room, act) -> int:
@@ -87,7 +87,7 @@ def test_a_job_is_never_offered_where_its_needs_are_not_met_though_nobody_has_lo
     room.with_servers(Server("gpu", attributes={"memory": 80}))
     (held,) = room.enqueue(asks("j1", 1, 60), asks("j2", 2, 60))
     room.version += 1
-    room.run("sync", RECORD, room.version, 1, *Server("gpu", attributes={"memory": 40}).args)
+    room.run("sync", RECORD, room.version, 1, *Server("gpu", attributes={"memory": 40}).args, 0)
     assert room.release(held, "") == ("released", [])
 
 
@@ -118,7 +118,7 @@ def test_what_waits_of_a_tenant_is_counted_whether_a_server_meets_it_or_not(room
 
 def test_different_constraints_are_counted_once_whoever_has_them(room):
     room.enqueue(asks("a1", 1, 1, "a"), asks("a2", 2, 2, "a", 1), asks("a3", 3, 2, "a", 9), asks("b1", 4, 3, "b"))
-    known, new = (order.asked_class("zimg", f"memory>={n}") for n in (3, 4))
+    known, new = (asked_class("zimg", f"memory>={n}") for n in (3, 4))
     assert room.run("variety", "a|zimg") == [2, 3]
     assert room.run("variety", "a|zimg", known) == [3, 3]
     assert room.run("variety", "a|zimg", known, new, new) == [4, 4]

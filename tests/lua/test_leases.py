@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from routing.scripts import Command
 from routing.workers import Workers
+from scripting.scripts import Command
 from tests.lua.room import LEASE_MS, OFFER_MS, START_MS, Offered, Room, Server, a
 
 
@@ -51,6 +51,7 @@ def test_an_offer_takes_the_job_and_the_slot_together(room, offer):
         "offer": "1",
         "since": str(START_MS),
         "charged": "0",
+        "swap": "1",  # nobody knows what the server had before
     }
 
 
@@ -115,18 +116,18 @@ def test_a_worker_that_goes_on_with_the_next_job_needs_no_room(room):
     room.with_slots(3)
     (mine,) = room.enqueue(a("j1", 1), a("j2", 2), a("j3", 3), room=1)
     room.claim(mine)
-    _, offers = room.release(mine, taker="w1", room=0)
+    _, offers = room.release(mine, claimant="w1", room=0)
     assert [(it.job, it.owner) for it in offers] == [("j2", "w1")]
 
 
 def test_the_oldest_open_offer_is_taken_before_any_newer_job(room):
     room.with_slots(3)
     room.enqueue(a("j1", 1), a("j2", 2), a("j3", 3), a("urgent", 4, tier=1), limit=2)
-    first = room.offer(1, room=0, taker="w1")
+    first = room.offer(1, room=0, claimant="w1")
     assert [(it.job, it.owner, room.lease_of(it.job)["owner"]) for it in first] == [("urgent", "w1", "w1")]
     assert room.expiry_of("urgent") == room.now + LEASE_MS
-    assert [it.job for it in room.offer(2, room=0, taker="w1")] == ["j1"], "nobody else has room"
-    assert [it.job for it in room.offer(1, room=0, taker="w1")] == ["j2"], "none is open, so the next is made"
+    assert [it.job for it in room.offer(2, room=0, claimant="w1")] == ["j1"], "nobody else has room"
+    assert [it.job for it in room.offer(1, room=0, claimant="w1")] == ["j2"], "none is open, so the next is made"
 
 
 def test_what_is_offered_again_is_the_oldest_of_all(room):
@@ -134,7 +135,7 @@ def test_what_is_offered_again_is_the_oldest_of_all(room):
     _, two = room.enqueue(a("j1", 1), a("j2", 2))
     room.claim(two)
     room.seize(two, "w1", "", new_lease="s1", only_expired=False)
-    assert [it.job for it in room.offer(1, taker="w2")] == ["j2"]
+    assert [it.job for it in room.offer(1, claimant="w2")] == ["j2"]
 
 
 def test_an_open_offer_is_kept_in_its_slot(room, offer):
@@ -263,7 +264,7 @@ def test_a_release_frees_the_slot_and_forgets_the_job(room, held):
 @pytest.mark.parametrize(("owner", "wrong"), [("w2", {}), ("", {}), ("w1", {"lease": "p0-9"}), ("w1", {"job": "x"})])
 @pytest.mark.parametrize("back", [True, False])
 def test_nobody_else_releases(room, held, owner, wrong, back):
-    unchanged(room, lambda: room.release(held._replace(**wrong), owner, back=back, rest_ms=9), ("lost", []))
+    unchanged(room, lambda: room.release(held._replace(**wrong), owner, back=back, cooldown_ms=9), ("lost", []))
 
 
 def test_a_late_release_does_not_free_the_next_holders_slot(room, held):
@@ -296,7 +297,7 @@ def test_only_the_first_offer_goes_straight_to_the_taker(room):
     room.claim(held)
     room.enqueue(a("n1", 2), a("n2", 3))
     room.sync(Server("gpu", 2))
-    _, offers = room.release(held, taker="w1")
+    _, offers = room.release(held, claimant="w1")
     assert [(it.job, it.owner) for it in offers] == [("n1", "w1"), ("n2", "")]
     assert room.expiry_of("n1") == START_MS + LEASE_MS and room.expiry_of("n2") == START_MS + OFFER_MS
     assert room.claim(offers[0], "w2") == "lost" and room.renew("w1", offers[0]) == ["renewed"]
@@ -312,7 +313,7 @@ def test_a_release_that_came_too_late_makes_offers_all_the_same(room, held):
 
 def test_a_slot_that_rests_is_offered_after_its_rest_and_not_before(room, held):
     room.enqueue(a("next", 2))
-    assert room.release(held, back=True, rest_ms=500) == ("released", [])
+    assert room.release(held, back=True, cooldown_ms=500) == ("released", [])
     room.later(499)
     assert room.offer() == []
     room.later(1)
@@ -344,7 +345,7 @@ def test_held_names_every_lease_with_the_time_that_it_lasts_and_writes_nothing(r
     room.claim(one, "w1")
     room.later(5)
     before = room.dump()
-    assert room.run("held") == [
+    assert room.run("leases") == [
         [["j1", one.lease, "w1", one.slot], LEASE_MS - 5],
         [["j2", two.lease, "", two.slot], OFFER_MS - 5],
     ]
@@ -470,7 +471,7 @@ def test_lease_1_a_job_and_a_slot_have_at_most_one_lease_whatever_happens(room, 
                 room.claim(draw.choice(known), draw.choice(("w1", "w2")))
             case 3 | 4 if known:
                 back, owner = draw.random() < 0.5, draw.choice(("", "w1", "w2"))
-                known += room.release(draw.choice(known), owner, back=back, rest_ms=draw.choice((0, 50)))[1]
+                known += room.release(draw.choice(known), owner, back=back, cooldown_ms=draw.choice((0, 50)))[1]
             case 5 if known:
                 room.seize(draw.choice(known), draw.choice(("", "w1")), "w2", new_lease=f"s{step}", only_expired=False)
             case 6:

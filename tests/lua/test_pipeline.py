@@ -11,10 +11,10 @@ from redis.exceptions import ConnectionError as Broken
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as Silent
 
-from routing.keys import Keys
-from routing.pipeline import Pipeline
-from routing.scripts import Command, Scripts
-from routing.signatures import pack
+from scripting.keys import Keys
+from scripting.pipeline import Pipeline
+from scripting.scripts import Command, Scripts
+from scripting.signatures import pack
 from tests.support.valkey import Valkey
 
 KEYS = Keys("test")

@@ -5,9 +5,9 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from jobs.config import ModelConfig
-from jobs.policies import POLICIES
-from routing.policies.order import longest_overtaking_s
+from insight.overtaking import longest_overtaking_s
+from registry.config import ModelConfig
+from registry.policies import POLICIES
 from tests.lua import policies
 from tests.lua.room import START_MS, Job, Offered, Room, Server, a, a_config
 
@@ -352,7 +352,7 @@ T4 = Server("small", 1, attributes={"gpu": "T4", "memory": 16.0, "region": "us",
 
 
 @pytest.mark.parametrize(
-    ("needs", "where"),
+    ("constraints", "where"),
     [
         ("", {"big", "small"}),
         ("gpu=A100", {"big"}),
@@ -367,15 +367,17 @@ T4 = Server("small", 1, attributes={"gpu": "T4", "memory": 16.0, "region": "us",
         ("version=2", {"small"}),
     ],
 )
-def test_a_job_is_offered_only_where_its_needs_are_met(room, needs, where):
+def test_a_job_is_offered_only_where_its_needs_are_met(room, constraints, where):
     room.with_servers(A100, T4)
-    found = {offer.server for offer in room.enqueue(a("j1", 1, needs=needs), a("j2", 2, needs=needs))}
+    found = {
+        offer.server for offer in room.enqueue(a("j1", 1, constraints=constraints), a("j2", 2, constraints=constraints))
+    }
     assert found == where
 
 
 def test_a_job_that_nobody_can_take_now_does_not_hold_up_those_behind_it(room):
     room.with_servers(A100, T4)
-    room.enqueue(a("first", 1, needs="gpu=A100"), a("stuck", 2, 1, needs="gpu=A100"), a("free to go", 3))
+    room.enqueue(a("first", 1, constraints="gpu=A100"), a("stuck", 2, 1, constraints="gpu=A100"), a("free to go", 3))
     assert room.taken() == {"big-slot0": "stuck", "small-slot0": "free to go"}
     assert room.waiting() == ["first"]
 
@@ -388,7 +390,7 @@ def test_of_equal_servers_the_less_loaded_is_chosen(room):
 
 def test_a_server_whose_runs_fail_is_chosen_last_until_that_is_long_ago(room):
     room.with_servers(Server("bad", 1), Server("good", 1))
-    (offer,) = room.enqueue(a("j1", 1, needs=""), limit=1)
+    (offer,) = room.enqueue(a("j1", 1, constraints=""), limit=1)
     room.release(offer, "", outcome="failed")
     for n in range(2, 6):
         (following,) = room.enqueue(a(f"j{n}", n))
@@ -467,6 +469,43 @@ def test_once_it_is_its_turn_a_job_is_passed_over_no_longer_than_the_affinity(ro
     assert affinity_s * SECOND <= room.now - came <= affinity_s * SECOND + 1000
 
 
+def swaps(room: Room, offer: Offered) -> bool:
+    return bool(room.run("swaps", offer.job, offer.lease))
+
+
+def test_a_server_changes_its_model_if_its_last_job_was_of_another_or_is_not_known(room):
+    room.configure("m0", affinity=0).configure("m1", affinity=0)
+    room.with_servers(Server("only", 1, models=("m0", "m1")))
+    found = []
+    for seq, model in enumerate(("m0", "m0", "m1", "m1", "m0"), 1):
+        (offer,) = room.enqueue(a(f"j{seq}", seq, model=model))
+        found.append(swaps(room, offer))
+        room.release(offer, "")
+    assert found == [True, False, True, False, True]
+
+
+def test_of_two_runs_at_once_only_the_first_of_a_model_changes_it_and_stays_the_one_that_did(room):
+    room.with_servers(Server("only", 2, models=("m0", "m1")))
+    (before,) = room.enqueue(a("j1", 1, model="m0"))
+    room.release(before, "")
+    (first,) = room.enqueue(a("j2", 2, model="m1"))
+    (second,) = room.enqueue(a("j3", 3, model="m1"))
+    assert [swaps(room, first), swaps(room, second), swaps(room, first)] == [True, False, True]
+
+
+def test_what_a_server_had_before_a_lease_that_was_written_again_is_not_known(room):
+    job = a("j", 2)
+    (before,) = room.with_slots(1).enqueue(a("i", 1))
+    room.release(before, "")
+    (offer,) = room.enqueue(job)
+    assert not swaps(room, offer)
+    assert swaps(room, offer._replace(lease="another"))
+    room.client.flushdb()
+    room.set_clock(room.now)
+    room.restore((job, offer.lease, "w1", offer.slot))
+    assert swaps(room, offer)
+
+
 # -- breakers --------------------------------------------------------------------------------------------------------
 
 
@@ -529,11 +568,11 @@ def test_a_probe_that_fails_opens_the_breaker_for_twice_as_long(room):
         assert room.release(probe, "", outcome="failed", back=True) == ("released", [])
 
 
-@pytest.mark.parametrize("needs", ["", "gpu=A100"])
-def test_a_probe_is_no_job_that_failed_there_last_while_another_waits(room, needs):
+@pytest.mark.parametrize("constraints", ["", "gpu=A100"])
+def test_a_probe_is_no_job_that_failed_there_last_while_another_waits(room, constraints):
     room.with_servers(Server("gpu", attributes={"gpu": "A100"}))
     fail(room, 3)
-    room.enqueue(*[a(f"f{n}", n) for n in range(1, 4)], a("good", 99, 9, tenant="other", needs=needs))
+    room.enqueue(*[a(f"f{n}", n) for n in range(1, 4)], a("good", 99, 9, tenant="other", constraints=constraints))
     room.later(5000)
     assert [offer.job for offer in room.offer()] == ["good"]
 

@@ -9,12 +9,20 @@ from redis.asyncio import connection as live
 from redis.exceptions import ResponseError
 
 from routing.config import RoutingSettings
-from routing.keys import FORMAT, Keys
 from routing.queues import Queues
-from routing.scripts import Scripts, assemble, connect, connection_for, names, source
+from scripting.keys import FORMAT, Keys
+from scripting.scripts import (
+    Scripts,
+    assemble,
+    connect,
+    connection_for,
+    names,
+    source,
+)
 from tests.house.test_lua_headers import called_functions
 from tests.lua.room import CLOCK, FRAGMENTS, Room, a
 from tests.support.valkey import Valkey
+from upkeep.rooms import depths, depths_of
 
 
 @pytest.fixture
@@ -37,7 +45,7 @@ def test_a_script_is_sent_once_and_then_named_by_its_hash(client: Redis):
     client.function_flush()
     client.config_resetstat()
     for _ in range(3):
-        queues.depths("zimg")
+        depths(queues.scripts, "zimg")
     calls = client.info("commandstats")
     assert calls["cmdstat_function|load"]["calls"] == 1
     assert calls["cmdstat_fcall"]["calls"] == 4, "the first finds no function"
@@ -49,7 +57,7 @@ def test_a_redis_that_forgot_the_scripts_is_told_them_again(client: Redis):
     client.function_flush()
     assert room.run("depths")[1] == 1
     client.function_flush()
-    assert len(Queues(room.scripts, RoutingSettings()).depths_of(["zimg", "flux"])) == 2
+    assert len(depths_of(room.scripts, ["zimg", "flux"])) == 2
     assert room.offer() == []
 
 
@@ -86,7 +94,7 @@ def test_a_full_redis_takes_no_new_jobs_and_lets_those_that_it_has_go_on(own_val
         with pytest.raises(ResponseError, match="maxmemory"):
             room.enqueue(a("j3", 3))
         assert room.claim(held, "w0") == "lost" and room.renew("w0", held) == ["renewed"]
-        answer, (following,) = room.release(held, "w0", taker="w1")
+        answer, (following,) = room.release(held, "w0", claimant="w1")
         assert (answer, following.job) == ("released", "j2")
         assert room.run("depths")[0] == 1
 

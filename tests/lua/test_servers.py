@@ -76,12 +76,12 @@ def test_a_server_that_is_not_online_gets_nothing(room, state):
 
 
 @pytest.mark.parametrize("state", ["paused", "draining"])
-@pytest.mark.parametrize("rest_ms", [0, 500])
-def test_a_slot_freed_on_a_server_that_is_not_online_is_offered_when_it_is_again(room, state, rest_ms):
+@pytest.mark.parametrize("cooldown_ms", [0, 500])
+def test_a_slot_freed_on_a_server_that_is_not_online_is_offered_when_it_is_again(room, state, cooldown_ms):
     room.with_slots(1)
     (held,) = room.enqueue(a("j1", 1), a("j2", 2))
     room.sync(Server("gpu", 1, state))
-    assert room.release(held, "", rest_ms=rest_ms) == ("released", [])
+    assert room.release(held, "", cooldown_ms=cooldown_ms) == ("released", [])
     room.later(1000)
     assert room.offer() == []
     room.sync(Server("gpu", 1))
@@ -182,7 +182,7 @@ def test_slot_2_all_slots_of_a_server_are_found_however_many_others_became_free_
     large = Server("large", 2, attributes={"memory": 80})
     room.with_servers(large, *[Server(f"small{n}") for n in range(between)])
     room.client.zadd(room.key("free"), {"large-slot0": START_MS - 1, "large-slot1": START_MS + 1})
-    offers = room.enqueue(a("any", 1), a("choosy", 2, needs="memory>=80"))
+    offers = room.enqueue(a("any", 1), a("choosy", 2, constraints="memory>=80"))
     assert [it.slot for it in offers] == ["large-slot0", "large-slot1"]
 
 
@@ -320,16 +320,16 @@ def test_a_slot_whose_server_is_busy_is_tried_less_and_less_often(room):
     room.enqueue(a("j1", 1), limit=1)
     (held,) = room.held()
     offer = Offered(held[0], held[1], held[3], "gpu", "zimg", 0, "")
-    for rest_ms in (500, 1000, 2000, 4000, 8000, 16_000, 30_000, 30_000):
-        room.release(offer, "", back=True, rest_ms=500, outcome="busy", limit=0)
+    for cooldown_ms in (500, 1000, 2000, 4000, 8000, 16_000, 30_000, 30_000):
+        room.release(offer, "", back=True, cooldown_ms=500, outcome="busy", limit=0)
         room.client.zrem(room.key("free"), "gpu-slot1" if offer.slot == "gpu-slot0" else "gpu-slot0")
-        room.later(rest_ms - 1)
+        room.later(cooldown_ms - 1)
         assert room.offer() == []
         room.later(1)
         (offer,) = room.offer()
     room.release(offer, "", back=True, outcome="ok", limit=0)
     (offer,) = room.offer()
-    room.release(offer, "", back=True, rest_ms=500, outcome="busy", limit=0)
+    room.release(offer, "", back=True, cooldown_ms=500, outcome="busy", limit=0)
     room.later(500)
     assert len(room.offer()) == 1, "after a run that went well it begins anew"
 

@@ -8,11 +8,11 @@ from redis import Redis
 
 from jobs.record import Waiting
 from routing.config import RoutingSettings
-from routing.keys import Keys
-from routing.leases import Held, Leases
+from routing.leases import Lease, Leases
 from routing.queues import Offer, Queues
-from routing.scripts import Scripts
 from routing.slots import Slots
+from scripting.keys import Keys
+from scripting.scripts import Scripts
 from tests.lua.room import FRAGMENTS
 from tests.unit.simulate.scenarios import POLICIES, T0, a_catalog, a_scenario, poisson
 from trials.simulate import Scenario, run
@@ -44,7 +44,7 @@ class Plain:
             self.go_on(arrival.at_ms)
             self.clock(arrival.at_ms)
             job = Waiting(
-                str(number), number, arrival.model, arrival.tier, arrival.tenant, arrival.at_ms, arrival.needs
+                str(number), number, arrival.model, arrival.tier, arrival.tenant, arrival.at_ms, arrival.constraints
             )
             for offer in self.enqueue(job):
                 claimed = self.leases.claim(offer, "w1")
@@ -58,25 +58,25 @@ class Plain:
         while self.ends and (till_ms is None or self.ends[0][0] <= till_ms):
             now, _, ended = heapq.heappop(self.ends)
             self.clock(now)
-            held = Held(FLEET, ended.job_id, ended.lease, ended.owner, ended.slot)
-            released, offers = self.leases.release(held, back=False, taker="w1", outcome="ok")
+            held = Lease(FLEET, ended.job_id, ended.lease, ended.owner, ended.slot)
+            released, offers = self.leases.release(held, back=False, claimant="w1", outcome="ok")
             assert released
             for offer in offers:
                 assert offer.owner == "w1"
                 self.start(offer, now)
 
-    def start(self, offer: Offer, now: int) -> None:
+    def start(self, offer: Offer, now_ms: int) -> None:
         number = int(offer.job_id)
-        end = now + self.scenario.arrivals[number - 1].run_ms
+        end = now_ms + self.scenario.arrivals[number - 1].run_ms
         assert number not in self.runs
-        self.runs[number] = (now, end, offer.slot)
+        self.runs[number] = (now_ms, end, offer.slot)
         heapq.heappush(self.ends, (end, offer.job_id, offer))
 
     def enqueue(self, job: Waiting) -> list[Offer]:
         return self.queues.enqueue(FLEET, [job])
 
-    def clock(self, now: int) -> None:
-        self.redis.set(f"clock:{{{FLEET}}}", now)
+    def clock(self, now_ms: int) -> None:
+        self.redis.set(f"clock:{{{FLEET}}}", now_ms)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

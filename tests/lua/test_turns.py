@@ -38,7 +38,7 @@ def scarce(room: Room) -> Room:
 
 
 def rare(job: str, seq: int, tenant: str, tier: int = 5) -> Job:
-    return a(job, seq, tier, tenant=tenant, needs="gpu=A100")
+    return a(job, seq, tier, tenant=tenant, constraints="gpu=A100")
 
 
 def others_go_on(room: Room) -> None:
@@ -233,7 +233,7 @@ def test_a_probe_that_goes_on_elsewhere_leaves_no_server_behind_that_seems_to_be
     room.later(5 * SECOND)
     (probe,) = room.offer()
     room.sync(Server("a", 1), Server("b", 1))
-    _, (elsewhere,) = room.release(probe, "", back=True, rest_ms=500, outcome="busy")
+    _, (elsewhere,) = room.release(probe, "", back=True, cooldown_ms=500, outcome="busy")
     assert (elsewhere.job, elsewhere.server) == ("j1", "b")
     room.later(500)
     assert [(it.job, it.server) for it in room.enqueue(a("j2", 12))] == [("j2", "a")]
@@ -246,7 +246,7 @@ def crowd(count: int, policy: str) -> list[Job]:
     """So many tenants with a job each, and one with few jobs that need something special."""
     draw = random.Random(6)
     jobs = [a(f"j{n}", n, draw.randint(1, 9), tenant=f"t{n}", created=START_MS + n) for n in range(1, count)]
-    return jobs + [a(f"special{n}", count + n, 5, tenant="special", needs="gpu=A100") for n in range(200)]
+    return jobs + [a(f"special{n}", count + n, 5, tenant="special", constraints="gpu=A100") for n in range(200)]
 
 
 @pytest.mark.parametrize("policy", ["fifo", "priority"])
@@ -263,7 +263,7 @@ def test_the_position_among_very_many_lanes_is_estimated_well(room, policy, coun
 
 def test_a_position_looks_at_a_bounded_number_of_lanes_however_many_classes_there_are(room):
     room.configure(policy="fifo").sync(Server("gpu", attributes={"memory": 300}))
-    jobs = [a(f"j{n}", n, 1 + n % 9, tenant=f"t{n % 7}", needs=f"memory>={n % 300}") for n in range(5400)]
+    jobs = [a(f"j{n}", n, 1 + n % 9, tenant=f"t{n % 7}", constraints=f"memory>={n % 300}") for n in range(5400)]
     room.enqueue(*jobs, limit=0)
     room.client.config_resetstat()
     assert abs(room.position(jobs[-1])[1] - 5399) <= 270

@@ -22,8 +22,8 @@ from hypothesis.stateful import (
 )
 from redis import Redis
 
-from jobs.record import Server as CatalogServer
-from routing.policies.placement import meets
+from admission.placement import meets
+from registry.values import Server as CatalogServer
 from tests.lua.room import Job, Offered, Room, Server
 from tests.properties.search import search
 
@@ -34,7 +34,7 @@ SERVERS = {
     "gpu-slot3": Server("gpu-slot3", 1, models=("zimg",)),
     "x.y": Server("x.y", 2, models=("flux",), attributes={"gpu": "T4", "flux:gpu": "A100"}),
 }
-NEEDS = ("", "gpu=A100")
+CONSTRAINTS = ("", "gpu=A100")
 SHARE = 1 << 49
 
 chosen = st.sampled_from
@@ -120,12 +120,12 @@ class PoliciesMachine(RuleBasedStateMachine):
         model=chosen(MODELS),
         tenant=chosen(TENANTS),
         tier=chosen((1, 5, 9)),
-        needs=chosen(NEEDS),
+        constraints=chosen(CONSTRAINTS),
         count=st.integers(1, 3),
         limit=chosen((0, 8, 8)),
     )
-    def enqueue(self, model, tenant, tier, needs, count, limit):
-        self._took(self.room.enqueue(*[self._job(model, tenant, tier, needs) for _ in range(count)], limit=limit))
+    def enqueue(self, model, tenant, tier, constraints, count, limit):
+        self._took(self.room.enqueue(*[self._job(model, tenant, tier, constraints) for _ in range(count)], limit=limit))
         self.filled = limit > 0
 
     @rule()
@@ -141,7 +141,7 @@ class PoliciesMachine(RuleBasedStateMachine):
         if not back:
             del self.jobs[offer.job]
         answer, offers = self.room.release(
-            offer, offer.owner, back=back, rest_ms=500 if outcome == "busy" else 0, outcome=outcome
+            offer, offer.owner, back=back, cooldown_ms=500 if outcome == "busy" else 0, outcome=outcome
         )
         assert answer == "released"
         self._took(offers)
@@ -300,7 +300,7 @@ class PoliciesMachine(RuleBasedStateMachine):
             marks[f"{tenant}|{model}"].add(f"{tier}|{digest}")
         assert {name: set(at.scores(f"classes:{name}")) for name in at.below("classes:")} == by_class
         assert {name: text.split("\n")[1] for name, text in at.hash("classes").items()} == {
-            name: NEEDS[name[0] != "|"] for name in by_class
+            name: CONSTRAINTS[name[0] != "|"] for name in by_class
         }
         found = {name: at.members(f"lanes:{name}") for name in at.below("lanes:") if name.count("|") == 1}
         assert found == marks
@@ -314,8 +314,8 @@ class PoliciesMachine(RuleBasedStateMachine):
         there = [SERVERS[name] for name, state in self.servers.items() if state != "gone"]
         members = {}
         for name in classes:
-            needs, model = NEEDS[name[0] != "|"], name.split("|")[1]
-            if needs and any(model in it.models and meets(needs, _declared(it), model) for it in there):
+            constraints, model = CONSTRAINTS[name[0] != "|"], name.split("|")[1]
+            if constraints and any(model in it.models and meets(constraints, _declared(it), model) for it in there):
                 lanes = at.scores(f"classes:{name}")
                 first = min(lanes, key=lambda lane: (lanes[lane], lane))
                 members[f"{first[0]}|{name}"] = lanes[first]
@@ -369,7 +369,7 @@ class PoliciesMachine(RuleBasedStateMachine):
             runs = self.configs[model].state in ("online", "draining") and self._lets(at, f"model:{model}", probing)
             for name in free if runs and key != inf else ():
                 server = SERVERS[name]
-                fits = model in server.models and meets(NEEDS[digest != ""], _declared(server), model)
+                fits = model in server.models and meets(CONSTRAINTS[digest != ""], _declared(server), model)
                 probing = {job for job, lease in leases.items() if lease["slot"].startswith(f"{name}-slot")}
                 assert not (fits and self._lets(at, f"server:{name}", probing)), (lane, name)
 
@@ -382,9 +382,9 @@ class PoliciesMachine(RuleBasedStateMachine):
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
-    def _job(self, model: str, tenant: str, tier: int, needs: str) -> Job:
+    def _job(self, model: str, tenant: str, tier: int, constraints: str) -> Job:
         self.names += 1
-        job = Job(f"j{self.names}", self.names, tier, model, tenant, self.room.now, needs)
+        job = Job(f"j{self.names}", self.names, tier, model, tenant, self.room.now, constraints)
         self.jobs[job.id] = job
         return job
 

@@ -22,8 +22,8 @@ from hypothesis.stateful import (
 )
 from redis import Redis
 
-from jobs.catalog import Model as CatalogModel
-from jobs.config import ModelConfig
+from registry.catalog import Model as CatalogModel
+from registry.config import ModelConfig
 from routing.slots import model_rules
 from tests.lua.room import LEASE_MS, OFFER_MS, START_MS, Job, Offered, Room, Server
 from tests.properties.search import search
@@ -84,14 +84,14 @@ class Model:
         for slot in wanted - leased - set(self.free) - set(self.resting):
             self.free[slot] = self.now
 
-    def drop(self, lease: Lease, rest_ms: int, *, back: bool) -> None:
+    def drop(self, lease: Lease, cooldown_ms: int, *, back: bool) -> None:
         del self.leases[lease.job.id]
         if back or lease.again:
             self.waiting[lease.job.id] = lease.job
         else:
             self.gone.add(lease.job.id)
         if self.server(lease.slot) in self.online:
-            place, when = (self.resting, self.now + rest_ms) if rest_ms else (self.free, self.now)
+            place, when = (self.resting, self.now + cooldown_ms) if cooldown_ms else (self.free, self.now)
             place[lease.slot] = when
 
     def open_offers(self) -> list[Lease]:
@@ -99,14 +99,14 @@ class Model:
         found = [lease for lease in self.leases.values() if not lease.owner]
         return sorted(found, key=lambda lease: (lease.number, lease.job.id))
 
-    def expected_offers(self, limit: int, taker: str = "", room: int = 9) -> list[tuple[Job, str, str]]:
+    def expected_offers(self, limit: int, claimant: str = "", room: int = 9) -> list[tuple[Job, str, str]]:
         """(job, slot, owner) of each offer that is due: the first job that a free slot can run, there, and so on."""
         if not self.is_open:
             return []
         for slot in [slot for slot, until in self.resting.items() if until <= self.now]:
             del self.resting[slot]
             self.free[slot] = self.now
-        limit = min(limit, max(room - len(self.open_offers()), 0) + bool(taker))
+        limit = min(limit, max(room - len(self.open_offers()), 0) + bool(claimant))
         due: list[tuple[Job, str, str]] = []
         free = sorted(self.free, key=lambda slot: (self.free[slot], slot))
         taken = Counter(self.server(lease.slot) for lease in self.leases.values())
@@ -118,7 +118,7 @@ class Model:
                 free.remove(slot)
                 taken[self.server(slot)] += 1
                 loaded[self.server(slot)] = job.model
-                due.append((job, slot, "" if due else taker))
+                due.append((job, slot, "" if due else claimant))
         return due
 
     @staticmethod
@@ -176,10 +176,10 @@ class RoomMachine(RuleBasedStateMachine):
     def sweep(self, limit, room):
         return self._taken(self.room.offer(limit, room), self.model.expected_offers(limit, room=room))
 
-    @rule(target=known, limit=limits, room=rooms, taker=workers)
-    def look_for_work(self, limit, room, taker):
+    @rule(target=known, limit=limits, room=rooms, claimant=workers)
+    def look_for_work(self, limit, room, claimant):
         """The oldest open offer comes before any new one."""
-        offers, oldest = self.room.offer(limit, room, taker), self.model.open_offers()[:limit][:1]
+        offers, oldest = self.room.offer(limit, room, claimant), self.model.open_offers()[:limit][:1]
         for lease in oldest:
             first = offers.pop(0)
             assert (first.job, first.lease, first.slot, first.number) == (
@@ -188,8 +188,8 @@ class RoomMachine(RuleBasedStateMachine):
                 lease.slot,
                 lease.number,
             )
-            lease.owner, lease.expires = taker, self.model.now + LEASE_MS
-        expected = self.model.expected_offers(limit - len(oldest), "" if oldest else taker, room)
+            lease.owner, lease.expires = claimant, self.model.now + LEASE_MS
+        expected = self.model.expected_offers(limit - len(oldest), "" if oldest else claimant, room)
         return self._taken(offers, expected)
 
     @rule(offer=known, owner=workers)
@@ -220,19 +220,19 @@ class RoomMachine(RuleBasedStateMachine):
         offer=known,
         owner=owners,
         back=st.booleans(),
-        rest_ms=st.sampled_from((0, 0, 500)),
+        cooldown_ms=st.sampled_from((0, 0, 500)),
         limit=limits,
         room=rooms,
-        taker=st.sampled_from(("", "w1")),
+        claimant=st.sampled_from(("", "w1")),
     )
-    def release(self, offer, owner, back, rest_ms, limit, room, taker):
+    def release(self, offer, owner, back, cooldown_ms, limit, room, claimant):
         lease = self.model.held(offer, owner)
         if lease:
-            self.model.drop(lease, rest_ms, back=back)
-        how = {"back": back, "rest_ms": rest_ms, "limit": limit, "room": room, "taker": taker}
+            self.model.drop(lease, cooldown_ms, back=back)
+        how = {"back": back, "cooldown_ms": cooldown_ms, "limit": limit, "room": room, "claimant": claimant}
         answer, offers = self.room.release(offer, owner, **how)
         assert answer == ("released" if lease else "lost")
-        return self._taken(offers, self.model.expected_offers(limit, taker, room))
+        return self._taken(offers, self.model.expected_offers(limit, claimant, room))
 
     @rule(target=known, offer=known, owner=owners, new_owner=owners, only_expired=st.booleans())
     def seize(self, offer, owner, new_owner, only_expired):

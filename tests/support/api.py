@@ -8,11 +8,14 @@ timed_api    the same with a clock that the test sets
 import os
 import re
 import shutil
+from copy import copy
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from flask import Flask
 from flask.testing import FlaskClient
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
@@ -22,15 +25,15 @@ from werkzeug.routing import RequestRedirect
 from werkzeug.test import TestResponse
 
 from app.openapi import document
-from jobs.db import Database
+from database.db import Database
+from dispatch.dispatcher import ActiveRun, Announcer, Dispatcher
+from dispatch.verdict import Verdict
+from foundation.once import Once
 from jobs.models import events, idempotency_keys, jobs, webhooks
-from jobs.once import Once
 from jobs.record import Job, Waiting, now_ms
 from jobs.states import Why
 from jobs.store import Error, Moved
-from jobs.tenants import Tenant, Tenants
-from routing.dispatcher import Announcer, Dispatcher, Task
-from routing.policies.verdict import Verdict
+from registry.tenants import Tenant, Tenants
 from routing.queues import Offer
 from tests.support.valkey import Valkey
 
@@ -56,10 +59,10 @@ def point_celery_at(url: str) -> None:
     from tasks.celery_app import celery
 
     celery.conf.update(broker_url=url, broker_read_url=url, broker_write_url=url, result_backend=url)
-    celery.amqp._producer_pool = None
-    celery._pool = None
-    celery._backend_cache = None
-    celery._local.__dict__.pop("backend", None)
+    celery.amqp._producer_pool = None  # type: ignore[attr-defined]
+    celery._pool = None  # type: ignore[attr-defined]
+    celery._backend_cache = None  # type: ignore[attr-defined]
+    celery._local.__dict__.pop("backend", None)  # type: ignore[attr-defined]
 
 
 class CheckedClient(FlaskClient):
@@ -71,7 +74,7 @@ class CheckedClient(FlaskClient):
             assert_problem(answer)
         operation = _operation(self, answer)
         if operation is not None and answer.status_code != 405:
-            _assert_documented(answer, operation)
+            _assert_documented(self, answer, operation)
         return answer
 
 
@@ -85,30 +88,55 @@ def assert_problem(answer: TestResponse) -> None:
     assert answer.json["detail"] and "Traceback" not in answer.text
 
 
-def _operation(client: FlaskClient, answer: TestResponse) -> dict[str, Any] | None:
-    """What the document says of the view that answered; None: there is none, or it is not for programs."""
+def _operation(client: FlaskClient, answer: TestResponse) -> tuple[str, str] | None:
+    """Path and method, as the document has them, of the view that answered; None: it is not for programs."""
     request = answer.request
     adapter = client.application.url_map.bind("")
     try:
         rule, _ = adapter.match(request.path, request.method, return_rule=True)
     except (HTTPException, RequestRedirect):
         return None
-    path = re.sub(r"<(?:[^<:]+:)?([^>]+)>", r"{\1}", rule.rule)
-    found: dict[str, Any] | None = document(client.application)["paths"].get(path, {}).get(request.method.lower())
-    return found and found | {"components": document(client.application)["components"]}
+    path, method = re.sub(r"<(?:[^<:]+:)?([^>]+)>", r"{\1}", rule.rule), request.method.lower()
+    return (path, method) if method in _document(client)["paths"].get(path, {}) else None
 
 
-def _assert_documented(answer: TestResponse, operation: dict[str, Any]) -> None:
-    described = operation["responses"].get(str(answer.status_code))
-    where = f"{operation['operationId']} {answer.status_code}"
-    assert described is not None, f"{where} is not documented: {answer.text}"
-    content = described.get("content", {})
+def _assert_documented(client: FlaskClient, answer: TestResponse, operation: tuple[str, str]) -> None:
+    path, method = operation
+    described = _document(client)["paths"][path][method]
+    said = described["responses"].get(str(answer.status_code))
+    where = f"{described['operationId']} {answer.status_code}"
+    assert said is not None, f"{where} is not documented: {answer.text}"
+    content = said.get("content", {})
     if not answer.data or answer.mimetype not in ("application/json", "application/problem+json"):
         return
     assert answer.mimetype in content, f"{where} is documented as {list(content)}, not {answer.mimetype}"
-    schema = content[answer.mimetype]["schema"] | {"components": operation["components"]}
-    error = best_match(Draft202012Validator(schema).iter_errors(answer.json))
+    validator = _validator(_asks_for_keys(client), path, method, str(answer.status_code), answer.mimetype)
+    error = best_match(validator.iter_errors(answer.json))
     assert error is None, f"{where}: {error}"
+
+
+_documents: dict[bool, dict[str, Any]] = {}
+
+
+def _asks_for_keys(client: FlaskClient) -> bool:
+    asks: bool = client.application.extensions["slotkeeper_settings"].require_keys
+    return asks
+
+
+def _document(client: FlaskClient) -> dict[str, Any]:
+    """Made once for all tests: it differs only by whether keys are asked for."""
+    keyed = _asks_for_keys(client)
+    if keyed not in _documents:
+        _documents[keyed] = document(client.application)
+    return _documents[keyed]
+
+
+@cache
+def _validator(keyed: bool, path: str, method: str, status: str, mimetype: str) -> Draft202012Validator:
+    """What holds one kind of answer against its schema: to make it costs more than to use it."""
+    described = _documents[keyed]
+    schema = described["paths"][path][method]["responses"][status]["content"][mimetype]["schema"]
+    return Draft202012Validator(schema | {"components": described["components"]})
 
 
 @dataclass
@@ -165,7 +193,7 @@ class Api:
         assert found is not None
         return found
 
-    def started(self, **fields: Any) -> Task:
+    def started(self, **fields: Any) -> ActiveRun:
         """A job that runs, as if a worker had taken its offer."""
         job_id = self.submitted(**fields)
         offer = next(offer for offer in self.heard.offers if offer.job_id == job_id)
@@ -179,12 +207,14 @@ class Api:
         return {"Authorization": f"Bearer {key}"}
 
     def stored(self) -> dict[str, int]:
-        """How many rows each table has that a submit writes to."""
+        """How many rows each table has that a submit writes to; what operators did is not among its events."""
         with self.database.read() as connection:
-            return {
-                table.name: connection.execute(select(func.count()).select_from(table)).scalar_one()
+            counts = {
+                table.name: select(func.count()).select_from(table)
                 for table in (jobs, events, idempotency_keys, webhooks)
             }
+            counts["events"] = counts["events"].where(events.c.actor.is_(None))
+            return {name: connection.execute(count).scalar_one() for name, count in counts.items()}
 
     def take_database_away(self) -> None:
         """As if its disk were gone."""
@@ -201,11 +231,11 @@ class TimedApi(Api):
 
     now: int = 0
 
-    def set_clock(self, now: int) -> None:
-        self.now = now
+    def set_clock(self, now_ms: int) -> None:
+        self.now = now_ms
         with self.valkey.client() as redis:
             for tag in ("zimg", "flux", "slotkeeper:workers"):
-                redis.set(f"clock:{{{tag}}}", now)
+                redis.set(f"clock:{{{tag}}}", now_ms)
 
     def later(self, ms: int) -> None:
         self.set_clock(self.now + ms)
@@ -227,6 +257,30 @@ class TimedApi(Api):
         return found
 
 
+@cache
+def _routes() -> Flask:
+    """Made once for all tests: no setting changes them, and they take longer than most tests."""
+    from app.factory import with_routes
+
+    app = with_routes()
+    app.test_client_class = CheckedClient
+    assert app.jinja_env  # Now, so that templates are read once too.
+    return app
+
+
+def _an_app() -> Flask:
+    """As `create_app` makes it from the settings of this moment, but with the routes of all tests."""
+    from app.config import AppSettings
+    from app.factory import equip
+
+    settings = AppSettings()
+    settings.check()
+    app = copy(_routes())
+    app.extensions, app.config = {}, copy(app.config)
+    equip(app, settings)
+    return app
+
+
 NOTHING = {"jobs": 0, "events": 0, "idempotency_keys": 0, "webhooks": 0}
 
 
@@ -238,7 +292,6 @@ def build(
     patch: pytest.MonkeyPatch,
     kind: type[A] = Api,  # type: ignore[assignment]
 ) -> A:
-    from app.factory import create_app
     from tasks import wiring
 
     folder.mkdir()
@@ -257,6 +310,5 @@ def build(
     dispatcher = wiring.dispatcher()
     valkey.client().hset(wiring.scripts().keys.workers(), "tests", f"1000000 {10**15}")  # a worker with room for all
     heard = dispatcher._announcer = Heard(dispatcher._announcer)
-    app = create_app()
-    app.test_client_class = CheckedClient
+    app = _an_app()
     return kind(app.test_client(), dispatcher, valkey, folder, heard)

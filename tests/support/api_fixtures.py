@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from routing.scripts import Scripts
+from scripting.scripts import Scripts
 from tests.lua.room import FRAGMENTS
 from tests.support.api import Api, TimedApi, build, clear_wiring
 from tests.support.builders import T0
@@ -68,10 +68,11 @@ def timed_api(
     monkeypatch.setattr("tasks.wiring.Scripts", lambda redis, keys: Scripts(redis, keys, FRAGMENTS))
     api = build(shared_valkey, _sqlite_template, tmp_path / "record", settings, monkeypatch, TimedApi)
     for module in (
-        "routing.dispatcher",
-        "routing.reconcile.reaper",
-        "routing.reconcile.servers",
-        "routing.reconcile.timekeeping",
+        "dispatch.dispatcher",
+        "upkeep.reconcile.reaper",
+        "upkeep.reconcile.servers",
+        "upkeep.reconcile.timekeeping",
+        "upkeep.reconcile.departures",
         "insight.estimates",
         "app.api.servers",
         "app.api.models",

@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Table, func, select
 
-from jobs.db import Database
+from database.db import Database
 from jobs.models import jobs
 from jobs.record import Job, NewJob, Run, new_job_id
 from jobs.states import State, Why
@@ -35,45 +35,45 @@ def a_job(**changes: Any) -> NewJob:
     return replace(NewJob(id=new_job_id(), model="zimg", payload='{"prompt":"a cat"}'), **changes)
 
 
-def a_queued_job(store: Store, *, now: int = T0, **changes: Any) -> Job:
-    return _read(store, store.submit([a_job(**changes)], now)[0].id)
+def a_queued_job(store: Store, *, now_ms: int = T0, **changes: Any) -> Job:
+    return _read(store, store.submit([a_job(**changes)], now_ms)[0].id)
 
 
-def a_delayed_job(store: Store, *, now: int = T0, due_ms: int = T0 + SECOND, **changes: Any) -> Job:
-    return a_queued_job(store, now=now, not_before_ms=due_ms, **changes)
+def a_delayed_job(store: Store, *, now_ms: int = T0, due_ms: int = T0 + SECOND, **changes: Any) -> Job:
+    return a_queued_job(store, now_ms=now_ms, not_before_ms=due_ms, **changes)
 
 
-def a_running_job(store: Store, *, now: int = T0, server: str = "gpu1", **changes: Any) -> Run:
-    return a_start(store, a_queued_job(store, now=now, **changes).id, now=now, server=server)
+def a_running_job(store: Store, *, now_ms: int = T0, server: str = "gpu1", **changes: Any) -> Run:
+    return a_start(store, a_queued_job(store, now_ms=now_ms, **changes).id, now_ms=now_ms, server=server)
 
 
-def a_start(store: Store, job_id: str, *, now: int = T0, server: str = "gpu1", lease: str = "lease") -> Run:
+def a_start(store: Store, job_id: str, *, now_ms: int = T0, server: str = "gpu1", lease: str = "lease") -> Run:
     """The next start of a queued job."""
-    run = store.start(job_id, server, f"{server}-slot0", lease, now)
+    run = store.start(job_id, server, f"{server}-slot0", lease, now_ms)
     assert run is not None, f"{job_id} is not queued"
     return run
 
 
-def an_ended_job(store: Store, state: State = State.COMPLETED, *, now: int = T0, **changes: Any) -> Job:
+def an_ended_job(store: Store, state: State = State.COMPLETED, *, now_ms: int = T0, **changes: Any) -> Job:
     """A job that ran once and ended in `state`."""
-    run = a_running_job(store, now=now, **changes)
+    run = a_running_job(store, now_ms=now_ms, **changes)
     result = '{"url":"https://cdn.example/1.png"}' if state is State.COMPLETED else None
     error = None if state is State.COMPLETED else Error("model_error", "out of memory")
-    assert store.settle(run.job.id, run.attempt, _ENDED_BY[state], now, result=result, error=error)
+    assert store.settle(run.job.id, run.attempt, _ENDED_BY[state], now_ms, result=result, error=error)
     return _read(store, run.job.id)
 
 
-def a_job_in(store: Store, state: State, *, now: int = T0, **changes: Any) -> Job:
+def a_job_in(store: Store, state: State, *, now_ms: int = T0, **changes: Any) -> Job:
     """A job in any state, by the shortest way there."""
     match state:
         case State.QUEUED:
-            return a_queued_job(store, now=now, **changes)
+            return a_queued_job(store, now_ms=now_ms, **changes)
         case State.DELAYED:
-            return a_delayed_job(store, now=now, **changes)
+            return a_delayed_job(store, now_ms=now_ms, **changes)
         case State.RUNNING:
-            return _read(store, a_running_job(store, now=now, **changes).job.id)
+            return _read(store, a_running_job(store, now_ms=now_ms, **changes).job.id)
         case _:
-            return an_ended_job(store, state, now=now, **changes)
+            return an_ended_job(store, state, now_ms=now_ms, **changes)
 
 
 def row_of(database: Database, job_id: str) -> dict[str, Any]:

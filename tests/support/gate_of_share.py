@@ -2,9 +2,16 @@
 
 from collections.abc import Iterable
 
-from jobs.errors import TooMany
-from routing.gates.gate import Asks, Gate, Known, Question, Submit
-from routing.queues import Backlog
+from admission import questions
+from admission.gates.gate import (
+    Asks,
+    Gate,
+    Known,
+    Question,
+    Submit,
+)
+from admission.questions import Backlog
+from foundation.errors import TooMany
 
 
 def _check(submit: Submit, known: Known) -> Iterable[Question]:
@@ -17,7 +24,7 @@ def _question(known: Known, model: str, tenant: str, more: int) -> Question:
         if found.everyones >= 10 and found.own + more > (found.everyones + more) / 2:
             raise TooMany(f"Half of the jobs of model {model!r} are {tenant!r}'s; try again later.", 5.0, model=model)
 
-    return Question(known.queues.asking_backlog(known.fleet.model(model).fleet, model, tenant), judge)
+    return Question(questions.backlog(known.queues, known.catalog.model(model).fleet, model, tenant), judge)
 
 
-GATE = Gate("share", "whose jobs wait", Asks.LOOKS, _check)
+GATE = Gate("share", Asks.LOOKS, _check)

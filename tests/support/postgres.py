@@ -60,14 +60,24 @@ class Postgres:
             admin.execute(f"CREATE DATABASE {name}")
         return _text(self._admin_url.set(database=name))
 
-    def clear(self, url: str, tables: list[str]) -> None:
-        """Put whoever is still connected out, and empty the tables: 2 ms, where a database of its own takes 100."""
+    def put_out(self, url: str) -> None:
+        """Close the connections of whoever is connected to a database."""
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute(
                 "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
                 "WHERE datname = current_database() AND pid <> pg_backend_pid()"
             )
+
+    def clear(self, url: str, tables: list[str]) -> None:
+        """Put whoever is still connected out, and empty the tables: 2 ms, where a database of its own takes 100.
+
+        Numbers begin at 1 again: what a test finds does not depend on how many the one before has used up.
+        """
+        self.put_out(url)
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("SET session_replication_role = replica")  # Without triggers: acts would stay.
             connection.execute("".join(f"DELETE FROM {table};" for table in tables))
+            connection.execute("SELECT setval(oid, 1, false) FROM pg_class WHERE relkind = 'S'")
 
     def drop(self, url: str) -> None:
         """Remove a database, whoever is still connected to it."""

@@ -36,7 +36,7 @@ class Forecaster(Protocol):
 class Load:
     """What comes, and what serves it.  `peak`: an upper bound of `rate`; `slots`: (from when, how many), …
 
-    A job's order key is `tier × step + number`, as in routing/policies/order.py: a large step is strict priority,
+    A job's order key is `tier × step + number`, as in routing/order.py: a large step is strict priority,
     a small one lets a job overtake those that came up to so many numbers before it.
     """
 
@@ -122,13 +122,13 @@ class _Queue:
             self.running[job] = (self.pushed, key, took)
             self.first_start(job, round(now))
 
-    def first_start(self, job: int, now: int) -> None:
+    def first_start(self, job: int, now_ms: int) -> None:
         if job not in self.came:
             return
         came, tier, promised, at_once = self.came.pop(job)
-        self.outcomes.append(Outcome(came, now - came, tier, promised, at_once))
+        self.outcomes.append(Outcome(came, now_ms - came, tier, promised, at_once))
         if promised is not None:
-            self.forecaster.started(str(job), now)
+            self.forecaster.started(str(job), now_ms)
 
     def end(self, now: float, what: tuple[int, int]) -> None:
         job, run = what

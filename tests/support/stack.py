@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import requests
 
+from local.plan import procfile
 from tests.support.valkey import Valkey
 
 REPO = Path(__file__).resolve().parents[2]
@@ -41,6 +42,12 @@ def eventually(condition: Callable[[], Any], what: str, within_s: float = 30.0, 
         time.sleep(every_s)
 
 
+def maintenance_threads() -> int:
+    """As the Procfile says."""
+    words = procfile()["maintenance"].split()
+    return int(words[words.index("--concurrency") + 1])
+
+
 class Process:
     """One child process with its log."""
 
@@ -51,6 +58,10 @@ class Process:
         self.popen = subprocess.Popen(
             self.command, env=env, cwd=REPO, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
         )
+
+    def ask_to_stop(self) -> None:
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGTERM)
 
     def stop(self, with_signal: int = signal.SIGTERM, within_s: float = 15.0) -> int:
         if self.popen.poll() is None:
@@ -100,6 +111,8 @@ class Stack:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self.processes.values():  # All at once: each takes its time to end.
+            process.ask_to_stop()
         for process in reversed(self.processes.values()):
             process.stop()
         if self.valkey is not None:
@@ -133,11 +146,15 @@ class Stack:
         command = self.celery("worker", "-Q", "celery", "-c", str(threads), "-n", f"{name}@%h")
         return self.start(name, [*command[:-1], level])
 
-    def maintenance(self, name: str = "maintenance") -> Process:
-        return self.start(name, self.celery("worker", "-Q", "maintenance", "-c", "12", "-n", f"{name}@%h"))
+    def maintenance(self, name: str = "maintenance", *options: str) -> Process:
+        threads = str(maintenance_threads())
+        return self.start(name, self.celery("worker", "-Q", "maintenance", "-c", threads, "-n", f"{name}@%h", *options))
 
     def webhooks(self, name: str = "webhooks") -> Process:
         return self.start(name, [sys.executable, "-m", "tasks.webhooks"])
+
+    def relay(self, name: str = "relay") -> Process:
+        return self.start(name, [sys.executable, "-m", "tasks.relay"])
 
     def beat(self) -> Process:
         return self.start("beat", self.celery("beat"))
@@ -148,7 +165,7 @@ class Stack:
         return process
 
     def celery(self, *words: str) -> list[str]:
-        return [str(_BIN / "celery"), "-A", "tasks", *words, "-l", "info"]
+        return [sys.executable, "-m", "tasks", *words, "-l", "info"]
 
     def answers(self, path: str) -> bool:
         try:
@@ -165,7 +182,9 @@ class RefServer:
         self.endpoint = f"http://127.0.0.1:{port}/generate"
 
 
-_MIGRATE = "from jobs.config import *; from migrations.migrate import upgrade; upgrade(RecordSettings().record_url)"
+_MIGRATE = (
+    "from foundation.config import *; from migrations.migrate import upgrade; upgrade(RecordSettings().record_url)"
+)
 
 
 def _listens(port: int) -> bool:

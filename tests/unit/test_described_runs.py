@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from jobs.config import ModelConfig
+from dispatch.dispatcher import ActiveRun
+from dispatch.outcome import Kind, Outcome
 from jobs.record import Run, Waiting, now_ms
-from routing.dispatcher import Task
-from routing.leases import Held
-from routing.outcome import Kind, Outcome
+from registry.config import ModelConfig
+from routing.leases import Lease
 from tasks import runner, settlement
-from tasks.heartbeat import Hold
-from tasks.runner import Left, Watch
+from tasks.heartbeat import Watch
+from tasks.runner import Left, Runner
 from tasks.servers import Call, Description, Health, HealthKind
 
 PENDING = Outcome(Kind.PENDING)
@@ -92,10 +92,10 @@ def _watch(live: Live, run: Run | None = None, *, still_ours: bool = True, max_s
         return still_ours
 
     async def whole() -> Any:
-        held = Held("zimg", "j", "lease", "owner", "gpu-slot0")
-        hold = Hold(held, asyncio.get_running_loop().call_soon)
+        held = Lease("zimg", "j", "lease", "owner", "gpu-slot0")
+        hold = Watch(held, asyncio.get_running_loop().call_soon)
         config = ModelConfig(poll_interval=0.01, max_poll_time=max_s)
-        return await Watch(Task(run or _run(), held), hold, config, live, note).outcome()  # type: ignore[arg-type]
+        return await Runner(ActiveRun(run or _run(), held), hold, config, live, note).outcome()  # type: ignore[arg-type]
 
     return asyncio.run(whole()), noted
 

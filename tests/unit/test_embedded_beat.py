@@ -5,11 +5,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import beat as celerys
+from celery.schedules import crontab
 from celery.worker import state
 
 from tasks import embedded_beat
@@ -77,6 +79,62 @@ def test_a_task_that_fails_or_takes_long_holds_up_no_other(monkeypatch, schedule
     assert done.wait(5)
     assert threads.wait(SOON_S)
     assert passed == [True]
+
+
+def _all_due(scheduler: Here, *entries: tuple[str, float]) -> None:
+    """These alone are scheduled, by task and interval, and the time of each has come."""
+    made = [scheduler.Entry(name, f"maintenance.{name}", schedule=every(s), app=celery) for name, s in entries]
+    scheduler.schedule = {entry.name: entry for entry in made}
+    scheduler._began -= max(s for _, s in entries)
+
+
+def test_what_is_due_together_is_done_together_what_is_done_most_often_first(monkeypatch, scheduler, threads) -> None:
+    done: list[tuple[str, int | None]] = []
+    for name in ("rare", "often"):
+        note = lambda name=name: done.append((name, threading.get_ident()))  # noqa: E731
+        monkeypatch.setitem(celery.tasks, f"maintenance.{name}", note)
+    _all_due(scheduler, ("rare", 60), ("often", 0.5))
+    scheduler.tick()
+    assert threads.wait(SOON_S)
+    assert [name for name, _ in done] == ["often", "rare"]
+    assert len({thread for _, thread in done}) == 1, "one thread is woken for them"
+
+
+def test_what_is_due_with_a_task_that_hangs_is_done_beside_it(monkeypatch, scheduler, hung) -> None:
+    done = threading.Event()
+    monkeypatch.setitem(celery.tasks, "maintenance.after", done.set)
+    _all_due(scheduler, (hung.name, 0.5), ("after", 1))
+    scheduler.tick()
+    assert done.wait(SOON_S)
+
+
+def test_what_was_missed_is_done_once_and_then_at_its_time_again(monkeypatch, scheduler, threads) -> None:
+    done: list[bool] = []
+    monkeypatch.setitem(celery.tasks, "maintenance.one", lambda: done.append(True))
+    _all_due(scheduler, ("one", 100))
+    scheduler._began -= 350
+    assert [scheduler.tick() for _ in range(3)] == [scheduler.max_interval] * 3
+    assert threads.wait(SOON_S)
+    assert done == [True]
+    scheduler._began -= 50
+    scheduler.tick()
+    assert threads.wait(SOON_S)
+    assert done == [True, True]
+
+
+def test_an_entry_by_the_time_of_day_is_begun_when_it_is_due(monkeypatch, scheduler, threads) -> None:
+    """Celery adds one for a backend of results that does not forget by itself."""
+    done: list[bool] = []
+    monkeypatch.setitem(celery.tasks, "maintenance.nightly", lambda: done.append(True))
+    long_ago = datetime.now(UTC) - timedelta(days=1)
+    nightly = scheduler.Entry(
+        "nightly", "maintenance.nightly", schedule=crontab("0", "4"), app=celery, last_run_at=long_ago
+    )
+    scheduler.schedule = {"nightly": nightly}
+    for _ in range(2):
+        scheduler.tick()
+        assert threads.wait(SOON_S)
+    assert done == [True]
 
 
 def test_an_entry_that_hangs_takes_one_thread_however_often_it_is_due(scheduler, threads, hung) -> None:
@@ -166,7 +224,9 @@ def test_a_beat_that_stops_gives_what_has_begun_time_to_end(monkeypatch, hung, e
 
 
 def test_a_task_that_hangs_does_not_keep_the_process_from_its_exit() -> None:
-    hangs = "import threading; from tasks.embedded_beat import Threads; Threads().begin('one', threading.Event().wait)"
+    hangs = (
+        "import threading; from tasks.embedded_beat import Threads; Threads().begin({'one': threading.Event().wait})"
+    )
     subprocess.run([sys.executable, "-c", hangs], timeout=60, check=True)
 
 

@@ -2,25 +2,24 @@
 
 import pytest
 
-from jobs.webhooks import Due
 from tasks import lines
-from tasks.berths import MOST, Berths, Part
-from tasks.lines import Lines
+from tasks.berths import MOST, Berth, Berths, Part
+from tasks.lines import Lines, Owed
 
 
-def _due(tenant: str, host: str, count: int = 1, name: str = "m") -> list[Due]:
-    return [Due(n, f"{name}-{tenant}-{host}-{n}", f"https://{host}/hook", tenant) for n in range(count)]
+def _due(tenant: str, host: str, count: int = 1, name: str = "m") -> list[Owed]:
+    return [Owed(f"{name}-{tenant}-{host}-{n}", host, tenant) for n in range(count)]
 
 
-def _known(*dues: list[Due]) -> Lines:
+def _known(*dues: list[Owed]) -> Lines:
     found = Lines()
     for due in [one for its in dues for one in its]:
         found.add(due)
     return found
 
 
-def _tenants(taken: list[tuple[str, object]]) -> list[str]:
-    return [message.split("-")[1] for message, _ in taken]
+def _tenants(taken: list[tuple[Owed, Berth]]) -> list[str]:
+    return [owed.tenant for owed, _ in taken]
 
 
 def test_a_tenant_with_many_receivers_has_no_more_turns_than_one_with_a_single_one() -> None:
@@ -35,7 +34,7 @@ def test_of_one_tenant_its_receivers_take_turns() -> None:
     for host in ("one", "two"):
         berths.leave(berths.take(host, "t"), True)
     taken = _known(_due("t", "one", 5), _due("t", "two", 2)).take(berths, 4)
-    assert [message.split("-")[2] for message, _ in taken] == ["one", "two", "one", "two"]
+    assert [owed.receiver for owed, _ in taken] == ["one", "two", "one", "two"]
 
 
 def test_receivers_that_may_not_be_tried_now_hide_those_that_may_for_a_few_turns_at_most() -> None:
@@ -45,7 +44,7 @@ def test_receivers_that_may_not_be_tried_now_hide_those_that_may_for_a_few_turns
         berths.leave(berths.take(f"dead{n}", "t"), False)
     for n in range(MOST[Part.FAILING] // 2):
         berths.take(f"dead{n}", "t")
-    found = [message for _ in range(10) for message, _ in waiting.take(berths, 64)]
+    found = [owed.id for _ in range(10) for owed, _ in waiting.take(berths, 64)]
     assert found == ["m-t-good-0"]
 
 

@@ -1,5 +1,6 @@
 """One line for each event, bounded, and nothing in it that a client or a server has sent."""
 
+import json
 import logging
 import sys
 import threading
@@ -8,7 +9,8 @@ from collections.abc import Callable
 import pytest
 import structlog
 
-from jobs import logs
+from foundation import logs
+from tests.house.tree import PACKAGES
 
 PLANTED = "sk-PLANTED-0123456789"
 
@@ -131,3 +133,53 @@ def test_it_goes_to_standard_error_as_it_is_at_that_moment(monkeypatch: pytest.M
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     structlog.get_logger("tasks.x").error("here")
     assert "here" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+def test_as_json_each_line_is_an_object_with_its_facts_by_name(said: Callable[[], list[str]]) -> None:
+    logs.configure(form="json")
+    structlog.get_logger("tasks.x").info("it_happened", job_id="j1", why="two words", count=3)
+    logging.getLogger("kombu").warning("lost %s", "it")
+    try:
+        _fail(PLANTED)
+    except ValueError:
+        structlog.get_logger("app.x").exception("it_failed")
+    ours, theirs, failed = map(json.loads, said())
+    assert ours.pop("at").endswith("Z")
+    assert ours == {"level": "info", "event": "it_happened", "job_id": "j1", "why": "two words", "count": 3}
+    assert (theirs["level"], theirs["event"]) == ("warning", "lost it")
+    assert "ValueError in _fail" in failed["error"] and PLANTED not in str(failed)
+
+
+def test_as_json_a_line_stays_an_object_however_long_or_odd_its_facts(said: Callable[[], list[str]]) -> None:
+    logs.configure(form="json")
+    wild = {f"fact{n}": "\ud800\x1b\u202e" * 999 for n in range(99)}
+    structlog.get_logger("tasks.x").info("100 %s of it" * 999, job_id="j1", big=1 << 99, none=None, **wild)
+    logging.getLogger("kombu").warning("z\x1b[31m" * 10_000)
+    lines = said()
+    assert all(len(line) <= logs.LONGEST_LINE and line.isprintable() and json.loads(line) for line in lines)
+    assert json.loads(lines[0])["job_id"] == "j1"
+
+
+@pytest.mark.parametrize("name", [*sorted(PACKAGES), "__main__"])
+def test_every_room_of_ours_is_heard_from_info_on(said: Callable[[], list[str]], name: str) -> None:
+    structlog.get_logger(f"{name}.x").info("here")
+    assert said()[0].endswith(" here")
+
+
+def test_what_a_context_is_about_stands_in_its_lines_and_no_longer_once_it_is_about_something_else(
+    said: Callable[[], list[str]],
+) -> None:
+    log = structlog.get_logger("tasks.x")
+    logs.about(job_id="j1", tenant="acme")
+    log.info("one")
+    log.info("two", job_id="j2")
+    logs.about(job_id="j3")
+    log.info("three")
+    logs.about()
+    log.info("four")
+    assert [line.partition("info    ")[2] for line in said()] == [
+        "one job_id=j1 tenant=acme",
+        "two job_id=j2 tenant=acme",
+        "three job_id=j3",
+        "four",
+    ]

@@ -11,7 +11,7 @@ from kombu import compression
 from kombu.message import Message
 from kombu.utils import json
 
-from jobs.config import MOST_PAYLOAD_BYTES, ModelConfig
+from registry.config import MOST_PAYLOAD_BYTES, ModelConfig
 from tasks import packed, queues
 
 MOST_BYTES = packed.MOST_BYTES
@@ -20,8 +20,8 @@ PACKERS = {"application/x-gzip": zlib.compress, "application/x-bz2": bz2.compres
 
 @pytest.fixture(autouse=True)
 def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(compression, "_decoders", dict(compression._decoders))
-    monkeypatch.setattr(compression, "_aliases", dict(compression._aliases))
+    monkeypatch.setattr(compression, "_decoders", dict(compression._decoders))  # type: ignore[attr-defined]
+    monkeypatch.setattr(compression, "_aliases", dict(compression._aliases))  # type: ignore[attr-defined]
     monkeypatch.setattr(packed, "MOST_BYTES", 1000)
     compression.register(lambda text: text, lambda text: text * 1_000_000, "application/x-other", aliases=["other"])
     packed.bound_unpacking()

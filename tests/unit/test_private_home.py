@@ -13,10 +13,10 @@ import pytest
 from redis import Redis
 from redis.exceptions import AuthenticationError
 
-from jobs import home
-from jobs.config import RecordSettings
-from jobs.db import Database
-from jobs.home import HomeNotPrivate, kept_text, private_file, private_folder
+from database.db import Database
+from foundation import home
+from foundation.config import RecordSettings
+from foundation.home import HomeNotPrivate, kept_text, private_file, private_folder
 from local import valkey
 from local.errors import UpError
 from local.home import Home, flower_password, redis_password

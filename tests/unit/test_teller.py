@@ -4,8 +4,9 @@ import threading
 from typing import Any
 
 import pytest
+from celery.signals import worker_shutdown
 
-from jobs.tellings import Telling
+from outbox.tellings import Telling
 from tasks import telling
 from tests.support.threads import no_thread_left
 
@@ -15,9 +16,23 @@ def test_an_end_for_which_there_was_no_thread_keeps_no_later_one_from_being_told
 ) -> None:
     told = threading.Event()
     monkeypatch.setattr(telling.Teller, "_run", lambda _: told.set())
-    owed: Any = None
-    teller = telling.Teller(owed)
+    nothing: Any = None
+    teller = telling.Teller(nothing, nothing)
     with no_thread_left():
         teller.soon(Telling("first", "j1"))  # Nothing is raised: it is a run that has ended that asks.
     teller.soon(Telling("second", "j2"))
     assert told.wait(10)
+
+
+def test_a_worker_that_stops_waits_for_what_its_teller_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = list[float]()
+    monkeypatch.setattr(telling.Teller, "_run", lambda _: None)
+    monkeypatch.setattr(telling.Teller, "flush", lambda _, within_s: waited.append(within_s) or True)
+    monkeypatch.setattr(worker_shutdown, "receivers", [])
+    nothing: Any = None
+    teller = telling.Teller(nothing, nothing)
+    worker_shutdown.send(sender=None)
+    assert waited == [], "it has nothing"
+    teller.soon(Telling("first", "j1"))
+    worker_shutdown.send(sender=None)
+    assert len(waited) == 1

@@ -9,23 +9,24 @@ import pytest
 # The module with which each process begins, and with what it does first.
 PROCESSES = {
     "web": "import app.web.__main__; from migrations import migrate; migrate.check('sqlite:///none.db')",
-    "worker": "import tasks.maintenance, tasks.worker",
+    "worker": "from tasks.__main__ import program; program('worker'); import tasks.maintenance, tasks.worker",
     "webhooks": "import tasks.webhooks",
-    "flower": "import cli.__main__, tasks.celery_app, tasks.signals",
+    "flower": "import cli.__main__; from tasks.__main__ import program; program('flower'); import tasks.signals",
     "supervisor": "import cli.__main__, local.launcher; local.launcher.read_plan(False)",
 }
 
 
 def loaded(code: str, home: Path) -> set[str]:
-    """The packages that are there after this code has run on an SQLite record in `home`."""
-    script = f"import sys; {code}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    """The modules that are there after this code has run on an SQLite record in `home`."""
+    script = f"import sys; {code}; print(*sys.modules)"
     env = {"SLOTKEEPER_HOME": str(home), "PYTHONPATH": str(Path(__file__).parents[2])}
     return set(subprocess.run([sys.executable, "-c", script], env=env, check=True, stdout=-1, text=True).stdout.split())
 
 
 @pytest.mark.parametrize("process", PROCESSES)
 def test_without_postgresql_nobody_loads_its_driver(process: str, tmp_path: Path) -> None:
-    engine = "from jobs.config import *; from jobs.engines import make; make(RecordSettings().record_url, Limits())"
+    made = "make(RecordSettings().record_url, Limits())"
+    engine = f"from foundation.config import *; from database.engines import make; {made}"
     assert not {"psycopg", "psycopg_binary"} & loaded(f"{PROCESSES[process]}; {engine}", tmp_path)
 
 
@@ -33,11 +34,16 @@ def test_without_postgresql_nobody_loads_its_driver(process: str, tmp_path: Path
     ("process", "spared"),
     [
         ("supervisor", {"celery", "flask", "kombu", "redis", "sqlalchemy"}),
-        ("flower", {"flask", "psycopg", "pycurl", "rich", "sqlalchemy"}),
-        ("webhooks", {"celery", "flask", "kombu", "rich"}),
-        ("worker", {"alembic", "flask", "rich"}),
-        ("web", {"alembic", "rich"}),
+        ("flower", {"flask", "opentelemetry", "prompt_toolkit", "psycopg", "pycurl", "rich", "sqlalchemy"}),
+        ("webhooks", {"celery", "cryptography.hazmat", "flask", "kombu", "opentelemetry", "rich"}),
+        ("worker", {"alembic", "cryptography.hazmat", "flask", "flower", "opentelemetry", "prompt_toolkit", "rich"}),
+        ("web", {"alembic", "cryptography.hazmat", "opentelemetry", "rich"}),
     ],
 )
 def test_no_process_loads_what_it_has_no_use_for(process: str, spared: set[str], tmp_path: Path) -> None:
     assert not spared & loaded(PROCESSES[process], tmp_path)
+
+
+def test_a_worker_has_our_options_however_it_is_started(tmp_path: Path) -> None:
+    names = "print(*(param.name for param in program('worker').params))"
+    assert "embedded_beat" in loaded(f"from tasks.__main__ import program; {names}", tmp_path)

@@ -7,8 +7,8 @@ from importlib.resources import files
 
 import pytest
 
-from jobs import policies
-from jobs.policies import Policy
+from registry import policies
+from registry.policies import Policy
 from tests.lua.room import FRAGMENTS
 
 ROWS = (

@@ -22,6 +22,7 @@ def a_row() -> Job:
             "callback_url",
             "error_code",
             "error_message",
+            "sent_ms",
         )
     )
     counts = dict.fromkeys(("attempt", "waits", "failures", "crashes"), 0)

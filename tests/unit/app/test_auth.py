@@ -1,5 +1,5 @@
 from app.auth import _MOST_CACHED, Keys
-from jobs.tenants import Tenant
+from registry.tenants import Tenant, hash_key
 
 ACME = Tenant("acme", admin=False)
 
@@ -16,7 +16,9 @@ class FakeTenants:
         self.keys = keys
         self.asked: list[str] = []
 
-    def by_key(self, key: str) -> Tenant | None:
+    def by_hashed(self, hashed: str) -> Tenant | None:
+        known = {hash_key(key): key for key in ("k1", "k2")}
+        key = known.get(hashed, hashed)
         self.asked.append(key)
         return self.keys.get(key)
 

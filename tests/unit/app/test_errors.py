@@ -4,8 +4,14 @@ import pytest
 from flask import Flask
 
 from app import errors
-from jobs import errors as job_errors
-from jobs.errors import Conflict, InvalidJob, JobNotFound, SlotkeeperError, TooMany
+from foundation import errors as job_errors
+from foundation.errors import (
+    Conflict,
+    InvalidRequest,
+    JobNotFound,
+    SlotkeeperError,
+    TooMany,
+)
 
 
 @pytest.fixture
@@ -24,7 +30,7 @@ def _raised(app: Flask, error: Exception):
 
 
 def _made(kind: type[SlotkeeperError]) -> SlotkeeperError:
-    if issubclass(kind, InvalidJob):
+    if issubclass(kind, InvalidRequest):
         return kind("payload", "payload is wrong")
     return kind("wrong", 1.5) if issubclass(kind, TooMany) else kind("wrong")
 

@@ -11,12 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from celeryconfig import beat_schedule
 from local import home as home_module
 from local import valkey
 from local.errors import UpError
 from local.home import Home, flower_password
-from local.plan import procfile, read_plan
+from local.plan import procfile, read_plan, read_settings
 from local.ports import Port, check, free_port, is_open
+from routing.config import RoutingSettings
+from tests.support.stack import maintenance_threads
 
 
 @pytest.fixture
@@ -107,6 +110,9 @@ def test_a_wrong_setting_is_named_with_its_variable(settings: pytest.MonkeyPatch
     settings.setenv("SLOTKEEPER_PORT", "eighty")
     with pytest.raises(UpError, match="SLOTKEEPER_PORT='eighty' is wrong"):
         read_plan(demo=False)
+    settings.setenv("SLOTKEEPER_BUSY_COOLDOWN_MS", "soon")
+    with pytest.raises(UpError, match=r"^SLOTKEEPER_BUSY_COOLDOWN_MS='soon' is wrong"):
+        read_settings(RoutingSettings)
 
 
 def test_an_open_address_without_keys_is_refused(settings: pytest.MonkeyPatch) -> None:
@@ -144,9 +150,21 @@ def test_everything_that_takes_jobs_stops_before_the_servers_and_flower(settings
 
 
 def test_the_procfile_has_the_roles_and_is_shipped_with_the_package() -> None:
-    assert list(procfile()) == ["web", "worker", "maintenance", "webhooks", "beat", "flower"]
+    assert list(procfile()) == ["web", "worker", "maintenance", "webhooks", "relay", "beat", "flower"]
     root = Path(__file__).parents[3]
     assert (root / "Procfile").read_text() == (root / "local" / "Procfile").read_text()
+
+
+def test_a_maintenance_process_has_more_threads_than_there_are_tasks() -> None:
+    """So that none waits for another's thread, however long that one takes."""
+    assert maintenance_threads() > len(beat_schedule)
+
+
+def test_one_machine_runs_each_role_once_two_of_them_as_threads_of_others() -> None:
+    roles = {role.name: role.command for role in read_plan(demo=False).roles()}
+    assert set(procfile()) - set(roles) == {"beat", "relay"}
+    assert "--embedded-beat" in roles["maintenance"]
+    assert "--embedded-relay" in roles["webhooks"]
 
 
 def test_no_password_stands_in_the_procfile() -> None:

@@ -192,7 +192,7 @@ def test_restarts_come_at_longer_and_longer_intervals_and_five_a_minute_at_most(
 
 
 def test_a_restart_long_ago_is_forgotten() -> None:
-    assert restart_delay_s([10.0], now=75.0) == 0.5
+    assert restart_delay_s([10.0], now_s=75.0) == 0.5
 
 
 @pytest.mark.parametrize(("status", "words"), [(0, "exit status 0"), (-9, "killed by SIGKILL"), (-99, "signal 99")])

@@ -59,13 +59,13 @@ SERVER = {
         "breaker": TEXT,
         "breaker_why": TEXT,
         "breaker_until": TEXT,
-        "resting": 1,
-        "rested_at": TEXT,
+        "cooling": 1,
+        "cooldown_until": TEXT,
         "scores": {},
     },
     "withheld": [{"sentence": TEXT}],
 }
-FLEET = {"fleet": TEXT, "waiting": 1, "taken": 0, "free": 1, "resting": 0}
+FLEET = {"fleet": TEXT, "waiting": 1, "taken": 0, "free": 1, "cooling": 0}
 MODEL = {"model": TEXT, "state": "paused", "reason": TEXT, "model_type": "sync", "policy": "fifo", "slots": 1}
 MODEL |= {"waiting": 0, "servers": [TEXT], "load": {"work_s": 1, TEXT: TEXT}, "longest_wait": TEXT}
 CONFIG = {"model": TEXT, "config": {"id_field": TEXT, "weights": {TEXT: 1}}, "overrides": {"id_field": TEXT}}

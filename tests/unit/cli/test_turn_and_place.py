@@ -28,7 +28,7 @@ SERVER = {
 }
 STANDING = {
     "free": 1,
-    "resting": 0,
+    "cooling": 0,
     "taken": 1,
     "breaker": "closed",
     "breaker_until": None,
@@ -221,7 +221,7 @@ def test_a_server_is_shown_with_the_parts_of_its_score(api: HTTPServer) -> None:
 
 
 def test_tenants_are_listed_with_how_they_stand(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jobs.tenants import Tenant, Tenants
+    from registry.tenants import Tenant, Tenants
     from tasks import wiring
 
     monkeypatch.setenv("SLOTKEEPER_DATABASE_URL", sqlite_url)
@@ -242,13 +242,13 @@ def test_tenants_are_listed_with_how_they_stand(sqlite_url: str, monkeypatch: py
 
 def test_a_list_of_servers_says_what_keeps_each_from_taking_jobs(api: HTTPServer) -> None:
     broken = {"breaker": "open", "breaker_why": "rate", "breaker_until": "2026-01-01T00:00:08.000Z"}
-    resting = {"resting": 2, "rested_at": "2026-01-01T00:00:03.000Z"}
-    standings = [STANDING, STANDING | broken | resting, None]
+    cooling = {"cooling": 2, "cooldown_until": "2026-01-01T00:00:03.000Z"}
+    standings = [STANDING, STANDING | broken | cooling, None]
     listed = [SERVER | {"server": f"gpu{n}", "standing": it} for n, it in enumerate(standings)]
     answers(api, "GET", "/admin/servers", {"servers": listed, "fleets": None})
     well, ill, unknown = run("servers", "list").stdout.strip().splitlines()[-3:]
     assert "well" in well and "rate" not in unknown
-    assert "breaker open (rate) until 2026-01-01T00:00:08.000Z, 2 resting until 2026-01-01T00:00:03.000Z" in ill
+    assert "breaker open (rate) until 2026-01-01T00:00:08.000Z, 2 cooling until 2026-01-01T00:00:03.000Z" in ill
 
 
 def test_a_reset_is_asked_of_the_api(api: HTTPServer) -> None:

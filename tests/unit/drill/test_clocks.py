@@ -60,3 +60,17 @@ def test_a_clock_can_be_wrong_and_right_again_while_sleeps_stay_as_long_as_they_
         until = time.monotonic() + 10
         while abs(clocked.error_s() - steps_s) > 3:
             assert time.monotonic() < until
+
+
+def test_a_process_that_is_killed_leaves_nothing_in_shared_memory(clocked: Clocked) -> None:
+    clocked.error_s()
+    process = clocked.process
+    process.kill()
+    process.wait()
+    assert _left_by(process.pid)
+    clocks.clear_after(process.pid)
+    assert not _left_by(process.pid)
+
+
+def _left_by(pid: int) -> list[Path]:
+    return [it for it in Path("/dev/shm").iterdir() if it.name.endswith(f"_{pid}")]

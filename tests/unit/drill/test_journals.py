@@ -3,8 +3,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from jobs import ledger
-from jobs.db import Database
+from database.db import Database
 from jobs.models import webhooks
 from jobs.record import Event
 from jobs.states import State
@@ -13,6 +12,7 @@ from tests.support.builders import an_ended_job
 from trials.drill.accounts import Owed
 from trials.drill.checker import Run
 from trials.drill.journals import owed, recorded, server_runs, trails
+from upkeep import ledger
 
 
 def write(path: Path, *lines: dict[str, object], torn: bytes = b"") -> Path:

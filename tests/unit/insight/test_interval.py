@@ -161,7 +161,8 @@ def test_what_is_learned_stays_bounded(memory, ahead, slots, run_ms, waited):
     promised = interval.promise(memory, ahead, slots, run_ms, 0)
     learned = learn(memory, promised, waited)
     assert all(len(it.ratios) <= KEPT for it in learned.sizes)
-    assert all(abs(it) <= MOST for part in (learned, *learned.sizes) for it in (part.low, part.high))
+    pairs = [(learned.low, learned.high), *[(size.low, size.high) for size in learned.sizes]]
+    assert all(abs(it) <= MOST for pair in pairs for it in pair)
     assert sum(before != after for before, after in zip(memory.sizes, learned.sizes, strict=True)) <= 1
 
 

@@ -3,10 +3,11 @@ from types import SimpleNamespace
 import pytest
 from redis.exceptions import ConnectionError, TimeoutError
 
+from admission import questions
+from admission.questions import Position
 from insight.interval import Estimate
 from insight.places import Place, Places
 from jobs.record import Waiting
-from routing.queues import Position
 
 JOB = Waiting("j", 1, "zimg", 5, "default")
 SOON = Estimate(2000, 1000, 4000)
@@ -18,11 +19,10 @@ class World:
     def __init__(self) -> None:
         self.now, self.looks, self.position = 0.0, 0, Position(3, 500)
         fleet = SimpleNamespace(model=lambda name: SimpleNamespace(fleet=name))
-        queues = SimpleNamespace(position=self._position)
         estimates = SimpleNamespace(of=lambda job, position, new: SOON)
-        self.places = Places(fleet, queues, estimates, lambda: self.now)
+        self.places = Places(fleet, SimpleNamespace(), estimates, lambda: self.now)
 
-    def _position(self, fleet, job):
+    def look(self, queues, fleet, job):
         self.looks += 1
         if isinstance(self.position, Exception):
             raise self.position
@@ -30,8 +30,10 @@ class World:
 
 
 @pytest.fixture
-def world():
-    return World()
+def world(monkeypatch):
+    world = World()
+    monkeypatch.setattr(questions, "position", world.look)
+    return world
 
 
 def test_a_place_is_the_position_and_when_it_should_start(world):

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from jobs import clock as clocks
-from jobs.clock import Clock
+from foundation import clock as clocks
+from foundation.clock import Clock
 
 COMMON = 1_800_000_000_000
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from jobs.config import ModelConfig, RecordSettings, understood
+from foundation.config import RecordSettings
+from registry.config import ModelConfig, understood
 
 NAN, INFINITE = float("nan"), float("inf")
 

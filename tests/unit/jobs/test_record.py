@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from jobs.events import attempts
+from insight.attempts import attempts
 from jobs.models import jobs
 from jobs.record import Event, Job, NewJob, Waiting, new_job_id, now_ms
 from jobs.states import State, Why
@@ -38,7 +38,15 @@ def test_a_job_knows_its_part_for_the_waiting_room():
         **numbers
         | absent
         | dict.fromkeys(("server", "slot", "lease"))
-        | {"id": "j", "seq": 7, "model": "zimg", "tier": 2, "tenant": "acme", "created_ms": T0, "needs": "gpu=A100"}
+        | {
+            "id": "j",
+            "seq": 7,
+            "model": "zimg",
+            "tier": 2,
+            "tenant": "acme",
+            "created_ms": T0,
+            "constraints": "gpu=A100",
+        }
         | {"state": State.QUEUED, "why": Why.SUBMITTED, "source": "rest"}
     )
     assert job.waiting == Waiting("j", 7, "zimg", 2, "acme", T0, "gpu=A100")

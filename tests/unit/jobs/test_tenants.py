@@ -1,4 +1,4 @@
-from jobs.tenants import LOCAL, hash_key
+from registry.tenants import LOCAL, hash_key
 
 
 def test_a_key_is_kept_as_its_sha_256():

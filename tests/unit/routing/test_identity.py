@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routing.policies.identity import YOUNG_MS, Comparison, LeaseView, ServerReport, compare
+from upkeep.identity import (
+    YOUNG_MS,
+    Comparison,
+    LeaseView,
+    ServerReport,
+    compare,
+)
 
 NOTHING = Comparison()
 
@@ -31,13 +37,13 @@ def test_match_by_any_name_that_the_server_may_give_the_job(name):
 
 
 def test_ghost_a_lease_whose_job_the_server_does_not_know_is_named():
-    assert compare([a_lease("a"), a_lease("b")], ids("b")).ghosts == ("a",)
+    assert compare([a_lease("a"), a_lease("b")], ids("b")).stale == ("a",)
 
 
 @pytest.mark.parametrize("report", [ids(), count(0)])
-@pytest.mark.parametrize(("age_ms", "ghosts"), [(0, ()), (YOUNG_MS - 1, ()), (YOUNG_MS, ("a",)), (10**9, ("a",))])
-def test_a_lease_younger_than_five_seconds_is_no_ghost(age_ms, ghosts, report):
-    assert compare([a_lease("a", age_ms)], report).ghosts == ghosts
+@pytest.mark.parametrize(("age_ms", "stale"), [(0, ()), (YOUNG_MS - 1, ()), (YOUNG_MS, ("a",)), (10**9, ("a",))])
+def test_a_lease_younger_than_five_seconds_is_no_ghost(age_ms, stale, report):
+    assert compare([a_lease("a", age_ms)], report).stale == stale
 
 
 def test_a_young_lease_still_covers_its_run():
@@ -47,7 +53,7 @@ def test_a_young_lease_still_covers_its_run():
 @pytest.mark.parametrize("runs", [("old-job",), ("old-job", "direct")])
 def test_orphan_and_foreign_whatever_no_lease_covers_is_counted_and_named(runs):
     found = compare([a_lease("a")], ids("a", *runs))
-    assert (found.ghosts, found.strangers, found.uncounted) == ((), tuple(sorted(runs)), len(runs))
+    assert (found.stale, found.unknown_runs, found.uncounted) == ((), tuple(sorted(runs)), len(runs))
 
 
 def test_a_ghost_and_a_stranger_do_not_cancel_each_other_out():
@@ -65,13 +71,13 @@ def test_a_count_that_is_not_zero_frees_nobody(active):
 
 
 def test_a_count_of_zero_frees_all_that_are_old_enough():
-    assert compare([a_lease("a"), a_lease("b", 0)], count(0)).ghosts == ("a",)
+    assert compare([a_lease("a"), a_lease("b", 0)], count(0)).stale == ("a",)
 
 
 @pytest.mark.parametrize(("leases", "active", "uncounted"), [(0, 3, 3), (1, 3, 2), (3, 3, 0), (3, 1, 0)])
 def test_a_count_above_our_leases_is_foreign(leases, active, uncounted):
     found = compare([a_lease(str(n)) for n in range(leases)], count(active))
-    assert (found.strangers, found.uncounted) == ((), uncounted)
+    assert (found.unknown_runs, found.uncounted) == ((), uncounted)
 
 
 def test_ids_are_believed_before_the_count():
@@ -87,13 +93,13 @@ _leases = st.dictionaries(_names, st.integers(0, 2 * YOUNG_MS)).map(lambda ages:
 def test_every_lease_and_every_run_is_exactly_one_of_the_cases(leases, running):
     found = compare(leases, ServerReport(True, len(running), running))
     ours = {lease.job_id for lease in leases}
-    assert set(found.ghosts) == {it.job_id for it in leases if it.job_id not in running and it.age_ms >= YOUNG_MS}
-    assert set(found.strangers) == running - ours
-    assert found.uncounted == len(found.strangers)
+    assert set(found.stale) == {it.job_id for it in leases if it.job_id not in running and it.age_ms >= YOUNG_MS}
+    assert set(found.unknown_runs) == running - ours
+    assert found.uncounted == len(found.unknown_runs)
 
 
 @given(_leases, st.integers(0, 6))
 def test_with_a_count_alone_no_more_is_freed_than_is_certain(leases, active):
     found = compare(leases, count(active))
     assert found.uncounted == max(0, active - len(leases))
-    assert not found.ghosts or active == 0
+    assert not found.stale or active == 0

@@ -4,12 +4,14 @@ import itertools
 
 import pytest
 
-from jobs.config import ModelConfig
+from admission import bounds
+from dispatch import retry
+from dispatch.outcome import Kind, Outcome
+from dispatch.verdict import Verdict, crashed, judge
 from jobs.record import Waiting
 from jobs.states import TRANSITIONS, Budget, State, Why
-from routing.outcome import Kind, Outcome
-from routing.policies import admission, order, retry
-from routing.policies.verdict import Verdict, crashed, judge
+from registry.config import ModelConfig
+from routing import order
 
 CONFIG = ModelConfig()
 LARGEST_SEQ = (1 << 49) - 1
@@ -21,7 +23,10 @@ EXACT = 1 << 53  # integers below it are exact in a Redis score
 
 def test_jobs_that_are_alike_for_placement_and_order_share_a_lane_and_others_do_not():
     cases = itertools.product((1, 2), "ab", (1, 2), "tu", ("", "gpu=A100"))
-    lanes = {order.lane(Waiting("x", seq, model, tier, tenant, 0, needs)) for seq, model, tier, tenant, needs in cases}
+    lanes = {
+        order.lane(Waiting("x", seq, model, tier, tenant, 0, constraints))
+        for seq, model, tier, tenant, constraints in cases
+    }
     assert len(lanes) == 16
 
 
@@ -60,9 +65,11 @@ def test_a_model_can_have_waits_of_its_own():
     assert [retry.delay_ms(n, config, 0.5) for n in (0, 1, 7, 8)] == [250, 500, 32_000, 60_000]
 
 
-@pytest.mark.parametrize(("wish_s", "wait_ms"), [(None, 2000), (0.5, 2000), (7.0, 7000), (3600.0, 30_000), (0.0, 2000)])
-def test_a_servers_wish_counts_where_it_is_longer_up_to_the_longest_wait(wish_s, wait_ms):
-    assert retry.delay_ms(1, CONFIG, 0.5, wish_s) == wait_ms
+@pytest.mark.parametrize(
+    ("retry_after_s", "wait_ms"), [(None, 2000), (0.5, 2000), (7.0, 7000), (3600.0, 30_000), (0.0, 2000)]
+)
+def test_a_servers_wish_counts_where_it_is_longer_up_to_the_longest_wait(retry_after_s, wait_ms):
+    assert retry.delay_ms(1, CONFIG, 0.5, retry_after_s) == wait_ms
 
 
 # -- verdict ---------------------------------------------------------------------------------------------------
@@ -104,8 +111,8 @@ def test_only_the_server_is_to_blame_when_it_cannot_be_reached():
 
 
 def test_a_busy_servers_wish_is_the_rest_of_its_slot():
-    assert judge(Outcome(Kind.BUSY, retry_after_s=7.5), 0, 0, False, CONFIG).rest_s == 7.5
-    assert judge(Outcome(Kind.BUSY), 0, 0, False, CONFIG).rest_s is None
+    assert judge(Outcome(Kind.BUSY, retry_after_s=7.5), 0, 0, False, CONFIG).retry_after_s == 7.5
+    assert judge(Outcome(Kind.BUSY), 0, 0, False, CONFIG).retry_after_s is None
 
 
 @pytest.mark.parametrize(("max_retries", "runs"), [(50, 51), (1, 2), (0, 1)])
@@ -173,10 +180,10 @@ _ENDS = set(Kind) - {Kind.PENDING, Kind.UNKNOWN}
     ],
 )
 def test_capacity_is_the_larger_of_both_for_each_slot_and_clamped(config, slots, bound):
-    assert admission.bound(ModelConfig(**config), slots) == bound
+    assert bounds.bound(ModelConfig(**config), slots) == bound
 
 
 def test_a_refusal_says_whose_jobs_wait_and_what_can_be_done():
-    assert "7 jobs of tenant 'acme' wait" in admission.refusal("zimg", 7, 5, "acme")
+    assert "7 jobs of tenant 'acme' wait" in bounds.refusal("zimg", 7, 5, "acme")
     for text in ("7 jobs wait", "'zimg'", "hold 5", "later", "/admin/model-configs"):
-        assert text in admission.refusal("zimg", 7, 5)
+        assert text in bounds.refusal("zimg", 7, 5)

@@ -4,15 +4,15 @@ import pytest
 from pydantic import ValidationError
 
 from routing.config import RoutingSettings
-from routing.leases import Held, Renewal
+from routing.leases import Lease, Renewal
 from routing.queues import new_prefix
 
 
 def test_the_defaults_stand_in_the_right_relation():
     settings = RoutingSettings()
     assert settings.renew_every_ms * 3 <= settings.lease_ms, "two renewals in a row may be lost"
-    assert settings.unreachable_rest_ms <= settings.unreachable_rest_max_ms
-    assert settings.busy_rest_ms <= settings.busy_rest_max_ms
+    assert settings.unreachable_cooldown_ms <= settings.unreachable_cooldown_max_ms
+    assert settings.busy_cooldown_ms <= settings.busy_cooldown_max_ms
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ def test_the_defaults_stand_in_the_right_relation():
         ("REDIS_PREFIX", "a{b}"),
         ("REDIS_PREFIX", "a b"),
         ("REDIS_PREFIX", "x" * 65),
-        ("BUSY_REST_MS", "-1"),
-        ("UNREACHABLE_REST_MS", "0"),
+        ("BUSY_COOLDOWN_MS", "-1"),
+        ("UNREACHABLE_COOLDOWN_MS", "0"),
         ("CATALOG_REFRESH_S", "-0.1"),
     ],
 )
@@ -38,6 +38,14 @@ def test_a_setting_out_of_its_bounds_is_refused_by_name(monkeypatch, name, value
     monkeypatch.setenv(f"SLOTKEEPER_{name}", value)
     with pytest.raises(ValidationError, match=f"(?i){name}"):
         RoutingSettings()
+
+
+@pytest.mark.parametrize("name", ["busy_%s_ms", "busy_%s_max_ms", "unreachable_%s_ms", "unreachable_%s_max_ms"])
+def test_a_setting_is_read_by_its_former_name_too_and_by_its_own_first(monkeypatch, name):
+    monkeypatch.setenv(f"SLOTKEEPER_{name % 'rest'}".upper(), "1234")
+    assert getattr(RoutingSettings(), name % "cooldown") == 1234
+    monkeypatch.setenv(f"SLOTKEEPER_{name % 'cooldown'}".upper(), "2345")
+    assert getattr(RoutingSettings(), name % "cooldown") == 2345
 
 
 @pytest.mark.parametrize(("lease_ms", "renew_ms", "fits"), [(1000, 499, True), (1000, 500, False), (1000, 900, False)])
@@ -70,13 +78,13 @@ def test_the_embedded_redis_is_used_unless_another_is_named(monkeypatch):
 
 
 def test_a_leases_tag_names_lease_and_owner_so_that_it_can_be_read_back():
-    held = Held("zimg", "j", "p1-7", "worker one/ab12", "gpu-slot0")
+    held = Lease("zimg", "j", "p1-7", "worker one/ab12", "gpu-slot0")
     assert held.tag.split(" ", 1) == ["p1-7", "worker one/ab12"]
 
 
 @pytest.mark.parametrize("server", ["gpu", "a-slot3", "org/gpu.1-slot0"])
 def test_a_slots_server_is_what_stands_before_its_number(server):
-    assert Held("f", "j", "l", "o", f"{server}-slot12").server == server
+    assert Lease("f", "j", "l", "o", f"{server}-slot12").server == server
 
 
 def test_names_of_leases_are_unique_across_an_emptied_redis():

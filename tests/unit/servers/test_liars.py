@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from jobs.config import ModelConfig
+from dispatch.outcome import Kind, Outcome
+from dispatch.verdict import judge
 from jobs.states import Why
-from routing.outcome import Kind, Outcome
-from routing.policies.verdict import judge
+from registry.config import ModelConfig
 from tasks.servers import Call, Description, HealthKind, presets
 from tests.unit.servers.scripted import Act, Seen, answer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from routing.outcome import Kind
+from dispatch.outcome import Kind
 from tasks.servers import Description, HealthKind, presets
 from tasks.servers.probe import GENERIC, Trial, endpoint_for, recognize
 from tests.unit.servers.scripted import Seen, always, answer, refused_url
@@ -37,10 +37,10 @@ def test_a_server_is_recognized_by_what_it_answers(preset, path, body, scripted)
     assert found.candidates[0].because == f"GET {path} answered as its servers do"
 
 
-def test_every_preset_but_two_can_be_recognized():
-    """A plain server has no signs, and RunPod's cloud answers nobody without a key."""
+def test_presets_without_signs_are_known():
+    """A plain server has none, RunPod's cloud answers nobody without a key, and what a server streams is asked for."""
     known = {name for name in presets.names() if presets.about(name).signs}
-    assert set(presets.names()) - known == {GENERIC, "runpod-endpoint"}
+    assert set(presets.names()) - known == {GENERIC, "runpod-endpoint", "cog-stream", "slot-protocol-stream"}
 
 
 def test_a_server_that_shows_no_sign_may_be_a_plain_one(scripted):

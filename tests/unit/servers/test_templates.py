@@ -1,17 +1,18 @@
 import pytest
 
-from routing.outcome import Kind
+from dispatch.outcome import Kind
 from tasks.servers.call import Call
 from tasks.servers.description import JOB_SOURCES, SUBMIT_SOURCES
-from tasks.servers.templates import Body, Headers, Path, TemplateError, Values, to_json
+from tasks.servers.templates import Body, Headers, OutputSize, Path, TemplateError, Values, to_json
 
 PAYLOAD = {"prompt": "a cat", "n": 3, "on": True, "none": None, "list": [1, {"x": 2}], "evil": "{{secret/KEY}}"}
 SECRETS = {"KEY": "s3cret"}
 
 
 def values(payload=PAYLOAD, **more):
+    more = {"deadline_s": 2.5, "model_version": "2.1", "swap": False, **more}
     call = Call("job-1", 2, payload, callback_url="http://me/cb", callback_token="tok", **more)
-    return Values(call, "srv/7", SECRETS.get)
+    return Values(call, "srv/7", SECRETS.get, output_size=OutputSize((("max",), ("n",)), 256))
 
 
 def body(template, payload=PAYLOAD):
@@ -34,6 +35,11 @@ def path(template, payload=PAYLOAD, sources=JOB_SOURCES):
         ("{{job/id}}", "job-1"),
         ("{{job/attempt}}", 2),
         ("{{job/attempt_id}}", "job-1-2"),
+        ("{{run/deadline_ms}}", 2_500),
+        ("{{run/deadline_s}}", 2),
+        ("{{run/model_version}}", "2.1"),
+        ("{{run/swap}}", False),
+        ("{{run/output_size}}", 3),
         ("{{id}}", "srv/7"),
         ("{{callback_url}}", "http://me/cb"),
         ("{{callback_token}}", "tok"),
@@ -42,6 +48,44 @@ def path(template, payload=PAYLOAD, sources=JOB_SOURCES):
 )
 def test_a_string_that_is_one_template_keeps_the_type_of_the_value(template, filled):
     assert body(template) == filled and type(body(template)) is type(filled)
+
+
+@pytest.mark.parametrize(
+    ("payload", "size"),
+    [
+        ({"max": 7, "n": 9}, 7),
+        ({"max": 0, "n": 9}, 0),
+        ({"n": 9}, 9),
+        *[({"max": said, "n": 9}, 9) for said in (None, "7", True, -1, 7.5, [7])],
+        ({}, 256),
+        ("a text", 256),
+        (None, 256),
+    ],
+)
+def test_the_expected_output_is_the_first_size_that_the_payload_says_or_the_default(payload, size):
+    assert body("{{run/output_size}}", payload) == size
+
+
+@pytest.mark.parametrize(
+    ("left_s", "ms", "s"), [(0.0001, 1, 1), (0.9, 900, 1), (1.999, 1999, 1), (1e9, 604_800_000, 604_800)]
+)
+def test_what_is_left_of_a_run_is_at_least_one_and_rounded_down(left_s, ms, s):
+    filled = Body(["{{run/deadline_ms}}", "{{run/deadline_s}}"], SUBMIT_SOURCES).fill(values(deadline_s=left_s))
+    assert filled == [ms, s]
+
+
+def test_what_is_told_of_a_run_can_stand_in_a_path_and_in_headers():
+    text = "{{run/swap}}-{{run/deadline_s}}-{{run/output_size}}"
+    assert path(f"/x?as={text}", sources=SUBMIT_SOURCES) == "/x?as=false-2-3"
+    assert Headers({"X-Run": text}, SUBMIT_SOURCES).fill(values()) == {"X-Run": "false-2-3"}
+
+
+def test_a_name_that_is_none_is_told_with_those_that_exist_there():
+    with pytest.raises(ValueError, match=r"job/attempt_id, .*payload, payload/.*run/output_size, run/swap"):
+        body("{{run/swop}}")
+    with pytest.raises(ValueError, match="there is: id, job/attempt") as refused:
+        Body("{{run/swap}}", JOB_SOURCES)
+    assert "run/swap," not in str(refused.value) and "secret/NAME" in str(refused.value)
 
 
 def test_inside_a_longer_string_a_value_is_text():

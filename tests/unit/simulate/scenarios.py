@@ -4,9 +4,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from jobs.catalog import Model, Snapshot
-from jobs.config import ModelConfig
-from jobs.record import Server
+from registry.catalog import Model, Snapshot
+from registry.config import ModelConfig
+from registry.values import Server
 from trials.simulate import Arrival, Job, Scenario
 
 T0 = 1_800_000_000_000

@@ -13,11 +13,11 @@ from click.testing import CliRunner, Result
 
 from cli.__main__ import main
 from cli.simulate import _stoppable
-from jobs.catalog import Catalog
-from jobs.db import Database
+from database.db import Database
 from jobs.record import now_ms
 from jobs.states import Why
 from jobs.store import Store
+from registry.catalog import Catalog
 from tests.support.builders import a_queued_job, a_start
 from tests.unit.cli.conftest import until
 from tests.unit.simulate.scenarios import POLICIES
@@ -126,8 +126,8 @@ def test_yesterday_is_played_from_the_record(sqlite_url, monkeypatch):
     Catalog(record).register("zimg", "gpu1", "http://127.0.0.1:9/", 1, yesterday)
     store = Store(record)
     for n in range(20):
-        job = a_queued_job(store, now=yesterday + n * 1000)
-        attempt = a_start(store, job.id, now=yesterday + n * 10_000).attempt
+        job = a_queued_job(store, now_ms=yesterday + n * 1000)
+        attempt = a_start(store, job.id, now_ms=yesterday + n * 10_000).attempt
         assert store.settle(job.id, attempt, Why.FINISHED, yesterday + (n + 1) * 10_000, result="{}")
     record.close()
     monkeypatch.setenv("SLOTKEEPER_DATABASE_URL", sqlite_url)

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from jobs.catalog import Model, Snapshot
-from jobs.config import ModelConfig
-from jobs.record import Server
+from registry.catalog import Model, Snapshot
+from registry.config import ModelConfig
+from registry.values import Server
 from tests.unit.simulate.scenarios import POLICIES, SECOND, T0, a_catalog, a_scenario, at, poisson, starts
 from trials.simulate import Arrival, Outage, Wrong, run
 from trials.simulate.scenario import Job

@@ -14,7 +14,7 @@ from trials.simulate.show import line, pair, span
 
 def a_job(number: int, arrival: float, start: float, run: float = 10, **more) -> Job:
     times = [T0 + int(s * SECOND) for s in (arrival, start, start + run)]
-    return replace(Job(number, "zimg", "t", 5, *times, "gpu1-slot0", number), **more)
+    return replace(Job(number, "zimg", "t", 5, times[0], times[1], times[2], "gpu1-slot0", number), **more)
 
 
 def an_outcome(*jobs: Job, hours: float = 1, **more) -> Outcome:

@@ -5,10 +5,10 @@ from datetime import UTC, datetime
 
 import pytest
 
-from jobs.catalog import Catalog
-from jobs.db import Database
+from database.db import Database
 from jobs.states import State, Why
 from jobs.store import Store
+from registry.catalog import Catalog
 from tests.support.builders import T0, a_job, a_job_in, a_queued_job, a_start
 from trials.simulate import Wrong, figures, recorded
 from trials.simulate.scenario import Scenario
@@ -31,8 +31,8 @@ def store(database):
 
 def ran(store: Store, created: int, started: int, seconds: int, **fields) -> None:
     """A job that went its way, in seconds after T0."""
-    job = a_queued_job(store, now=T0 + created * 1000, **fields)
-    run = a_start(store, job.id, now=T0 + started * 1000)
+    job = a_queued_job(store, now_ms=T0 + created * 1000, **fields)
+    run = a_start(store, job.id, now_ms=T0 + started * 1000)
     assert store.settle(job.id, run.attempt, Why.FINISHED, T0 + (started + seconds) * 1000, result="{}")
 
 
@@ -73,7 +73,7 @@ def test_only_what_arrived_in_the_window_counts(database, store):
 
 def test_a_job_that_runs_still_runs_as_long_as_one_that_has_ended(database, store):
     ran(store, 0, 0, 42)
-    a_job_in(store, State.RUNNING, now=T0 + 1000)
+    a_job_in(store, State.RUNNING, now_ms=T0 + 1000)
     found = read(database)
     assert [it.run_ms for it in found.arrivals] == [42_000, 42_000]
     assert found.drawn == 1
@@ -81,7 +81,7 @@ def test_a_job_that_runs_still_runs_as_long_as_one_that_has_ended(database, stor
 
 def test_a_job_that_never_ran_is_left_out(database, store):
     ran(store, 0, 0, 1)
-    waits = a_queued_job(store, now=T0 + 1000)
+    waits = a_queued_job(store, now_ms=T0 + 1000)
     assert store.end_waiting(waits.id, Why.CANCEL_REQUESTED, T0 + 2000)
     assert len(read(database).arrivals) == 1
 
@@ -105,10 +105,10 @@ def test_what_is_paused_now_takes_part(database, store):
 
 
 def test_constraints_come_along(database, store):
-    job = replace(a_job(), needs='gpu="A100"')
+    job = replace(a_job(), constraints='gpu="A100"')
     store.submit([job], T0)
     a_start(store, job.id)
-    assert [it.needs for it in read(database).arrivals] == ['gpu="A100"']
+    assert [it.constraints for it in read(database).arrivals] == ['gpu="A100"']
 
 
 def test_a_window_without_jobs_is_refused_with_a_way_out(database, store):

@@ -11,14 +11,15 @@ from contextlib import closing, suppress
 from typing import Any
 
 import pytest
+import uvloop
 
 from app.config import AppSettings
 from app.web.connection import Connection
 from app.web.door import Door
 from app.web.gateway import Answer
 from app.web.owners import Owners
-from jobs.db import Database
-from jobs.tenants import Tenant, hash_key
+from database.db import Database
+from registry.tenants import Tenant, hash_key
 from tests.support.stack import eventually
 
 CRLF = b"\r\n"
@@ -46,7 +47,7 @@ def _echo(environ: dict[str, Any], start: Any) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    made = asyncio.new_event_loop()
+    made = uvloop.new_event_loop()
     yield made
     made.close()
 

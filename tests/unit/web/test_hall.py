@@ -62,6 +62,27 @@ def test_an_errand_for_which_there_is_no_thread_takes_no_place(loop):
     work.go.release(9)
 
 
+def test_what_an_errand_answers_is_called_in_the_loop_and_its_thread_is_free_whatever_comes_of_it(loop):
+    lane, told = Lane("web", 1, 1, loop.soon, 9), []
+
+    def fail():
+        told.append(threading.current_thread())
+        raise RuntimeError
+
+    assert lane.enter(Errand("alice", lambda: fail))
+    with pytest.raises(RuntimeError):
+        loop.turn()
+    assert told == [threading.current_thread()] and lane.has_room_for("alice")
+
+
+def test_an_errand_that_fails_costs_no_thread(loop):
+    lane, work = Lane("web", 1, 1, loop.soon, 9), Work()
+    assert lane.enter(Errand("alice", lambda: 1 // 0))
+    loop.turn()
+    assert lane.enter(work.errand("bob")) and work.next() == "bob"
+    work.go.release(9)
+
+
 def test_those_who_wait_get_turns_one_after_the_other(loop):
     lane, work = Lane("web", 1, 1, loop.soon, 9), Work()
     for number in range(3):

@@ -1,8 +1,8 @@
 import pytest
 
 from app.web.owners import Kind, Owner, Owners
-from jobs.errors import RecordUnavailable
-from jobs.tenants import Tenant, hash_key
+from foundation.errors import RecordUnavailable
+from registry.tenants import Tenant, hash_key
 
 KNOWN = {"sk_a": Tenant("alice", False), "sk_o": Tenant("operator", True)}
 HERE = "10.0.0.1"
@@ -92,3 +92,11 @@ def test_keys_are_known_before_they_come_and_no_more_when_they_are_gone():
     del record.keys["sk_o"]
     asked.refresh()
     assert asked.known("Bearer sk_o", HERE) is None
+
+
+def test_who_has_logged_in_to_the_page_is_known_by_the_visit():
+    asked = Owners(Record(), visits=lambda cookie: hash_key("sk_o") if cookie == "mine" else "")
+    assert asked.known("", HERE, "mine") == Owner(HERE, Kind.STRANGER), "until all keys have been read"
+    asked.refresh()
+    assert asked.known("", HERE, "mine") == Owner("operator", Kind.OPERATOR)
+    assert asked.known("", HERE, "another's") == Owner(HERE, Kind.STRANGER)

@@ -9,21 +9,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import UUID
 
 import pytest
+import uvloop
 from sqlalchemy import insert
 
 from app.config import AppSettings
 from app.web import stream as streaming
 from app.web.connection import Connection
 from app.web.door import Door
-from app.web.owners import Owners
-from jobs.db import Database
+from app.web.owners import Kind, Owner, Owners
+from database.db import Database
+from insight.said import Place, Watching
+from jobs.events import note
 from jobs.models import events
 from jobs.record import now_ms
 from jobs.states import State, Why
 from jobs.store import Store
-from jobs.tenants import Tenants
+from outbox import removal
+from outbox.ageing import Ageing
+from registry.tenants import Tenants, hash_key
+from scripting.keys import Keys
+from scripting.scripts import Scripts, connect
+from tasks import wiring
 from tests.support.api import Api
 from tests.support.builders import T0, a_queued_job, a_running_job, an_ended_job, eventually
 
@@ -59,8 +68,9 @@ class Served:
 def _serve(api: Api) -> Iterator[Served]:
     settings = AppSettings()
     owners = Owners(Tenants(api.database) if settings.require_keys else None)
-    loop = asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     door = Door(api.client.application, settings, owners, loop, 3000, api.database)
+    door.watch_by(Watching(wiring.scripts()))
     server = loop.run_until_complete(loop.create_server(lambda: Connection(door), "127.0.0.1", 0))
     loop.call_soon(door.tick)
     thread = threading.Thread(target=loop.run_forever)
@@ -87,6 +97,7 @@ class Told:
     """One event of a stream."""
 
     id: int | None = None
+    heard: str = ""
     type: str = ""
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -131,7 +142,9 @@ class Reader:
         for line in block.splitlines():
             name, _, value = line.partition(": ")
             if name == "id":
-                told.id = self.last = int(value)
+                number, _, heard = value.partition("-")
+                told.id = self.last = int(number)
+                told.heard = heard
             elif name == "event":
                 told.type = value
             elif name == "data":
@@ -204,6 +217,77 @@ def test_of_http_1_0_there_are_no_chunks(served: Served) -> None:
     assert answer.count(b"\nevent: ") == 3
 
 
+# -- what its server says --------------------------------------------------------------------------------------
+
+
+def _say(job_id: str, text: str, ms: int, attempt: int = 1) -> int:
+    said = json.dumps({"job_id": job_id, "attempt": attempt, "offset": 0, "text": text})
+    return wiring.scripts().run(wiring.telling().telling(job_id, Place(attempt, ms), said, 100))
+
+
+def _texts(reader: Reader) -> list[str]:
+    """Of what is said; of other events their types."""
+    return [it.data.get("text", it.type) for it in reader.events()]
+
+
+def test_what_a_jobs_server_says_is_told_between_its_start_and_its_end(served: Served) -> None:
+    run = a_running_job(served.store)
+    job = run.job.id
+    _say(job, "before", 1)
+    reader = Reader(served.ask(f"/queue/jobs/{job}/stream"))
+    assert [reader.next().type for _ in range(2)] == ["job.enqueued", "job.started"]
+    told = reader.next()
+    assert (told.type, told.data["text"], told.heard) == ("progress", "before", "1-1")
+    assert _say(job, "now", 2) == 1
+    assert reader.next().data["text"] == "now"
+    served.store.settle(job, 1, Why.FINISHED, T0, result="{}")
+    assert _types(reader) == ["job.completed"]
+
+
+def test_all_that_was_said_is_told_before_the_end(served: Served) -> None:
+    """Also where the record was quicker, or the job had ended before."""
+    job = a_running_job(served.store).job.id
+    _say(job, "all", 1)
+    served.store.settle(job, 1, Why.FINISHED, T0, result="{}")
+    assert _texts(Reader(served.ask(f"/queue/jobs/{job}/stream"))) == [
+        "job.enqueued",
+        "job.started",
+        "all",
+        "job.completed",
+    ]
+
+
+def test_who_comes_again_is_told_the_rest_of_a_text(served: Served) -> None:
+    job = a_running_job(served.store).job.id
+    for ms, text in enumerate("abc"):
+        _say(job, text, ms + 1)
+    reader = Reader(served.ask(f"/queue/jobs/{job}/stream"))
+    seen = [reader.next() for _ in range(4)][-1]
+    assert seen.data["text"] == "b"
+    reader.close()
+    again = Reader(served.ask(f"/queue/jobs/{job}/stream", {"Last-Event-ID": f"{seen.id}-{seen.heard}"}))
+    assert again.next().data["text"] == "c"
+    served.store.settle(job, 1, Why.FINISHED, T0, result="{}")
+    assert _types(again) == ["job.completed"]
+
+
+def test_the_end_is_told_where_redis_is_away(served: Served) -> None:
+    watching = Watching(Scripts(connect("redis://127.0.0.1:1/0", 0.5), Keys("slotkeeper")))
+    served.loop.call_soon_threadsafe(served.door.watch_by, watching)
+    job = a_running_job(served.store).job.id
+    reader = Reader(served.ask(f"/queue/jobs/{job}/stream"))
+    assert [reader.next().type for _ in range(2)] == ["job.enqueued", "job.started"]
+    served.store.settle(job, 1, Why.FINISHED, T0, result="{}")
+    assert _types(reader) == ["job.completed"]
+
+
+@pytest.mark.parametrize("after", ["1-1", "1-1-", "1-1-x", "1-1-1-1", "-1-1"])
+def test_what_is_no_place_in_a_jobs_stream_is_refused(served: Served, after: str) -> None:
+    job = a_running_job(served.store).job.id
+    assert Reader(served.ask(f"/queue/jobs/{job}/stream?after={after}")).status == 422
+    assert Reader(served.ask("/stream?after=1-1-1")).status == 422
+
+
 # -- all -----------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +300,15 @@ def test_a_stream_begins_now_and_tells_what_is_wanted(served: Served) -> None:
     told = [reader.next(), reader.next()]
     assert [(it.type, it.data["model"]) for it in told] == [("job.enqueued", "flux"), ("job.enqueued", "sdxl")]
     assert told[1].data["job_id"] == last.id
+
+
+def test_a_batch_can_be_followed(served: Served) -> None:
+    one, another = str(UUID(int=1)), str(UUID(int=2))
+    reader = Reader(served.ask(f"/stream?batch={one}")).until_open()
+    a_queued_job(served.store, batch=another)
+    a_queued_job(served.store)
+    wanted = a_queued_job(served.store, batch=one)
+    assert reader.next().data["job_id"] == wanted.id
 
 
 @pytest.mark.parametrize("settings", [KEYS])
@@ -232,7 +325,7 @@ def test_a_tenant_follows_its_own_jobs_and_an_administrator_all(served: Served, 
 
 
 @pytest.mark.parametrize(
-    "target", ["/stream?after=x", "/stream?after=-1", "/stream?type=job.lost", "/stream?model=%20"]
+    "target", ["/stream?after=x", "/stream?after=-1", "/stream?type=job.lost", "/stream?model=%20", "/stream?batch=x"]
 )
 def test_what_cannot_be_followed_is_refused(served: Served, target: str) -> None:
     assert Reader(served.ask(target)).status == 422
@@ -255,7 +348,8 @@ def test_who_comes_again_goes_on_behind_what_it_has_seen(served: Served) -> None
 
 def test_where_some_are_not_there_any_more_the_stream_says_so_first(served: Served) -> None:
     dead = an_ended_job(served.store, State.DEAD)
-    served.store.delete_dead(dead.id)
+    removal.delete_dead(served.store.database, dead.id)
+    assert Ageing(served.store.database).remove(T0 + 1, 0, last=3) == 3
     job = a_queued_job(served.store).id
     reader = Reader(served.ask("/stream?after=1"))
     assert (told := reader.next()).type == "stream.gap" and told.data["after"] == 1
@@ -348,7 +442,7 @@ def _cut_again_and_again(served: Served, database: Database) -> None:
 
 
 def _fails(tx: Any) -> None:
-    tx.events.append({"job_id": "none", "type": "job.enqueued", "at_ms": now_ms(), "attempt": 0, "data": "{}"})
+    note(tx, "none", "job.enqueued", now_ms(), {})
     tx.flush()
     raise ZeroDivisionError
 
@@ -510,3 +604,35 @@ def test_who_waits_when_the_process_stops_is_answered(served: Served) -> None:
     eventually(lambda: _waiting(served) == 1)
     served.stop()
     assert _answer(one)["status"] == "queued"
+
+
+@pytest.mark.parametrize("settings", [KEYS | {"KEY_CACHE_S": "0"}])
+def test_a_stream_ends_when_its_key_is_removed_and_no_other_does(
+    served: Served, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.web.door._KEYS_EVERY_S", 0.05)
+    gone = Reader(served.ask("/stream", served.api.tenant("acme", admin=True))).until_open()
+    stays = Reader(served.ask("/stream", served.api.tenant("beta", admin=True))).until_open()
+    Tenants(served.api.database).remove("acme")
+    assert list(gone.events()) == []
+    assert gone.ended
+    an_ended_job(served.store)
+    assert [stays.next().type for _ in range(3)] == ["job.enqueued", "job.started", "job.completed"]
+
+
+def _visits(cookie: str) -> str:
+    return hash_key(cookie)
+
+
+@pytest.mark.parametrize("settings", [KEYS | {"KEY_CACHE_S": "0"}])
+def test_who_may_stay_is_known_by_the_keys_that_were_read_last(api: Api, settings: dict[str, str]) -> None:
+    key = api.tenant("acme", admin=True)["Authorization"]
+    owners, operator = Owners(Tenants(api.database), visits=_visits), Owner("acme", Kind.OPERATOR)
+    assert owners.refresh()
+    assert owners.may_stay(key, "", operator)
+    assert owners.may_stay("", key.removeprefix("Bearer "), operator), "a visit of the page"
+    assert not owners.may_stay("", "over", operator)
+    theirs = api.tenant("beta")["Authorization"]
+    assert owners.refresh()
+    assert owners.may_stay(theirs, "", Owner("beta", Kind.TENANT))
+    assert not owners.may_stay(theirs, "", operator), "it administers no more"

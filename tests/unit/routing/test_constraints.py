@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.errors import InvalidJob
-from jobs.record import Server
-from routing.policies.placement import meets, read_attributes, read_needs, read_of_model, show_needs
+from admission.placement import (
+    meets,
+    read_attributes,
+    read_constraints,
+    read_of_model,
+    show_constraints,
+)
+from foundation.errors import InvalidJob
+from registry.values import Server
 
 NAMES = st.from_regex(r"[A-Za-z][A-Za-z0-9_.-]{0,10}", fullmatch=True)
 NUMBERS = st.one_of(st.integers(-(10**14), 10**14), st.floats(-1e14, 1e14, allow_nan=False))
@@ -20,20 +26,20 @@ CONSTRAINTS = st.dictionaries(NAMES, WANTED, max_size=6)
 
 
 @given(CONSTRAINTS)
-def test_what_is_shown_again_means_the_same(constraints: dict[str, Any]) -> None:
-    needs = read_needs(constraints)
-    assert read_needs(show_needs(needs)) == needs
+def test_what_is_shown_again_means_the_same(asked: dict[str, Any]) -> None:
+    constraints = read_constraints(asked)
+    assert read_constraints(show_constraints(constraints)) == constraints
 
 
 def test_constraints_are_shown_as_people_write_them() -> None:
     asked = {"gpu": ["H100", "A100"], "memory": {"min": 40, "max": 80.5}, "region": "eu", "cores": 8}
-    assert show_needs(read_needs(asked)) == {
+    assert show_constraints(read_constraints(asked)) == {
         "cores": "8",
         "gpu": ["A100", "H100"],
         "memory": {"min": 40, "max": 80.5},
         "region": "eu",
     }
-    assert show_needs("") == {}
+    assert show_constraints("") == {}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +72,7 @@ def test_constraints_are_shown_as_people_write_them() -> None:
 )
 def test_constraints_that_mean_nothing_are_refused_by_name(wrong: Any) -> None:
     with pytest.raises(InvalidJob) as refused:
-        read_needs(wrong)
+        read_constraints(wrong)
     assert refused.value.field == "constraints"
     assert "constraints" in refused.value.detail
 
@@ -123,4 +129,4 @@ def test_a_server_meets_what_it_declares_and_for_its_model_what_that_declares(
 ) -> None:
     declared = {"gpu": "A100", "memory": 80, "labels": ["fast", "testnet"], "model_version": "1.0"}
     server = _server(declared, {"model_version": "2.1", "runtime": "trt"})
-    assert meets(read_needs(constraints), server, "zimg") is met
+    assert meets(read_constraints(constraints), server, "zimg") is met

@@ -1,4 +1,4 @@
-"""What a server meets: the offer script and policies/placement.py agree on whatever can be declared and asked for."""
+"""What a server meets: the offer script and admission/placement.py agree on whatever can be declared and asked for."""
 
 import os
 import string
@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
-from jobs.errors import InvalidJob
-from jobs.record import Server as CatalogServer
-from routing.policies.placement import meets, read_attributes, read_needs
+from admission.placement import meets, read_attributes, read_constraints
+from foundation.errors import InvalidJob
+from registry.values import Server as CatalogServer
 from tests.lua.room import Room, Server, a
 
 ASKED_FOR = os.environ.get("SLOTKEEPER_TEST_EXAMPLES")
@@ -33,15 +33,15 @@ declared = st.dictionaries(
 
 def check(client: Redis, asked: dict, own: dict, of_model: dict, model: str) -> None:
     try:
-        needs, attributes = read_needs(asked), read_attributes(own)
+        constraints, attributes = read_constraints(asked), read_attributes(own)
         attributes |= {f"{model}:{name}": value for name, value in read_attributes(of_model).items()}
     except InvalidJob:
         return
     client.flushall()
     room = Room(client).with_servers(Server("gpu", models=(model, "other"), attributes=attributes))
-    offers = room.enqueue(a("j", 1, model=model, needs=needs))
+    offers = room.enqueue(a("j", 1, model=model, constraints=constraints))
     server = CatalogServer("gpu", "zimg", 1, "online", {model: ""}, 0, attributes)
-    assert bool(offers) == meets(needs, server, model), (needs, attributes)
+    assert bool(offers) == meets(constraints, server, model), (constraints, attributes)
 
 
 def test_the_script_and_the_policy_agree_on_whether_a_server_meets_what_a_job_needs(client: Redis):

@@ -1,0 +1,172 @@
+"""Jobs that came together are found together: listed, counted, canceled; by whoever may see them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+from insight import batches, listing
+from jobs.record import new_job_id
+from jobs.states import State
+from jobs.store import Store
+from outbox import removal
+from tests.support.api import Api
+from tests.support.builders import T0, a_job, a_queued_job, a_start, an_ended_job
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
+_JOB: dict[str, Any] = {"model": "zimg", "payload": {"prompt": "a cat"}}
+
+
+def _submit(api: Api, jobs: int = 3, headers: dict[str, str] | None = None) -> Any:
+    answer = api.client.post("/queue/submit-batch", json=[_JOB] * jobs, headers=headers)
+    assert answer.status_code == 202, answer.text
+    return answer.json
+
+
+def _listed(api: Api, query: str = "", headers: dict[str, str] | None = None) -> Any:
+    return _got(api, f"/queue/batches{query}", headers)
+
+
+def _got(api: Api, path: str, headers: dict[str, str] | None = None) -> Any:
+    return api.client.get(path, headers=headers).json
+
+
+def test_a_batch_is_shown_with_how_far_it_has_come(api: Api) -> None:
+    api.model()
+    sent = _submit(api)
+    api.submitted()
+    api.client.post(f"/queue/jobs/{sent['jobs'][0]['job_id']}/cancel")
+    shown = _got(api, f"/queue/batches/{sent['batch']}")
+    assert (shown["jobs"], shown["ended"], shown["status"]) == (3, 1, "active")
+    assert shown["by_state"] == {"queued": 2, "canceled": 1}
+    assert shown["completed_at"] is None and shown["tenant"] == "default"
+    listed = _got(api, f"/queue/jobs?batch={sent['batch']}")["jobs"]
+    assert [it["job_id"] for it in listed] == [it["job_id"] for it in reversed(sent["jobs"])]
+    assert {it["batch"] for it in listed} == {sent["batch"]}
+    dead = _got(api, f"/queue/jobs?batch={sent['batch']}&status=canceled")["jobs"]
+    assert [it["job_id"] for it in dead] == [sent["jobs"][0]["job_id"]]
+
+
+def test_batches_are_listed_page_by_page_the_newest_first(api: Api) -> None:
+    api.model()
+    sent = [_submit(api, 1)["batch"] for _ in range(5)]
+    first = _listed(api, "?limit=2")
+    second = _listed(api, f"?limit=2&cursor={first['next_cursor']}")
+    third = _listed(api, f"?limit=2&cursor={second['next_cursor']}")
+    assert [it["batch"] for page in (first, second, third) for it in page["batches"]] == sent[::-1]
+    assert third["next_cursor"] is None
+
+
+def test_a_batch_is_canceled_as_a_whole(api: Api) -> None:
+    api.register()
+    sent = _submit(api)
+    offer = api.heard.offers[0]
+    assert api.dispatcher.start(offer, "a-worker") is not None
+    answer = api.client.post(f"/queue/batches/{sent['batch']}/cancel")
+    assert answer.json == {"batch": sent["batch"], "canceled": 2, "canceling": 1}
+    assert _got(api, f"/queue/batches/{sent['batch']}")["by_state"] == {"running": 1, "canceled": 2}
+
+
+def test_a_batch_that_has_ended_is_not_canceled(api: Api) -> None:
+    api.model()
+    sent = _submit(api)
+    assert api.client.post(f"/queue/batches/{sent['batch']}/cancel").status_code == 200
+    assert api.client.post(f"/queue/batches/{sent['batch']}/cancel").status_code == 409
+    shown = _got(api, f"/queue/batches/{sent['batch']}")
+    assert shown["status"] == "ended" and shown["completed_at"] is not None
+
+
+def test_a_batch_sent_again_is_the_batch_that_it_was(api: Api) -> None:
+    api.model()
+    first, again = (_submit(api, 2, {"Idempotency-Key": "b-1"}) for _ in range(2))
+    assert (again["accepted"], again["batch"]) == (0, first["batch"])
+    assert len(_listed(api)["batches"]) == 1
+
+
+@KEYED
+def test_a_tenant_sees_its_own_batches_and_no_others(api: Api, settings: dict[str, str]) -> None:
+    acme, other, root = api.tenant("acme"), api.tenant("other"), api.tenant("root", admin=True)
+    assert api.client.put("/admin/model-configs/zimg", json={}, headers=root).status_code == 200
+    own, foreign = (_submit(api, headers=who)["batch"] for who in (acme, other))
+    assert [it["batch"] for it in _listed(api, headers=acme)["batches"]] == [own]
+    assert [it["batch"] for it in _listed(api, headers=root)["batches"]] == [foreign, own]
+    assert api.client.get(f"/queue/batches/{foreign}", headers=acme).status_code == 404
+    assert api.client.post(f"/queue/batches/{foreign}/cancel", headers=acme).status_code == 404
+    assert _got(api, f"/queue/jobs?batch={foreign}", acme)["jobs"] == []
+    assert _got(api, f"/queue/batches/{foreign}", root)["by_state"] == {"queued": 3}
+
+
+@pytest.mark.parametrize(
+    "path", ["/queue/batches?cursor=x", "/queue/jobs?batch=x", "/queue/jobs?batch=%00", "/queue/batches/%00"]
+)
+def test_what_is_no_batch_is_refused(api: Api, path: str) -> None:
+    assert api.client.get(path).status_code == 422
+
+
+def test_a_batch_that_there_is_not_is_not_found(api: Api) -> None:
+    for batch in (new_job_id(), "x"):
+        assert api.client.get(f"/queue/batches/{batch}").status_code == 404
+
+
+# -- on both databases -----------------------------------------------------------------------------------------
+
+
+def _batch_of(store: Store, jobs: int, tenant: str = "acme") -> str:
+    name = new_job_id()
+    store.submit([a_job(batch=name, tenant=tenant) for _ in range(jobs)], T0)
+    return name
+
+
+def test_a_batch_is_known_by_its_jobs_and_gone_with_the_last(store: Store) -> None:
+    name = new_job_id()
+    dead = an_ended_job(store, State.DEAD, batch=name)
+    (shown,) = batches.newest(store.database, None, None, 10)
+    assert (shown.id, shown.by_state, shown.finished_ms) == (name, {State.DEAD: 1}, T0)
+    assert removal.delete_dead(store.database, dead.id)
+    assert batches.newest(store.database, None, None, 10) == batches.look(store.database, [name]) == []
+
+
+def test_who_comes_alone_is_in_no_batch(store: Store) -> None:
+    name = _batch_of(store, 2)
+    a_start(store, a_queued_job(store).id)
+    (shown,) = batches.newest(store.database, None, None, 10)
+    assert (shown.id, shown.by_state, shown.finished_ms) == (name, {State.QUEUED: 2}, None)
+
+
+def test_looks_at_batches_read_by_their_indexes(store: Store) -> None:
+    """Among jobs that came alone; each statement's plan names the index, and none reads the whole table."""
+    for _ in range(40):
+        _batch_of(store, 5)
+    name = _batch_of(store, 5)
+    store.submit([a_job() for _ in range(4000)], T0)
+    store.database.write(lambda tx: tx.connection.exec_driver_sql("ANALYZE"))
+    with _plans(store) as plans:
+        batches.newest(store.database, None, None, 20)
+        batches.newest(store.database, "acme", name, 20)
+        batches.unfinished(store.database, name)
+        listing.find(store.database, batch=name, tenant="acme", limit=50)
+    assert len(plans) == 6
+    of_batch, of_tenant = "ix_jobs_batch_seq", "ix_jobs_tenant_batch"
+    for plan, index in zip(plans, (of_batch, of_batch, of_tenant, of_batch, of_batch, of_batch), strict=True):
+        assert index in plan, plan
+        assert "SCAN jobs\n" not in plan and "Seq Scan on jobs" not in plan, plan
+
+
+@contextmanager
+def _plans(store: Store) -> Iterator[list[str]]:
+    """The plan of each statement that is read meanwhile."""
+    plans: list[str] = []
+    explain = "EXPLAIN QUERY PLAN " if store.database.engine.dialect.name == "sqlite" else "EXPLAIN "
+
+    def look(_: Any, cursor: Any, statement: str, parameters: Any, *__: Any) -> None:
+        if statement.lstrip().startswith(("SELECT", "WITH")) and "jobs" in statement:
+            cursor.execute(explain + statement, parameters)
+            plans.append("\n".join(str(row[-1]) for row in cursor.fetchall()) + "\n")
+
+    event.listen(store.database.engine, "before_cursor_execute", look)
+    yield plans
+    event.remove(store.database.engine, "before_cursor_execute", look)

@@ -1,0 +1,119 @@
+"""A job's trace is taken at the doors and told to its server."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from foundation.once import once
+from foundation.traces import span_of
+from insight.spans import ATTEMPT
+from jobs.record import Job
+from tasks import asking, inference, messages, tracing
+from tasks.celery_app import celery
+from tests.support.api import Api
+from tests.support.builders import a_queued_job
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+GIVEN = f"00-{TRACE}-{SPAN}-01"
+BODY: dict[str, Any] = {"model": "zimg", "payload": {}}
+
+
+def _kept(api: Api, job_id: str) -> str | None:
+    job = api.dispatcher.store.get(job_id)
+    assert job is not None
+    return job.traceparent
+
+
+@pytest.fixture(autouse=True)
+def a_model(api: Api) -> None:
+    assert api.client.put("/admin/model-configs/zimg", json={}).status_code == 200
+
+
+@pytest.mark.parametrize(("given", "kept"), [(GIVEN, GIVEN), ("00-x", None), (f"{GIVEN}, {GIVEN}", None), ("", None)])
+def test_rest_takes_a_trace_and_ignores_what_is_none(api: Api, given: str, kept: str | None) -> None:
+    answer = api.client.post("/queue/submit", json=BODY, headers={"traceparent": given})
+    assert answer.status_code == 202
+    assert _kept(api, answer.json["job_id"]) == kept
+
+
+def test_all_jobs_of_a_batch_are_in_its_trace(api: Api) -> None:
+    answer = api.client.post("/queue/submit-batch", json=[BODY, BODY], headers={"traceparent": GIVEN})
+    assert [_kept(api, it["job_id"]) for it in answer.json["jobs"]] == [GIVEN, GIVEN]
+
+
+@pytest.mark.parametrize("how", ["argument", "option"])
+def test_infer_takes_a_trace(how: str) -> None:
+    named = {"traceparent": GIVEN}
+    asked = asking.read("j", ("zimg",), named if how == "argument" else {}, {} if how == "argument" else named)
+    assert asked.traceparent == GIVEN
+
+
+@pytest.mark.parametrize("given", ["00-x", f"{GIVEN}-more", "", GIVEN.upper()])
+def test_infer_refuses_nothing_for_a_traceparent_that_is_none(api: Api, given: str) -> None:
+    (receipt,) = api.dispatcher.submit([asking.read("traced-1", ("zimg",), {"traceparent": given}, {})])
+    assert _kept(api, receipt.accepted.id) is None
+
+
+def test_what_a_caller_names_comes_before_its_headers_and_these_before_its_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRACEPARENT", "of the environment")
+    headers = {"traceparent": "of a header", "tracestate": "x=1", "baggage": "y=1"}
+    assert inference._trace({}, {}) == {"traceparent": "of the environment"}
+    assert inference._trace({}, {"headers": headers}) == {"headers": None, "traceparent": "of a header"}
+    assert inference._trace({"traceparent": GIVEN}, {"headers": headers}) == {"headers": None}
+    assert inference._trace({}, {"traceparent": GIVEN}) == {}
+
+
+def test_headers_that_are_not_of_a_trace_are_left_to_be_refused() -> None:
+    assert inference._trace({}, {"headers": {"traceparent": GIVEN, "mine": "1"}})["headers"] == {"mine": "1"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "found"), [({"traceparent": GIVEN}, GIVEN), ({"traceparent": 1}, None), (None, None)]
+)
+def test_what_a_task_submits_is_in_its_trace_and_not_in_that_of_its_worker(
+    monkeypatch: pytest.MonkeyPatch, headers: dict[str, Any] | None, found: str | None
+) -> None:
+    monkeypatch.setenv("TRACEPARENT", "of the worker")
+    task = SimpleNamespace(request=SimpleNamespace(headers=headers))
+    monkeypatch.setattr(type(celery), "current_worker_task", task)
+    assert inference._trace({}, {}) == {"traceparent": found}
+
+
+def test_what_follows_a_job_is_below_it(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    job: Job = a_queued_job(api.dispatcher.store, traceparent=GIVEN)
+    assert messages.context(job).headers == {"traceparent": f"00-{TRACE}-{span_of(job.id, 'job')}-01"}
+    assert messages.context(a_queued_job(api.dispatcher.store)).headers == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "exported", "told"), [(None, False, False), (None, True, True), (GIVEN, False, True)]
+)
+def test_a_server_is_told_of_a_trace_that_somebody_wants_to_see(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, exported: bool, told: bool
+) -> None:
+    monkeypatch.setattr(tracing, "is_exported", lambda: exported)
+    found = tracing.told("j", given, ATTEMPT, 2)
+    assert (found is not None) == told
+    assert found is None or found.split("-")[2] == span_of("j", ATTEMPT, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("SLOTKEEPER_EVENTS_TO", "reddis"), ("SLOTKEEPER_EVENTS_KAFKA_OPTIONS", "{")]
+)
+def test_settings_of_events_that_are_wrong_end_no_run(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(tracing, "is_exported", once(tracing.is_exported._make))
+    assert tracing.told("j", None, ATTEMPT, 1) is None
+    assert tracing.told("j", GIVEN, ATTEMPT, 1) is not None
+
+
+def test_without_the_setting_no_exporter_is_loaded() -> None:
+    code = "import sys, tasks.relay, tasks.worker, app.factory; print('opentelemetry.exporter' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

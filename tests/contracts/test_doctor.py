@@ -1,0 +1,173 @@
+"""The doctor looks at every part at once, waits for none too long, and says what to do."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from cli import checkup
+from cli.__main__ import main
+from cli.checkup import Finding
+from foundation.config import RecordSettings
+from tasks import wiring
+from tests.support.api import Api, clear_wiring
+from upkeep import pulse
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+
+def _said(part: str) -> list[Finding]:
+    return checkup._of(part, checkup.all_checks()[part])
+
+
+# -- how they are asked ----------------------------------------------------------------------------------------
+
+
+def test_a_part_that_hangs_holds_up_no_other_and_is_told() -> None:
+    hangs = threading.Event()
+
+    def silent() -> Iterator[Finding]:
+        hangs.wait(60)
+        yield Finding("silent", "ok", "late")
+
+    began = time.monotonic()
+    found = list(checkup.examine({"silent": silent, "well": lambda: iter([Finding("well", "ok", "yes")])}, 0.2))
+    took_s = time.monotonic() - began
+    hangs.set()
+    assert took_s < 4
+    assert [(it.part, it.level) for it in found] == [("well", "ok"), ("silent", "fail")]
+    assert found[1].remedy
+
+
+def test_a_check_that_fails_is_a_finding() -> None:
+    def broken() -> Iterator[Finding]:
+        raise OSError("no route")
+        yield
+
+    (found,) = list(checkup.examine({"broken": broken}))
+    assert (found.level, "no route" in found.said) == ("fail", True)
+
+
+@pytest.mark.parametrize(
+    "levels, worst", [((), "ok"), (("ok", "ok"), "ok"), (("ok", "warn"), "warn"), (("fail", "warn"), "fail")]
+)
+def test_the_worst_counts(levels: tuple[str, ...], worst: str) -> None:
+    assert checkup.worst([Finding("x", level, "") for level in levels]) == worst
+
+
+# -- what they find --------------------------------------------------------------------------------------------
+
+
+def test_what_is_well_is_said_to_be(api: Api) -> None:
+    for part in ("settings", "database", "redis"):
+        found = _said(part)
+        assert not [it for it in found if it.level == "fail"], found
+    assert "schema" in _said("database")[0].said
+
+
+def test_everything_that_is_away_is_told_with_what_to_do(mortal_api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    mortal_api.valkey.kill()
+    monkeypatch.setenv("SLOTKEEPER_DATABASE_URL", "postgresql://nobody@127.0.0.1:9/none")
+    clear_wiring()
+    done = CliRunner().invoke(main, ["doctor", "--json"])
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["level"]) == (1, "fail")
+    by_part = {it["part"]: it for it in found["findings"]}
+    assert by_part.keys() == checkup.all_checks().keys()
+    for part in ("database", "redis", "workers", "maintenance"):
+        assert by_part[part]["level"] == "fail" and by_part[part]["remedy"], part
+
+
+def test_a_record_of_another_schema_is_told(api: Api) -> None:
+    with api.database.engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0000'")
+    (found,) = _said("database")
+    assert (found.level, "migrate" in found.remedy) == ("fail", True)
+
+
+def test_that_nobody_works_is_told(api: Api) -> None:
+    assert [it.level for it in _said("workers")] == ["fail"]
+    assert [it.level for it in _said("maintenance")] == ["fail"]
+
+
+def test_a_task_of_maintenance_that_is_late_is_named(api: Api) -> None:
+    scripts = wiring.scripts()
+    pulse.leave(scripts)
+    pulse.LastRuns(scripts).note("sweep", 0.1)
+    assert [it.level for it in _said("maintenance")] == ["ok"]
+    scripts.redis.hset(scripts.keys.tasks(), "reap", "1000 0.1")
+    (found,) = _said("maintenance")
+    assert (found.level, "reap" in found.said) == ("warn", True)
+
+
+def test_a_worker_through_which_no_canary_comes_is_named(api: Api) -> None:
+    wiring.processes().say("worker@a/1", {"role": "worker", "host": "a", "version": "1", "canary_age_ms": 60_000})
+    wiring.processes().say("web@a/2", {"role": "web", "host": "a", "version": "2"})
+    found = _said("workers")
+    assert ["worker@a/1" in it.said for it in found] == [True, False]
+    assert "releases 1, 2" in found[1].said
+
+
+@pytest.mark.parametrize("mode, level", [(0o600, "ok"), (0o644, "fail"), (0o640, "fail")])
+def test_a_secret_that_others_can_read_is_told(
+    api: Api, tmp_path: Path, mode: int, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLOTKEEPER_SECRET", raising=False)
+    monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path / "own"))
+    path = RecordSettings().home / "secret"
+    path.parent.mkdir(mode=0o700)
+    path.write_text("c2VjcmV0IHNlY3JldCBzZWNyZXQgc2VjcmV0IHNlY3JldA==")
+    path.chmod(mode)
+    wiring.scripts().redis.delete(wiring.scripts().keys.secret())
+    from tasks import keyring
+
+    keyring.installation_secrets.cache_clear()
+    (found,) = _said("secret")
+    assert found.level == level, found
+
+
+def test_a_secret_that_is_not_the_others_is_told(api: Api) -> None:
+    wiring.scripts().redis.set(wiring.scripts().keys.secret(), "another")
+    assert [it.level for it in _said("secret")] == ["fail"]
+
+
+@pytest.mark.parametrize(
+    "name, value, level, said",
+    [
+        ("SLOTKEEPER_THREADS", "none", "fail", "SLOTKEEPER_THREADS"),
+        ("SLOTKEEPER_REQUIRE_KEY", "true", "warn", "is no setting"),
+        ("SLOTKEEPER_METRICS_KEY", "mk", "warn", "opens nothing"),
+        ("SLOTKEEPER_HOST", "0.0.0.0", "fail", "opens the API"),
+    ],
+)
+def test_settings_that_are_wrong_or_contradict_each_other_are_told(
+    api: Api, name: str, value: str, level: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    found = [it for it in _said("settings") if said in it.said]
+    assert found and found[0].level == level, _said("settings")
+    assert found[0].remedy
+
+
+def test_a_setting_is_named_as_it_is_called_and_known_by_its_former_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOTKEEPER_BUSY_REST_MAX_MS", "1000")
+    assert not any("BUSY" in it.said for it in _said("settings"))
+    monkeypatch.setenv("SLOTKEEPER_BUSY_COOLDOWN_MS", "soon")
+    assert any(it.said.startswith("SLOTKEEPER_BUSY_COOLDOWN_MS: ") for it in _said("settings"))
+
+
+def test_a_wrong_setting_is_told_by_the_name_that_it_was_given_under(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOTKEEPER_BUSY_REST_MS", "soon")
+    assert any(it.said.startswith("SLOTKEEPER_BUSY_REST_MS: ") for it in _said("settings"))
+
+
+def test_no_value_of_a_setting_is_shown(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOTKEEPER_SECRET", "not base64 and quite private")
+    monkeypatch.setenv("SLOTKEEPER_METRICS_KEY", "mk_private")
+    found: list[Any] = [*_said("settings"), *_said("secret")]
+    assert "private" not in str(found)

@@ -1,0 +1,210 @@
+"""Figures: right, whoever counts and however many; shown to those who may see them; few, however many models."""
+
+from typing import Any
+
+import pytest
+
+from app import metrics
+from insight.history import Historian
+from insight.tallies import BOUNDS_S, HANDED_ON, Tallies
+from jobs.states import State, Why
+from tasks import wiring
+from tests.support.api import Api, TimedApi
+from tests.support.builders import an_ended_job
+from upkeep import ledger, pulse
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "METRICS_KEY": "mk_only_figures"}])
+METRICS_KEY = {"Authorization": "Bearer mk_only_figures"}
+
+
+def _figures(api: Api, **more: Any) -> dict[str, float]:
+    lines = api.client.get("/metrics", **more).text.splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+def _count(api: Api) -> None:
+    historian = Historian(api.database)
+    while historian.count():
+        pass
+
+
+# -- who may see them ------------------------------------------------------------------------------------------
+
+
+@KEYED
+@pytest.mark.parametrize("path", ["/metrics", "/models/zimg/stats"])
+def test_figures_are_for_the_metrics_key_and_for_administrators(api: Api, settings: dict[str, str], path: str) -> None:
+    boss = api.tenant("boss", admin=True)
+    assert api.client.put("/admin/model-configs/zimg", json={}, headers=boss).status_code == 200
+    assert api.client.get(path, headers=METRICS_KEY).status_code == 200
+    assert api.client.get(path, headers=boss).status_code == 200
+    assert api.client.get(path, headers=api.tenant("acme")).status_code == 403
+    assert api.client.get(path, headers={"Authorization": "Bearer mk_only_figure"}).status_code == 401
+    assert api.client.get(path).status_code == 401
+
+
+@KEYED
+@pytest.mark.parametrize("path", ["/queue/jobs", "/admin/servers", "/admin/ledger"])
+def test_the_metrics_key_opens_nothing_else(api: Api, settings: dict[str, str], path: str) -> None:
+    assert api.client.get(path, headers=METRICS_KEY).status_code == 401
+
+
+@pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true"}])
+@pytest.mark.parametrize("shown", ["Bearer ", "Bearer", ""])
+def test_where_there_is_no_metrics_key_an_empty_one_is_none(api: Api, settings: dict[str, str], shown: str) -> None:
+    assert api.client.get("/metrics", headers={"Authorization": shown}).status_code == 401
+
+
+@pytest.mark.parametrize("settings", [{"METRICS_KEY": "mk_only_figures"}])
+def test_without_keys_the_metrics_key_brings_no_stranger_in(api: Api, settings: dict[str, str]) -> None:
+    stranger = {"REMOTE_ADDR": "192.0.2.7"}
+    assert api.client.get("/metrics", headers=METRICS_KEY, environ_base=stranger).status_code == 403
+
+
+# -- what they say ---------------------------------------------------------------------------------------------
+
+
+def test_what_waits_is_told_by_model_and_tier_with_the_age_of_the_oldest(api: Api) -> None:
+    api.model("flux")
+    api.submitted(model="flux", priority=2)
+    api.submitted(model="flux", priority=2)
+    api.submitted(model="flux", priority=7)
+    found = _figures(api)
+    assert found['slotkeeper_queue_jobs{model="flux",tier="2"}'] == 2
+    assert found['slotkeeper_queue_jobs{model="flux",tier="7"}'] == 1
+    assert 0 <= found['slotkeeper_oldest_job_age_seconds{model="flux",tier="2"}'] < 60
+
+
+def test_what_has_happened_is_told_as_sums_and_histograms(api: Api) -> None:
+    an_ended_job(api.dispatcher.store)
+    an_ended_job(api.dispatcher.store, State.DEAD)
+    _count(api)
+    found = _figures(api)
+    assert found['slotkeeper_jobs_accepted_total{model="zimg"}'] == 2
+    assert found['slotkeeper_jobs_ended_total{model="zimg",state="completed"}'] == 1
+    assert found['slotkeeper_attempts_ended_total{model="zimg",reason="retries_exhausted"}'] == 1
+    assert found['slotkeeper_wait_seconds_count{model="zimg",tier="5"}'] == 2
+    assert found['slotkeeper_run_seconds_bucket{le="+Inf",model="zimg"}'] == 2
+    assert found["slotkeeper_figures_lag_seconds"] == 0
+
+
+def test_refusals_are_counted_by_the_limit_that_refuses(api: Api) -> None:
+    api.register(slots=1)
+    assert api.client.put("/admin/model-configs/zimg", json={"capacity": 1}).status_code == 200
+    body = {"model": "zimg", "payload": {}}
+    answers = [api.client.post("/queue/submit", json=body).status_code for _ in range(4)]
+    batch = api.client.post("/queue/submit-batch", json=[body, body]).status_code
+    assert (answers[-1], batch) == (429, 422)
+    assert api.client.patch("/admin/models/zimg", json={"state": "draining"}).status_code == 200
+    assert api.client.post("/queue/submit", json=body).status_code == 409
+    wiring.tallies().flush()
+    found = _figures(api)
+    assert found['slotkeeper_jobs_refused_total{limit="capacity"}'] == answers.count(429) + 2
+    assert found['slotkeeper_jobs_refused_total{limit="state"}'] == 1
+
+
+def test_counts_of_several_processes_add_up_and_outlive_them(api: Api) -> None:
+    for _ in range(2):
+        one = Tallies(wiring.scripts())
+        one.handed_on(0.0015)
+        one.flush()
+    found = _figures(api)
+    assert found["slotkeeper_handoff_seconds_count"] == 2
+    assert found["slotkeeper_handoff_seconds_sum"] == pytest.approx(0.003)
+    assert found['slotkeeper_handoff_seconds_bucket{le="0.001"}'] == 0
+    assert found['slotkeeper_handoff_seconds_bucket{le="0.002"}'] == 2
+
+
+def test_what_redis_does_not_take_is_counted_later(mortal_api: Api) -> None:
+    counted = Tallies(wiring.scripts())
+    counted.handed_on(1000)
+    mortal_api.valkey.kill()
+    counted.flush()
+    mortal_api.valkey.start()
+    counted.flush()
+    counted.flush()
+    parts, sum_s = counted.histogram(HANDED_ON)
+    assert (sum(parts), parts[len(BOUNDS_S)], sum_s) == (1, 1, 1000)
+
+
+def test_offers_slots_and_breakers_are_told_by_fleet(api: Api) -> None:
+    api.register(slots=2)
+    api.started()
+    found = _figures(api)
+    assert found['slotkeeper_offers_total{fleet="zimg"}'] >= 1
+    assert found['slotkeeper_slots{fleet="zimg",state="taken"}'] == 1
+    assert found['slotkeeper_server_breakers{fleet="zimg",state="closed"}'] == 1
+    assert found['slotkeeper_server_breakers{fleet="zimg",state="open"}'] == 0
+
+
+def test_a_models_open_breaker_is_a_figure(timed_api: TimedApi) -> None:
+    api = timed_api
+    api.register()
+    api.model(breaker_failures=1)
+    assert _figures(api)['slotkeeper_model_breaker_open{model="zimg"}'] == 0
+    api.submitted()
+    api.run(1000, Why.SERVER_ERROR)
+    assert _figures(api)['slotkeeper_model_breaker_open{model="zimg"}'] == 1
+
+
+def test_the_last_run_of_each_task_is_told(api: Api) -> None:
+    pulse.LastRuns(wiring.scripts()).note("sweep", 0.25)
+    found = _figures(api)
+    assert found['slotkeeper_task_last_run_timestamp_seconds{task="sweep"}'] > 1_700_000_000
+    assert found['slotkeeper_task_last_run_seconds{task="sweep"}'] == 0.25
+
+
+def test_tasks_that_end_within_a_second_are_told_together(api: Api) -> None:
+    now = 100.0
+    runs = pulse.LastRuns(wiring.scripts(), lambda: now)
+    for task in ("sweep", "reap", "count"):
+        runs.note(task, 0.1)
+    assert set(pulse.last_runs(wiring.scripts())) == {"sweep"}
+    now = 101.0
+    runs.note("reap", 0.2)
+    assert {task: run.took_s for task, run in pulse.last_runs(wiring.scripts()).items()} == {
+        "sweep": 0.1,
+        "reap": 0.2,
+        "count": 0.1,
+    }
+
+
+def test_what_the_ledger_lacks_is_a_figure(api: Api) -> None:
+    ledger.note_findings(api.database, {ledger.DIFFERENCE: 3}, {}, 0)
+    found = _figures(api)
+    assert found["slotkeeper_ledger_difference"] == 3
+    assert not [name for name in found if ledger.DIFFERENCE in name and name != "slotkeeper_ledger_difference"]
+
+
+def test_models_beyond_the_first_stand_together(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MOST_MODELS", 2)
+    for name in ("a", "b", "c", "d"):
+        api.model(name)
+        api.submitted(model=name)
+    found = _figures(api)
+    assert found['slotkeeper_waiting_jobs{model="a"}'] == 1
+    assert found['slotkeeper_waiting_jobs{model="other"}'] == 2
+    assert found['slotkeeper_queue_jobs{model="other",tier="5"}'] == 2
+    assert not [name for name in found if 'model="c"' in name]
+
+
+# -- a model's load --------------------------------------------------------------------------------------------
+
+
+def test_a_models_load_is_what_waits_and_what_runs(api: Api) -> None:
+    api.register(slots=1)
+    api.started()
+    api.submitted()
+    api.submitted()
+    found = api.client.get("/models/zimg/stats").json
+    assert found == {"model": "zimg", "queued": 2, "running": 1, "active": 3, "slots": 1}
+    assert api.client.get("/models/unknown/stats").status_code == 404
+
+
+def test_a_models_load_is_told_from_the_record_while_redis_is_away(mortal_api: Api) -> None:
+    mortal_api.model()
+    mortal_api.submitted()
+    mortal_api.valkey.kill()
+    assert mortal_api.client.get("/models/zimg/stats").json["active"] == 1

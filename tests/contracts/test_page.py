@@ -1,0 +1,473 @@
+"""The page without a browser: who comes in, what they see, and what forms may do."""
+
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+import pytest
+
+from app.page import sessions
+from app.page.attempts import Attempts
+from app.page.settings import shown
+from jobs.record import now_ms
+from jobs.states import State
+from outbox.webhooks import Webhooks
+from registry.tenants import Tenant, Tenants
+from registry.visits import Visits
+from tests.support.api import Api
+from tests.support.builders import an_ended_job
+from tests.support.visitor import Visitor, key_of, visitor
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
+EVIL = '"><script>alert(1)</script>'
+
+
+@pytest.fixture
+def operator(api: Api) -> Visitor:
+    """Logged in where keys are asked for."""
+    found = visitor(api)
+    found.log_in(key_of(api, "root", admin=True))
+    return found
+
+
+def _screens(api: Api) -> Iterator[tuple[str, str]]:
+    """(method, address) of all of the page, but for what everybody may see."""
+    open_to_all = {"/page/log-in", "/page/log-out", "/page/theme", "/page/static/<name>"}
+    for rule in api.client.application.url_map.iter_rules():
+        if rule.endpoint.startswith("page.") and rule.rule not in open_to_all:
+            path = rule.rule
+            for name in rule.arguments:
+                path = path.replace(f"<path:{name}>", "x").replace(f"<{name}>", "x")
+            for method in (rule.methods or set()) & {"GET", "POST"}:
+                yield method, path
+
+
+def _ask(who: Visitor, method: str, path: str) -> Any:
+    return who.get(path) if method == "GET" else who.post(path)
+
+
+# -- who comes in ----------------------------------------------------------------------------------------------
+
+
+@KEYED
+def test_who_has_not_logged_in_is_led_to_the_log_in_from_everywhere(api: Api, settings: dict[str, str]) -> None:
+    stranger = visitor(api)
+    for method, path in _screens(api):
+        answer = _ask(stranger, method, path)
+        assert (answer.status_code, answer.headers.get("Location")) == (303, "/page/log-in"), path
+
+
+@KEYED
+def test_a_key_opens_a_visit_and_log_out_ends_it(api: Api, settings: dict[str, str], operator: Visitor) -> None:
+    assert "Overview" in operator.get("/").text
+    assert operator.post("/page/log-out").headers["Location"] == "/page/log-in"
+    assert operator.get("/").status_code == 303
+
+
+@KEYED
+def test_a_wrong_key_opens_nothing(api: Api, settings: dict[str, str]) -> None:
+    stranger = visitor(api)
+    assert stranger.log_in("sk_wrong").status_code == 401
+    assert stranger.get("/").status_code == 303
+
+
+@KEYED
+def test_a_visit_ends_with_its_key(api: Api, settings: dict[str, str], operator: Visitor) -> None:
+    assert operator.get("/").status_code == 200
+    Tenants(api.database).remove("root")
+    assert operator.get("/").status_code == 303
+
+
+@KEYED
+def test_a_visit_ends_when_its_time_is_over(
+    api: Api, settings: dict[str, str], operator: Visitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = sessions.now_ms() + 12 * 3_600_000
+    monkeypatch.setattr(sessions, "now_ms", lambda: later)
+    assert operator.get("/").status_code == 303
+
+
+@KEYED
+def test_a_cookie_that_was_written_by_somebody_else_opens_nothing(api: Api, settings: dict[str, str]) -> None:
+    key = key_of(api, "root", admin=True)
+    hashed = next(hashed for hashed, it in Tenants(api.database).by_hash().items() if it.name == "root")
+    forged = sessions.written(sessions.new_visit(hashed, 3600), b"not our key")
+    stranger = visitor(api)
+    stranger.client.set_cookie("slotkeeper_8000", forged)
+    assert stranger.get("/").status_code == 303
+    assert stranger.log_in(key).status_code == 303
+    assert stranger.get("/").status_code == 200
+
+
+@KEYED
+def test_a_log_in_begins_a_visit_of_its_own(api: Api, settings: dict[str, str]) -> None:
+    somebody = visitor(api)
+    before = somebody.token()
+    somebody.log_in(key_of(api, "root", admin=True))
+    assert somebody.token() != before, "whoever laid the visit out before knows nothing of the new one"
+
+
+@KEYED
+def test_the_cookie_is_for_this_page_alone(api: Api, settings: dict[str, str]) -> None:
+    told = visitor(api).log_in("sk_wrong").headers.getlist("Set-Cookie") + visitor(api).get(
+        "/page/log-in"
+    ).headers.getlist("Set-Cookie")
+    assert told
+    assert all("HttpOnly" in it and "SameSite=Strict" in it for it in told)
+
+
+@KEYED
+def test_wrong_keys_are_heard_out_ten_times_a_minute_and_a_right_one_always(api: Api, settings: dict[str, str]) -> None:
+    key, stranger = key_of(api, "root", admin=True), visitor(api)
+    assert [stranger.log_in(f"sk_{n}").status_code for n in range(10)] == [401] * 10
+    refused = stranger.log_in("sk_11")
+    assert refused.status_code == 429 and int(refused.headers["Retry-After"]) > 0
+    assert stranger.get("/").status_code == 303
+    assert visitor(api, REMOTE_ADDR="10.0.0.9").log_in("sk_12").status_code == 401, "others are not in its way"
+    assert stranger.log_in(key).status_code == 303
+    assert stranger.get("/").status_code == 200
+
+
+@KEYED
+def test_however_many_wrong_keys_come_from_anywhere_operators_can_log_in(api: Api, settings: dict[str, str]) -> None:
+    attempts: Attempts = api.client.application.extensions["slotkeeper_attempts"]
+    for n in range(1000):
+        attempts.wrong(f"10.1.{n // 256}.{n % 256}")
+    assert attempts.wrong("10.0.0.9") > 0
+    operator = visitor(api)
+    assert operator.log_in(key_of(api, "root", admin=True)).status_code == 303
+    assert operator.get("/").status_code == 200
+
+
+def test_attempts_are_forgotten_after_a_minute() -> None:
+    now = [0.0]
+    attempts = Attempts(lambda: now[0])
+    assert [attempts.wrong("a") for _ in range(10)] == [0.0] * 10
+    assert attempts.wrong("a") > 0
+    now[0] = 60.0
+    assert attempts.wrong("a") == 0
+
+
+def _copy_of(visit: Visitor, api: Api) -> Visitor:
+    """Somebody who has got hold of its cookie."""
+    thief, cookie = visitor(api), visit.client.get_cookie("slotkeeper_8000")
+    assert cookie is not None
+    thief.client.set_cookie(cookie.key, cookie.decoded_value)
+    return thief
+
+
+@KEYED
+def test_a_copied_cookie_opens_nothing_after_log_out(api: Api, settings: dict[str, str], operator: Visitor) -> None:
+    thief = _copy_of(operator, api)
+    assert thief.get("/").status_code == 200
+    operator.post("/page/log-out")
+    assert thief.get("/").status_code == 303
+    assert operator.log_in(key_of(api, "other", admin=True)).status_code == 303
+    assert operator.get("/").status_code == 200, "only that visit has ended"
+
+
+@KEYED
+def test_where_a_log_out_cannot_be_noted_it_is_said_and_can_be_done_again(
+    api: Api, settings: dict[str, str], operator: Visitor
+) -> None:
+    thief, token = _copy_of(operator, api), operator.token()
+    api.take_database_away()
+    failed, meanwhile = operator.post("/page/log-out", token), thief.get("/")
+    api.bring_database_back()
+    assert (failed.status_code, meanwhile.status_code) == (503, 503)
+    assert operator.post("/page/log-out", token).status_code == 303
+    assert thief.get("/").status_code == 303
+
+
+@KEYED
+def test_turns_are_given_to_no_visit_that_a_log_out_has_ended(
+    api: Api, settings: dict[str, str], operator: Visitor
+) -> None:
+    cookie = operator.client.get_cookie("slotkeeper_8000")
+    assert cookie is not None
+    visits = Visits(api.database)
+    visited, header = sessions.Visited(8000, visits), f"slotkeeper_8000={cookie.decoded_value}"
+    assert visited(header)
+    operator.post("/page/log-out")
+    visited.read()
+    assert not visited(header)
+
+
+def test_what_is_known_of_visits_that_are_over_is_forgotten(api: Api) -> None:
+    visits = Visits(api.database)
+    visits.end("a", until_ms=100, now_ms=10)
+    visits.end("a", until_ms=100, now_ms=10)
+    visits.end("b", until_ms=300, now_ms=50)
+    assert visits.ended(now_ms=200) == {"b"}
+    assert visits.has_ended("a")
+    visits.end("c", until_ms=300, now_ms=200)
+    assert not visits.has_ended("a")
+
+
+def test_without_keys_this_machine_is_let_in_and_no_other(api: Api) -> None:
+    assert visitor(api).get("/").status_code == 200
+    assert visitor(api, REMOTE_ADDR="10.0.0.9").get("/").status_code == 403
+    assert visitor(api).get("/", headers={"Host": "evil.test"}).status_code == 421
+
+
+# -- rights ------------------------------------------------------------------------------------------------------
+
+
+@KEYED
+def test_what_a_key_may_not_do_is_not_shown_and_is_refused(api: Api, settings: dict[str, str]) -> None:
+    acme = visitor(api)
+    acme.log_in(key_of(api, "acme"))
+    shown = acme.get("/page/jobs").text
+    of_tenants = {"/", "/page/jobs", "/page/jobs/x", "/page/jobs/x/cancel", "/page/stream", "/page/x", "/page/webhooks"}
+    of_tenants |= {"/page/webhooks/callbacks/replay", "/page/batches", "/page/batches/x", "/page/batches/x/cancel"}
+    of_tenants |= {f"/page/webhooks/x{act}" for act in ("", "/test", "/enable", "/disable", "/replay")}
+    for method, path in _screens(api):
+        answer = _ask(acme, method, path)
+        if path in of_tenants:
+            assert answer.status_code in (200, 303, 404), path
+        else:
+            assert answer.status_code == 403, path
+            assert f'href="{path}"' not in shown
+
+
+@KEYED
+def test_the_audit_is_for_who_may_audit_and_what_is_done_by_the_page_stands_in_it(
+    api: Api, settings: dict[str, str], operator: Visitor
+) -> None:
+    operator.post("/page/tenants/state", tenant="acme", state="paused", reason="has not paid")
+    auditor, acme = visitor(api), visitor(api)
+    auditor.log_in(Tenants(api.database).add(Tenant("auditor", False, audits=True), now_ms()))
+    acme.log_in(key_of(api, "acme"))
+    shown = auditor.get("/page/audit").text
+    assert all(word in shown for word in ("tenant.pause", "has not paid", "root", "page"))
+    assert "/page/audit" in auditor.get("/page/jobs").text and "/page/audit" not in acme.get("/page/jobs").text
+    assert acme.get("/page/audit").status_code == 403
+
+
+@KEYED
+def test_a_tenant_sees_its_own_jobs_and_no_others(api: Api, settings: dict[str, str], operator: Visitor) -> None:
+    key, other = key_of(api, "acme"), api.tenant("other")
+    root = api.tenant("boss", admin=True)
+    assert api.client.put("/admin/model-configs/zimg", json={}, headers=root).status_code == 200
+    foreign = api.submitted(headers=other)
+    own = api.submitted(headers={"Authorization": f"Bearer {key}"})
+    acme = visitor(api)
+    acme.log_in(key)
+    listed = acme.get("/page/jobs").text
+    assert own in listed and foreign not in listed
+    assert (acme.get(f"/page/jobs/{own}").status_code, acme.get(f"/page/jobs/{foreign}").status_code) == (200, 404)
+    assert acme.post(f"/page/jobs/{foreign}/cancel").status_code == 404
+    assert foreign in operator.get("/page/jobs").text
+
+
+# -- forms -------------------------------------------------------------------------------------------------------
+
+
+def test_a_form_without_the_visits_token_does_nothing(api: Api) -> None:
+    api.model()
+    job = api.submitted()
+    somebody, other = visitor(api), visitor(api)
+    somebody.get("/")
+    for token in ("", "x", other.token()):
+        assert somebody.post(f"/page/jobs/{job}/cancel", token=token).status_code == 403
+    assert api.job(job).state == "queued"
+    assert somebody.post(f"/page/jobs/{job}/cancel").status_code == 303
+    assert api.job(job).state == "canceled"
+
+
+def test_every_form_asks_for_the_token(api: Api) -> None:
+    somebody = visitor(api)
+    somebody.get("/")
+    posts = [
+        rule.rule
+        for rule in api.client.application.url_map.iter_rules()
+        if rule.endpoint.startswith("page.") and "POST" in (rule.methods or ())
+    ]
+    assert posts
+    for path in posts:
+        assert somebody.client.post(path.replace("<path:", "").replace("<", "").replace(">", "")).status_code == 403
+
+
+def test_a_form_that_another_site_sends_is_refused(api: Api) -> None:
+    somebody = visitor(api)
+    headers = {"Origin": "http://evil.test"}
+    answer = somebody.client.post("/page/theme", data={"token": somebody.token(), "theme": "dark"}, headers=headers)
+    assert answer.status_code == 403
+
+
+@pytest.mark.parametrize("back", ["//evil.test/", "https://evil.test/", "/\\evil.test", "javascript:alert(1)", "/\n/x"])
+def test_a_form_leads_to_no_other_site(api: Api, back: str) -> None:
+    assert visitor(api).post("/page/theme", theme="dark", back=back).headers["Location"] == "/"
+
+
+def test_light_and_dark_are_chosen_without_script(api: Api) -> None:
+    somebody = visitor(api)
+    assert 'data-theme="auto"' in somebody.get("/").text
+    answer = somebody.post("/page/theme", theme="dark", back="/page/jobs?status=dead")
+    assert answer.headers["Location"] == "/page/jobs?status=dead"
+    assert 'data-theme="dark"' in somebody.get("/").text
+
+
+# -- what is shown -------------------------------------------------------------------------------------------------
+
+
+def test_nothing_that_others_wrote_becomes_markup(api: Api) -> None:
+    api.model()
+    job = api.submitted(payload={EVIL: EVIL}, constraints={"gpu": "A100"})
+    shown = visitor(api).get(f"/page/jobs/{job}").text
+    assert "<script>alert" not in shown
+    assert escape("<script>alert(1)</script>", quote=False) in shown
+
+
+def test_a_policy_stands_before_scripts_and_styles_from_elsewhere_or_inline(api: Api) -> None:
+    answer = visitor(api).get("/")
+    policy = answer.headers["Content-Security-Policy"]
+    assert "default-src 'self'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+    assert 'style="' not in answer.text and "<script>" not in answer.text and "onclick" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("secret", "hunter2"),
+        ("metrics_key", "hunter2"),
+        ("redis_url", "redis://:hunter2@room:6379/0"),
+        ("broker_url", "amqp://me:hunter2@broker/;amqp://me:hunter2@other/"),
+        ("database_url", "postgresql://me:hunter2@host/name?password=hunter2"),
+        ("public_url", "https://me:hunter2@[broken"),
+    ],
+)
+def test_settings_are_shown_without_what_is_secret_in_them(name: str, value: str) -> None:
+    assert "hunter2" not in shown(name, value)
+    assert shown(name, "") == "empty"
+
+
+def test_dead_jobs_are_retried_by_choice_or_all(api: Api) -> None:
+    api.register()
+    dead = [an_ended_job(api.dispatcher.store, State.DEAD, now_ms=now_ms()).id for _ in range(3)]
+    somebody = visitor(api)
+    assert all(job in somebody.get("/page/dead").text for job in dead)
+    answer = somebody.post("/page/dead/retry", job=[dead[0], "nobody"])
+    assert "1 of them wait in line again" in somebody.get(answer.headers["Location"]).text
+    assert [api.job(job).state for job in dead] == ["queued", "dead", "dead"]
+    somebody.post("/page/dead/retry-all")
+    assert {api.job(job).state for job in dead} <= {"queued", "running"}
+
+
+def test_retry_all_is_of_those_that_are_shown(api: Api) -> None:
+    api.register()
+    shown, other = (
+        an_ended_job(api.dispatcher.store, State.DEAD, now_ms=now_ms(), model=model).id for model in ("zimg", "flux")
+    )
+    somebody = visitor(api)
+    assert "Retry all<" in somebody.get("/page/dead").text
+    page = somebody.get("/page/dead?model=zimg").text
+    assert "Retry all of zimg<" in page and 'name="model" value="zimg"' in page
+    somebody.post("/page/dead/retry-all", model="zimg")
+    assert [api.job(job).state for job in (shown, other)] == ["queued", "dead"]
+
+
+def test_callbacks_that_were_given_up_are_shown_and_told_again(api: Api) -> None:
+    job = an_ended_job(api.dispatcher.store, now_ms=now_ms(), callback_url="http://receiver/hook")
+    hooks = Webhooks(api.database)
+    (owed,) = hooks.due(now_ms())
+    webhook = hooks.claim(owed.id, now_ms(), now_ms() + 1000)
+    assert webhook is not None
+    hooks.failed(webhook, now_ms(), None, 503, "the receiver answered 503")
+    somebody = visitor(api)
+    page = somebody.get("/page/webhooks").text
+    assert job.id in page and "the receiver answered 503" in page
+    somebody.post("/page/webhooks/callbacks/replay", message=webhook.id)
+    assert job.id not in somebody.get("/page/webhooks").text
+
+
+def test_a_model_and_a_tenant_are_paused_with_a_reason(api: Api) -> None:
+    api.model()
+    somebody = visitor(api)
+    somebody.post("/page/models/zimg/state", state="paused", reason="new weights")
+    assert "new weights" in somebody.get("/page/models/zimg").text
+    somebody.post("/page/tenants/state", tenant="acme", state="frozen", reason="has not paid")
+    assert "has not paid" in somebody.get("/page/tenants").text
+    assert somebody.post("/page/models/zimg/state", state="gone").status_code == 422
+
+
+def test_an_empty_installation_is_told_the_three_commands_to_go_on(api: Api) -> None:
+    shown = visitor(api).get("/").text
+    assert [command in shown for command in ("slotkeeper serve ", "slotkeeper servers add ", "slotkeeper submit ")] == [
+        True
+    ] * 3
+
+
+def test_what_goes_wrong_is_told_to_people(api: Api) -> None:
+    answer = visitor(api).get("/page/jobs/nobody")
+    assert (answer.status_code, answer.mimetype) == (404, "text/html")
+    assert "There is no such job" in answer.text
+    assert visitor(api).get("/page/nothing/here").status_code == 404
+    assert visitor(api).get("/page/static/..%2Frender.py").status_code == 404
+
+
+def test_the_page_is_there_while_redis_is_away(mortal_api: Api) -> None:
+    mortal_api.model()
+    job = mortal_api.submitted()
+    mortal_api.valkey.stop()
+    assert "does not answer" in visitor(mortal_api).get("/").text
+    assert "cannot be reached" in visitor(mortal_api).get(f"/page/jobs/{job}").text
+
+
+def test_a_state_that_there_is_none_of_is_answered_as_by_the_api(api: Api) -> None:
+    assert visitor(api).get("/page/jobs?status=lost").status_code == 422
+
+
+# -- batches -------------------------------------------------------------------------------------------------------
+
+
+def _batch(api: Api, jobs: int = 3, headers: dict[str, str] | None = None) -> Any:
+    body = [{"model": "zimg", "payload": {}}] * jobs
+    return api.client.post("/queue/submit-batch", json=body, headers=headers).json
+
+
+def test_a_batch_is_listed_looked_at_and_canceled_after_a_question(api: Api) -> None:
+    api.model()
+    sent, somebody = _batch(api), visitor(api)
+    path = f"/page/batches/{sent['batch']}"
+    assert path in somebody.get("/page/batches").text
+    assert path in somebody.get(f"/page/jobs/{sent['jobs'][0]['job_id']}").text
+    shown = somebody.get(path).text
+    assert all(f"/page/jobs/{it['job_id']}" in shown for it in sent["jobs"]) and "0 of 3" in shown
+    assert "3 jobs of 3 have not ended" in somebody.get(f"{path}/cancel").text
+    assert api.job(sent["jobs"][0]["job_id"]).state is State.QUEUED, "to ask cancels nothing"
+    answer = somebody.post(f"{path}/cancel")
+    assert "Its jobs that waited are canceled" in somebody.get(answer.headers["Location"]).text
+    assert "3 of 3" in somebody.get("/page/batches").text
+    assert somebody.post(f"{path}/cancel").status_code == 409
+    assert "No job of it" in somebody.get(f"{path}?status=queued").text
+
+
+@KEYED
+def test_a_tenant_sees_and_cancels_its_own_batches_and_no_others(
+    api: Api, settings: dict[str, str], operator: Visitor
+) -> None:
+    key, root = key_of(api, "acme"), api.tenant("boss", admin=True)
+    assert api.client.put("/admin/model-configs/zimg", json={}, headers=root).status_code == 200
+    foreign = _batch(api, headers=api.tenant("other"))["batch"]
+    own = _batch(api, headers={"Authorization": f"Bearer {key}"})["batch"]
+    acme = visitor(api)
+    acme.log_in(key)
+    listed = acme.get("/page/batches").text
+    assert own in listed and foreign not in listed
+    for answer in (acme.get(f"/page/batches/{foreign}"), acme.post(f"/page/batches/{foreign}/cancel")):
+        assert answer.status_code == 404
+    assert acme.post(f"/page/batches/{own}/cancel").status_code == 303
+    assert foreign in operator.get("/page/batches").text
+
+
+def test_the_longest_numbers_of_a_job_are_shown_as_they_were_written(api: Api) -> None:
+    api.model()
+    digits = "1234567890" * 500
+    body = b'{"model": "zimg", "payload": {"seed": %s, "scale": 1.5, "text": "\xc3\xbc"}}' % digits.encode()
+    job_id = api.client.post("/queue/submit", data=body, content_type="application/json").json["job_id"]
+    shown = visitor(api).get(f"/page/jobs/{job_id}")
+    assert shown.status_code == 200
+    assert digits in shown.text and "1.5" in shown.text and "ü" in shown.text

@@ -1,0 +1,164 @@
+"""The page's forms by which models and servers are removed and renamed, and what it says of breakers."""
+
+from typing import Any
+
+import pytest
+
+from jobs.record import now_ms
+from jobs.states import State, Why
+from tests.support.api import Api, TimedApi
+from tests.support.builders import an_ended_job
+from tests.support.visitor import Visitor, visitor
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+
+@pytest.fixture
+def operator(api: Api) -> Visitor:
+    return visitor(api)
+
+
+def _follow(who: Visitor, answer: Any) -> str:
+    assert answer.status_code == 303, answer.text
+    return who.get(answer.headers["Location"]).text
+
+
+def _models(api: Api) -> set[str]:
+    return set(api.dispatcher.catalog.refresh().models)
+
+
+def _servers(api: Api) -> set[str]:
+    return set(api.dispatcher.catalog.refresh().servers)
+
+
+# -- models ----------------------------------------------------------------------------------------------------
+
+
+def test_before_a_model_is_removed_is_said_what_hangs_on_it(api: Api, operator: Visitor) -> None:
+    api.register(server="gpu1")
+    api.register(server="gpu2")
+    api.register(model="flux", server="gpu2")
+    api.submitted()
+    said = operator.get("/page/remove/models/zimg").text
+    assert "1 queued" in said and "Drain it, then remove it" in said
+    assert "gpu1</a> (serves no other model)" in said and "gpu2</a> (" not in said
+    assert _models(api) == {"flux", "zimg"}, "to ask removes nothing"
+
+
+def test_a_model_without_jobs_is_removed_at_once(api: Api, operator: Visitor) -> None:
+    api.model()
+    an_ended_job(api.dispatcher.store, State.COMPLETED, now_ms=now_ms())
+    assert "Drain" not in operator.get("/page/remove/models/zimg").text
+    assert "It is removed." in _follow(operator, operator.post("/page/remove/models/zimg"))
+    assert _models(api) == set()
+    assert operator.get("/page/remove/models/zimg").status_code == 404
+
+
+def test_a_model_with_jobs_is_drained_which_can_be_called_off(api: Api, operator: Visitor) -> None:
+    api.model()
+    api.submitted()
+    shown = _follow(operator, operator.post("/page/remove/models/zimg", drain="yes"))
+    assert "being removed" in shown and "Call it off" in shown and "1 queued" in shown
+    assert api.submit().status_code == 409
+    assert "gets jobs again" in _follow(operator, operator.post("/page/keep/models/zimg"))
+    assert api.submit().status_code == 202
+
+
+def test_what_the_api_refuses_is_said_in_its_words_beside_the_form(api: Api, operator: Visitor) -> None:
+    api.model()
+    api.model("flux")
+    api.submitted()
+    refused = operator.post("/page/remove/models/zimg")
+    assert refused.status_code == 409
+    assert "has jobs that have not ended: 1 queued" in refused.text and "Remove it?" in refused.text
+    taken = operator.post("/page/rename/models/zimg", to="flux", former_name_s="0")
+    assert taken.status_code == 409 and 'value="flux"' in taken.text and 'role="alert"' in taken.text
+    unfit = operator.post("/page/rename/models/zimg", to="no name", former_name_s="0")
+    assert unfit.status_code == 422 and "must be 1 to 128 letters" in unfit.text
+    assert operator.post("/page/rename/models/zimg", to="x", former_name_s="soon").status_code == 422
+    assert _models(api) == {"flux", "zimg"}
+
+
+@pytest.mark.parametrize(("keeps", "answer"), [("86400", 202), ("", 202), ("0", 422)], ids=["a day", "for good", "0"])
+def test_a_model_is_renamed_while_its_jobs_wait(api: Api, operator: Visitor, keeps: str, answer: int) -> None:
+    api.model()
+    job = api.submitted()
+    shown = _follow(operator, operator.post("/page/rename/models/zimg", to="zimg/v2", former_name_s=keeps))
+    assert "It has its new name." in shown and "zimg/v2" in shown
+    assert api.job(job).model == "zimg/v2"
+    assert api.submit().status_code == answer
+
+
+def test_a_former_name_is_ended(api: Api, operator: Visitor) -> None:
+    api.model()
+    shown = _follow(operator, operator.post("/page/rename/models/zimg", to="flux", former_name_s=""))
+    assert "Take no more under “zimg”" in shown
+    shown = _follow(operator, operator.post("/page/former-names/flux", former="zimg"))
+    assert "Take no more" not in shown
+    assert api.submit().status_code == 422
+
+
+# -- servers ---------------------------------------------------------------------------------------------------
+
+
+def test_before_a_server_is_removed_is_said_what_runs_there(api: Api, operator: Visitor) -> None:
+    api.register(server="gpu1")
+    api.register(model="flux", server="gpu1")
+    api.register(model="flux", server="gpu2")
+    job = api.started().run.job.id
+    said = operator.get("/page/remove/servers/gpu1").text
+    assert f"/page/jobs/{job}" in said and "Remove it at once" in said
+    assert "zimg</a> (no other server serves it)" in said and "flux</a> (" not in said
+    assert operator.get("/page/remove/servers/gone").status_code == 404
+
+
+def test_a_server_on_which_nothing_runs_is_removed_at_once(api: Api, operator: Visitor) -> None:
+    api.register()
+    assert "at once" not in operator.get("/page/remove/servers/gpu1").text
+    assert "It is removed." in _follow(operator, operator.post("/page/remove/servers/gpu1"))
+    assert _servers(api) == set()
+
+
+def test_a_server_with_a_run_is_drained_which_can_be_called_off(api: Api, operator: Visitor) -> None:
+    api.register()
+    api.started()
+    assert operator.post("/page/remove/servers/gpu1").status_code == 409
+    shown = _follow(operator, operator.post("/page/remove/servers/gpu1", drain="yes"))
+    assert "being removed" in shown and _servers(api) == {"gpu1"}
+    assert "gets jobs again" in _follow(operator, operator.post("/page/keep/servers/gpu1"))
+    assert "being removed" not in operator.get("/page/servers/gpu1").text
+
+
+def test_a_server_is_removed_under_its_run_only_if_that_is_said(api: Api, operator: Visitor) -> None:
+    api.register()
+    job = api.started().run.job.id
+    _follow(operator, operator.post("/page/remove/servers/gpu1", force="yes"))
+    assert _servers(api) == set()
+    assert api.job(job).state is State.QUEUED
+
+
+def test_a_server_is_renamed_at_once_or_when_its_runs_have_ended(api: Api, operator: Visitor) -> None:
+    api.register(server="gpu1")
+    shown = _follow(operator, operator.post("/page/rename/servers/gpu1", to="gpu7"))
+    assert "It has its new name." in shown and _servers(api) == {"gpu7"}
+    api.started()
+    assert "1 job runs there" in operator.get("/page/rename/servers/gpu7").text
+    shown = _follow(operator, operator.post("/page/rename/servers/gpu7", to="gpu8"))
+    assert "getting the name gpu8" in shown and _servers(api) == {"gpu7"}
+
+
+# -- breakers --------------------------------------------------------------------------------------------------
+
+
+def test_a_models_breaker_says_until_when_and_why_and_is_closed_by_hand(timed_api: TimedApi) -> None:
+    api, who = timed_api, visitor(timed_api)
+    api.register()
+    api.model(breaker_failures=1)
+    api.submitted()
+    api.run(1_000, Why.SERVER_ERROR)
+    for path in ("/", "/page/models/zimg"):
+        shown = who.get(path).text
+        assert "breaker open" in shown, path
+        assert "until 2027-01-15 08:00:06 UTC: failed run after run" in shown, path
+    who.post("/page/models/zimg/state", state="online")
+    assert "breaker open" not in who.get("/page/models/zimg").text

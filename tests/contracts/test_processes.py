@@ -1,0 +1,225 @@
+"""Processes say that they live, and are missed when they do not; a canary tells whether a worker works."""
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from cli.__main__ import main
+from insight import processes
+from insight.processes import Processes
+from scripting.keys import Keys
+from scripting.scripts import Scripts
+from tasks import alive, canary, ready, wiring
+from tasks.alive import Alive
+from tasks.canary import Canary
+from tasks.worker import Worker
+from tests.lua.room import FRAGMENTS
+from tests.support.api import Api
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("home", "shared"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "shared"))
+
+
+@pytest.fixture
+def worker(api: Api) -> Iterator[Worker]:
+    made = Worker(api.dispatcher, wiring.leases(), wiring.workers(), wiring.telling(), capacity=4)
+    made.heartbeat.end()
+    yield made
+    made.engine.close()
+
+
+def _a_process(role: str, **facts: Any) -> Alive:
+    one = Alive(role, wiring.processes(), lambda: facts)
+    one.say()
+    return one
+
+
+# -- the list --------------------------------------------------------------------------------------------------
+
+
+def test_who_says_that_it_lives_is_listed_and_who_leaves_is_not(api: Api) -> None:
+    web, worker = _a_process("web"), _a_process("worker", runs=2, capacity=8, canary_ms=1.5, canary_age_ms=1000)
+    found = api.client.get("/admin/processes").json["processes"]
+    assert [(it["role"], it["pid"], it["lives"]) for it in found] == [
+        ("web", os.getpid(), True),
+        ("worker", os.getpid(), True),
+    ]
+    assert (found[1]["runs"], found[1]["capacity"], found[1]["canary_ms"]) == (2, 8, 1.5)
+    worker.end()
+    web.end()
+    assert api.client.get("/admin/processes").json["processes"] == []
+
+
+def _at(api: Api, now_ms: int) -> Processes:
+    with api.valkey.client() as redis:
+        redis.set("clock:{test:processes}", now_ms)
+    return Processes(Scripts(wiring.scripts().redis, Keys("test"), FRAGMENTS))
+
+
+def test_who_says_nothing_is_taken_for_dead_and_then_forgotten(api: Api) -> None:
+    _at(api, 1_000_000).say("worker@a/1", {"role": "worker", "host": "a"})
+    (found,) = _at(api, 1_000_000 + processes.SILENT_MS - 1).all()
+    assert found.lives
+    (found,) = _at(api, 1_000_000 + processes.SILENT_MS).all()
+    assert not found.lives
+    assert _at(api, 1_000_001 + processes.KEPT_MS).all() == []
+
+
+def test_the_list_is_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "MOST", 2)
+    said = _at(api, 1_000_000)
+    for n in range(4):
+        said.say(f"web@a/{n}", {"role": "web", "host": "a"})
+    assert [it.name for it in said.all()] == ["web@a/0", "web@a/1"]
+    said.say("web@a/0", {"role": "web", "host": "b"})
+    assert [it.host for it in said.all()] == ["a", "b"], "who is in it already is heard"
+
+
+# -- liveness --------------------------------------------------------------------------------------------------
+
+
+def test_a_process_lives_as_long_as_it_turns_whatever_is_away(mortal_api: Api) -> None:
+    assert ready.live("worker")
+    one = Alive("worker", wiring.processes(), dict)
+    one.begin()
+    mortal_api.valkey.kill()
+    one.say()
+    assert ready.live("worker") is None
+    assert ready.live("beat"), "another role's process is none of this one"
+    one.end()
+    assert ready.live("worker")
+
+
+def test_a_process_that_turns_no_more_does_not_live(api: Api) -> None:
+    one = Alive("beat", wiring.processes(), dict)
+    one.begin()
+    one._ended.set()
+    assert one._file is not None
+    one.say()
+    before = time.time() - alive.STALE_S - 1
+    os.utime(one._file, (before, before))
+    assert ready.live("beat")
+    alive._sweep(one._file.parent)
+    assert not one._file.exists()
+
+
+@pytest.mark.parametrize(("a_state_folder", "used"), [(True, "home"), (False, "shared")])
+def test_signs_of_life_lie_in_the_state_folder_if_there_is_one_and_the_last_to_leave_clears_them(
+    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a_state_folder: bool, used: str
+) -> None:
+    (tmp_path / "home" / "secret").touch()
+    if not a_state_folder:
+        monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path / "none"))
+    before = list((tmp_path / used).iterdir())
+    one, another = Alive("web", wiring.processes(), dict), Alive("beat", wiring.processes(), dict)
+    for each in (one, another):
+        each.begin()
+        each.say()
+    assert one._file is not None and (tmp_path / used) in one._file.parents
+    one.end()
+    assert ready.live("beat") is None
+    another.end()
+    assert list((tmp_path / used).iterdir()) == before
+
+
+# -- readiness -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "facts, problem",
+    [
+        ({"canary_age_ms": 3_000}, None),
+        ({"canary_age_ms": 30_000}, "No canary has come through"),
+        ({"canary_age_ms": None}, "No canary has come through"),
+        ({"canary_age_ms": 3_000, "takes": False}, "takes no more jobs"),
+    ],
+)
+def test_a_worker_is_ready_when_a_canary_went_through_it_lately(
+    api: Api, facts: dict[str, Any], problem: str | None
+) -> None:
+    _a_process("worker", **facts)
+    why = ready.ready("worker")
+    assert why is None if problem is None else problem in str(why)
+
+
+def test_who_says_nothing_is_not_ready(api: Api) -> None:
+    assert "has said lately" in str(ready.ready("web"))
+    _a_process("web")
+    assert ready.ready("web") is None
+
+
+def test_maintenance_is_ready_while_it_sweeps(api: Api) -> None:
+    from upkeep import pulse
+
+    _a_process("maintenance")
+    assert "swept" in str(ready.ready("maintenance"))
+    pulse.leave(wiring.scripts())
+    assert ready.ready("maintenance") is None
+
+
+def test_the_command_says_why_and_fails(api: Api) -> None:
+    done = CliRunner().invoke(main, ["health", "worker"])
+    assert (done.exit_code, "has said lately" in done.output) == (1, True)
+    _a_process("worker", canary_age_ms=0)
+    assert CliRunner().invoke(main, ["health", "worker"]).exit_code == 0
+
+
+# -- the canary ------------------------------------------------------------------------------------------------
+
+
+def test_a_canary_that_has_come_is_timed(api: Api, worker: Worker) -> None:
+    one = Canary(worker.engine, wiring.workers())
+    assert one.facts() == {"canary_ms": None, "canary_age_ms": None}
+    one._sent["x"] = time.monotonic() - 0.25
+    one.come("x")
+    assert one.facts()["canary_ms"] >= 250
+    assert one.facts()["canary_age_ms"] < 10_000
+
+
+def test_a_canary_of_another_process_is_not_counted(api: Api, worker: Worker) -> None:
+    one = Canary(worker.engine, wiring.workers())
+    one.come("another's")
+    assert one.facts()["canary_ms"] is None
+
+
+@pytest.mark.parametrize("away", ["redis", "record"])
+def test_a_canary_that_does_not_reach_redis_and_the_record_has_not_come(
+    api: Api, worker: Worker, away: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(_: object) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(worker.engine, "ask_room" if away == "redis" else "store", fails)
+    one = Canary(worker.engine, wiring.workers())
+    one._sent["x"] = time.monotonic()
+    with pytest.raises(ConnectionError):
+        one.come("x")
+    assert one.facts()["canary_ms"] is None
+
+
+def test_canaries_are_sent_at_intervals_and_to_their_own_worker(
+    api: Api, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+    monkeypatch.setattr(canary.sing, "apply_async", lambda args, queue, **_: sent.append(queue.name))
+    monkeypatch.setattr(canary, "publisher", lambda: type("Now", (), {"soon": staticmethod(lambda act: act())}))
+    one = Canary(worker.engine, wiring.workers())
+    one.send_in_time()
+    assert sent == [], "it has no queue before its worker takes messages"
+    one.queue_of("worker@host")
+    one.send_in_time()
+    one.send_in_time()
+    assert sent == ["canary.worker@host"]

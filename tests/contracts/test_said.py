@@ -1,0 +1,317 @@
+"""What servers say while they are at it, between workers and those who watch, over a real Redis."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import orjson
+import pytest
+from redis.exceptions import RedisError
+
+from insight.said import NOWHERE, Clock, Place, Said, Telling, Watcher, Watching
+from scripting.keys import Keys
+from scripting.scripts import Scripts, connect
+from tasks import said as saying
+from tasks.said import Saying
+from tasks.servers.stream import Piece
+from tests.support.valkey import Valkey
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+
+@pytest.fixture
+def scripts(shared_valkey: Valkey) -> Iterator[Scripts]:
+    shared_valkey.flush()
+    yield Scripts(connect(shared_valkey.url, 3.0), Keys("slotkeeper"))
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TOGETHER_S", "_UNWATCHED_S", "_EACH_S", "_AFTER_FAILURE_S"):
+        monkeypatch.setattr(saying, name, 0.0)
+    monkeypatch.setattr("insight.said._AGAIN_S", 0.01)
+
+
+def say(scripts: Scripts, text: str, place: Place, kept: int = 100) -> int:
+    return scripts.run(Telling(scripts).telling("j", place, text, kept))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def watched(
+    scripts: Scripts, act: Callable[[Watching, list[bytes], Callable[[], bool]], Any], place: Place = NOWHERE
+) -> list[bytes]:
+    """What somebody hears who watches while `act` goes on."""
+    heard: list[bytes] = []
+
+    async def whole() -> None:
+        watching = Watching(scripts)
+        watcher = Watcher("j", place, lambda said: heard.append(said.text))
+        watching.begin(watcher)
+        await until(lambda: watcher.kept is None)
+        try:
+            await act(watching, heard, lambda: watcher.kept is None)
+        finally:
+            watching.stop()
+
+    asyncio.run(whole())
+    return heard
+
+
+def test_who_watches_hears_what_was_said_before_and_what_is_said_then(scripts):
+    say(scripts, "a", Place(1, 5))
+
+    async def act(_watching, heard, _reads) -> None:
+        await until(lambda: heard == [b"a"])
+        assert await asyncio.to_thread(say, scripts, "b", Place(1, 6)) == 1
+        await until(lambda: len(heard) == 2)
+
+    assert watched(scripts, act) == [b"a", b"b"]
+
+
+def test_who_comes_again_hears_what_it_has_not_heard_and_nothing_twice(scripts):
+    for ms in (5, 6, 7):
+        say(scripts, f"{ms}", Place(1, ms))
+
+    async def act(_watching, heard, _reads) -> None:
+        await until(lambda: len(heard) == 2)
+
+    assert watched(scripts, act, Place(1, 5)) == [b"6", b"7"]
+
+
+def test_a_later_attempt_comes_behind_an_earlier_one_which_says_nothing_any_more(scripts):
+    say(scripts, "old", Place(1, 900))
+    assert say(scripts, "new", Place(2, 5)) == 0
+    assert say(scripts, "a zombie's", Place(1, 901)) == -1
+
+    async def act(_watching, heard, _reads) -> None:
+        await until(lambda: len(heard) == 2)
+
+    assert watched(scripts, act) == [b"old", b"new"]
+
+
+def test_only_the_last_of_it_is_kept(scripts):
+    for ms in range(5):
+        say(scripts, f"{ms}", Place(1, ms + 1), kept=2)
+    assert scripts.redis.xlen("slotkeeper:said:j") == 2
+    assert 0 < scripts.redis.pttl("slotkeeper:said:j") <= 600_000
+
+
+def test_what_is_said_is_kept_for_a_moment_after_the_end(scripts):
+    say(scripts, "a", Place(1, 1))
+    scripts.run(Telling(scripts).ending("j"))
+    assert 0 < scripts.redis.pttl("slotkeeper:said:j") <= 30_000
+
+
+def test_a_watcher_goes_on_when_redis_has_been_away(tmp_path):
+    with Valkey(tmp_path / "valkey", appendonly=True) as valkey:
+        scripts = Scripts(connect(valkey.url, 3.0), Keys("slotkeeper"))
+
+        async def act(_watching, heard, reads) -> None:
+            await asyncio.to_thread(valkey.kill)
+            await until(lambda: not reads())
+            await asyncio.to_thread(valkey.start)
+            await until(reads)
+            await asyncio.to_thread(say, scripts, "back", Place(1, 9))
+            await until(lambda: heard == [b"back"])
+
+        assert watched(scripts, act) == [b"back"]
+
+
+def test_who_begins_to_watch_while_another_has_redis_connected_to_hears_too(scripts):
+    heard: list[bytes] = []
+
+    async def whole() -> None:
+        watching = Watching(scripts)
+        first, second = (Watcher(job_id, NOWHERE, lambda said: heard.append(said.text)) for job_id in ("i", "j"))
+        watching.begin(first)
+        await asyncio.sleep(0)
+        assert watching._channel is None
+        watching.begin(second)
+        try:
+            await until(lambda: first.kept is None and second.kept is None)
+            assert await asyncio.to_thread(say, scripts, "a", Place(1, 1)) == 1
+            await until(lambda: heard == [b"a"])
+        finally:
+            watching.stop()
+
+    asyncio.run(whole())
+
+
+def test_what_is_left_is_heard_before_the_end_is_told(scripts):
+    say(scripts, "a", Place(1, 1))
+    heard: list[bytes] = []
+
+    async def whole() -> None:
+        watching = Watching(scripts)
+        watcher = Watcher("j", NOWHERE, lambda said: heard.append(said.text))
+        watching.rest(watcher, lambda: heard.append(b"the end"))
+        await until(lambda: len(heard) == 2)
+
+    asyncio.run(whole())
+    assert heard == [b"a", b"the end"]
+
+
+def test_the_end_is_told_where_redis_is_away():
+    heard: list[str] = []
+
+    async def whole() -> None:
+        watching = Watching(Scripts(connect("redis://127.0.0.1:1/0", 0.5), Keys("slotkeeper")))
+        watching.rest(Watcher("j", NOWHERE, lambda _: None), lambda: heard.append("the end"))
+        await until(lambda: bool(heard))
+
+    asyncio.run(whole())
+
+
+def test_what_is_said_while_the_past_is_read_waits_for_it():
+    heard: list[bytes] = []
+    watcher = Watcher("j", NOWHERE, lambda said: heard.append(said.text), kept=[])
+    watcher.take(Said(Place(1, 3), b"c"))
+    watcher.take_all([Said(Place(1, 1), b"a"), Said(Place(1, 3), b"c")])
+    watcher.take(Said(Place(1, 4), b"d"))
+    assert heard == [b"a", b"c", b"d"]
+
+
+def test_places_grow_also_when_the_clock_is_set_back(monkeypatch):
+    clock = Clock(3)
+    first = clock.next()
+    monkeypatch.setattr("insight.said.time.time_ns", lambda: 0)
+    assert clock.next() == Place(3, first.ms + 1)
+
+
+# -- the worker's side -----------------------------------------------------------------------------------------
+
+
+class Asked:
+    """In place of Redis: keeps what it is told, once the test lets it answer."""
+
+    def __init__(self, scripts: Scripts) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.kept: list[int] = []
+        self.ended = False
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.error: Exception | None = None
+        self.saying = Saying(Telling(scripts), self.ask, asyncio.get_running_loop())
+
+    async def ask(self, command: Any) -> int:
+        await self.may_answer.wait()
+        if self.error is not None:
+            raise self.error
+        _, text, kept, _ = command.args
+        if text:
+            self.told.append(orjson.loads(text))
+            self.kept.append(kept)
+        self.ended = self.ended or not text
+        return 1
+
+
+def speaking(scripts: Scripts, act: Callable[[Asked, Any], Any]) -> Asked:
+    async def whole() -> Asked:
+        asked = Asked(scripts)
+        await act(asked, asked.saying.of("j", 2))
+        return asked
+
+    return asyncio.run(whole())
+
+
+def test_what_comes_while_redis_is_asked_is_told_together(scripts):
+    async def act(asked, speech) -> None:
+        asked.may_answer.clear()
+        for n, text in enumerate("abcd"):
+            speech(Piece(text=text, offset=n))
+            await asyncio.sleep(0)
+        asked.may_answer.set()
+        await until(lambda: len(asked.told) == 2)
+
+    told = speaking(scripts, act).told
+    assert told[0] == {"job_id": "j", "attempt": 2, "offset": 0, "text": "a"}
+    assert told[1] == {"job_id": "j", "attempt": 2, "offset": 1, "text": "bcd"}
+
+
+def test_a_text_that_begins_anew_is_told_apart(scripts):
+    async def act(asked, speech) -> None:
+        asked.may_answer.clear()
+        for text, offset in (("x", 0), ("a", 0), ("b", 1)):
+            speech(Piece(text=text, offset=offset))
+        asked.may_answer.set()
+        await until(lambda: len(asked.told) == 2)
+
+    assert [(it["offset"], it["text"]) for it in speaking(scripts, act).told] == [(0, "x"), (0, "ab")]
+
+
+def test_values_and_progress_are_told_each_and_the_same_progress_once(scripts):
+    async def act(asked, speech) -> None:
+        for piece in (Piece(progress=0.5), Piece(progress=0.5), Piece(value=[1], offset=0)):
+            speech(piece)
+        speech.end()
+        await until(lambda: asked.ended)
+
+    told = [{name: it[name] for name in it if name not in ("job_id", "attempt")} for it in speaking(scripts, act).told]
+    assert told == [{"progress": 0.5}, {"offset": 0, "pieces": [[1]]}]
+
+
+def test_a_redis_that_does_not_answer_takes_no_memory(scripts, monkeypatch):
+    monkeypatch.setattr(saying, "MOST_WAITING", 100)
+    monkeypatch.setattr(saying, "MOST_AT_ONCE", 20)
+
+    async def act(asked, speech) -> None:
+        asked.may_answer.clear()
+        for n in range(1000):
+            speech(Piece(text="x" * 10, offset=10 * n))
+        assert len(speech._entries) < 20
+        asked.may_answer.set()
+        speech.end()
+        await until(lambda: asked.ended)
+
+    assert speaking(scripts, act).told[-1]["offset"] < 1000  # The gap shows in what is missing before the next.
+
+
+def test_an_error_of_redis_costs_nothing_but_the_piece(scripts):
+    async def act(asked, speech) -> None:
+        asked.error = RedisError("away")
+        speech(Piece(text="a", offset=0))
+        await until(lambda: not speech._is_asking and not speech._entries)
+        asked.error = None
+        speech(Piece(text="b", offset=1))
+        await until(lambda: len(asked.told) == 1)
+
+    assert speaking(scripts, act).told[0]["offset"] == 1
+
+
+def test_a_long_piece_comes_in_parts_and_a_large_value_not_at_all(scripts, monkeypatch):
+    monkeypatch.setattr(saying, "MOST_AT_ONCE", 4)
+
+    async def act(asked, speech) -> None:
+        speech(Piece(text="abcdefg", offset=0))
+        speech(Piece(value="abcdefg", offset=7))
+        speech.end()
+        await until(lambda: asked.ended)
+
+    assert [it["text"] for it in speaking(scripts, act).told] == ["abcd", "efg"]
+
+
+def test_what_is_kept_of_a_run_is_bounded_by_its_bytes(scripts, monkeypatch):
+    monkeypatch.setattr(saying, "MOST_KEPT", 200)
+    monkeypatch.setattr(saying, "MOST_AT_ONCE", 10)
+
+    async def act(asked, speech) -> None:
+        speech(Piece(text="x" * 200, offset=0))
+        speech.end()
+        await until(lambda: asked.ended)
+
+    kept = speaking(scripts, act).kept
+    assert kept[0] == 1 and 1 < max(kept) < 5
+
+
+def test_a_run_that_says_nothing_asks_redis_nothing(scripts):
+    async def act(asked, speech) -> None:
+        speech.end()
+        await asyncio.sleep(0)
+        assert not asked.ended and not speech._is_asking
+
+    speaking(scripts, act)

@@ -1,0 +1,141 @@
+"""The commands about webhooks, against the API."""
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from pytest_httpserver import HTTPServer
+from werkzeug import Response
+
+from cli import webhooks as commands
+from cli.__main__ import main
+from client.api import Client
+from jobs.record import now_ms
+from outbox.webhooks import Webhooks
+from tasks import webhooks
+from tests.support.api import Api
+from tests.support.builders import an_ended_job
+from tests.support.stack import eventually
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+URL = "https://hooks.example.com/slotkeeper"
+
+
+class _Direct:
+    """The command line's client, without a network."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    pages = Client.pages
+
+    def get(self, path: str, **params: Any) -> Any:
+        return self.call("GET", path, params={name: it for name, it in params.items() if it is not None})
+
+    def post(self, path: str, body: Any = None) -> Any:
+        return self.call("POST", path, body=body)
+
+    def call(self, method: str, path: str, *, body: Any = None, params: Any = None) -> Any:
+        answer = self._api.client.open(path, method=method, json=body, query_string=params)
+        assert answer.status_code < 300, answer.text
+        return answer.json if answer.data else None
+
+
+@pytest.fixture
+def run(api: Api, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(commands, "client", lambda: _Direct(api))
+
+    def command(*words: str, status: int = 0) -> Result:
+        done = CliRunner().invoke(main, ["webhooks", *words])
+        assert done.exit_code == status, (done.output, done.exception)
+        return done
+
+    return command
+
+
+def _added(run: Any, *words: str) -> str:
+    return str(json.loads(run("add", *words, "--json").stdout)["webhook"])
+
+
+def test_a_webhook_is_added_shown_changed_disabled_enabled_and_removed(run: Any) -> None:
+    added = run("add", URL, "--event", "job.dlq", "--template", '{"text": "{{status}}"}', "--description", "pager")
+    assert "whsec_" in added.stdout and "cannot be read again" in added.stderr
+    webhook = added.stdout.split()[0]
+    assert webhook in run("list").stdout and URL in run("show", webhook).stdout
+    run("change", webhook, "--event", "job.started", "--no-template")
+    shown = json.loads(run("show", webhook, "--json").stdout)
+    assert (shown["events"], shown["template"], shown["description"]) == (["job.started"], None, "pager")
+    run("disable", webhook, "--reason", "moving house")
+    assert "disabled: moving house" in run("list").stdout
+    run("enable", webhook)
+    run("remove", webhook)
+    assert "There are no webhooks." in run("list").stdout
+
+
+def test_a_rotation_shows_the_new_secret_of_a_webhook_or_of_a_tenants_callbacks(run: Any) -> None:
+    webhook = _added(run, URL)
+    assert "whsec_" in run("rotate", webhook).stdout
+    callbacks = run("rotate", "--tenant", "acme").stdout
+    assert callbacks.strip() == run("secret", "--tenant", "acme").stdout.strip()
+    run("rotate", webhook, "--tenant", "acme", status=2)
+
+
+def test_a_replay_names_one_thing(run: Any) -> None:
+    webhook = _added(run, URL)
+    run("replay", webhook, "--since", "2026-01-01T00:00:00Z")
+    assert "0 messages" in run("replay", webhook, "--given-up").stdout
+    run("replay", webhook, status=2)
+    run("replay", webhook, "--given-up", "--since", "2026-01-01T00:00:00Z", status=2)
+    assert "There is nothing." in run("deliveries", webhook, "--given-up").stdout
+
+
+def test_a_pace_is_set_and_taken_away(run: Any) -> None:
+    webhook = _added(run, URL, "--max-per-s", "2.5")
+    assert json.loads(run("show", webhook, "--json").stdout)["max_per_s"] == 2.5
+    run("change", webhook, "--no-pace")
+    assert json.loads(run("show", webhook, "--json").stdout)["max_per_s"] is None
+    run("change", webhook, "--max-per-s", "2", "--no-pace", status=2)
+
+
+def test_callbacks_that_were_given_up_are_listed_and_sent_again(api: Api, run: Any) -> None:
+    job, hooks = an_ended_job(api.dispatcher.store, now_ms=now_ms(), callback_url=URL), Webhooks(api.database)
+    (owed,) = [it.id for it in hooks.due(now_ms())]
+    message = hooks.claim(owed, now_ms(), now_ms() + 1000)
+    assert message is not None and message.job_id == job.id
+    hooks.failed(message, now_ms(), None, 404, "It answered 404.")
+    listed = json.loads(run("deliveries", "--given-up", "--tenant", "default", "--json").stdout)
+    assert [it["message"] for it in listed] == [owed]
+    assert "There is nothing." in run("deliveries", "--given-up", "--tenant", "acme").stdout
+    assert run("replay", "--message", owed).stdout.strip().endswith("1.")
+    assert "There is nothing." in run("deliveries", "--given-up").stdout
+    assert run("replay", "--given-up").stdout.strip().endswith("0.")
+    run("deliveries", status=2)
+    run("replay", _added(run, URL), "--given-up", "--tenant", "acme", status=2)
+
+
+@pytest.mark.parametrize("settings", [{"WEBHOOK_ALLOW": "127.0.0.1/32"}])
+@pytest.mark.parametrize(("status", "exit_code"), [(200, 0), (500, 1)])
+def test_a_test_says_what_the_receiver_answers(
+    api: Api,
+    run: Any,
+    httpserver: HTTPServer,
+    settings: dict[str, str],
+    status: int,
+    exit_code: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    httpserver.expect_request("/in").respond_with_handler(lambda _: Response("hello \x1b[31m", status))
+    webhook = _added(run, f"http://127.0.0.1:{httpserver.port}/in")
+    sending = webhooks.deliveries(api.database)
+
+    def turn(_: float) -> None:
+        sending._look_at = 0.0
+        sending.turn()
+        eventually(lambda: not sending.under_way, "its tries end")
+
+    monkeypatch.setattr(commands.time, "sleep", turn)
+    done = run("test", webhook, status=exit_code)
+    assert str(status) in done.stdout and "\x1b" not in done.stdout
+    assert "webhook.test" in run("deliveries", webhook).stdout

@@ -1,0 +1,79 @@
+"""The examples of docs/webhooks.md do what the page says."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from local.ports import free_port, is_open
+from outbox import messages, receivers
+from tasks import bodies, outbound, webhooks
+from tasks.config import TaskSettings
+from tests.house.tree import REPO
+from tests.support.api import Api
+from tests.support.stack import eventually
+
+pytest_plugins = ("tests.support.api_fixtures",)
+
+PAGE = (REPO / "docs/webhooks.md").read_text("utf-8")
+TEMPLATE = json.loads(shlex.split(re.search(r"--template ('.*?')\n", PAGE)[1])[0])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("settings", [{"WEBHOOK_ALLOW": "127.0.0.1/32"}])
+def test_the_receiver_of_the_page_takes_what_is_signed_with_its_secret_and_nothing_else(
+    api: Api, tmp_path: Path, settings: dict[str, str]
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/"
+    mine, others = (api.client.post("/webhooks", json={"url": url}).json for _ in range(2))
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code = code.replace("whsec_...", mine["secret"]).replace("9000", str(port))
+    with (tmp_path / "out").open("w") as out, subprocess.Popen([sys.executable, "-c", code], stdout=out) as receiver:
+        try:
+            eventually(lambda: is_open("127.0.0.1", port), "it listens")
+            found = [_tested(api, it["webhook"]) for it in (mine, others)]
+        finally:
+            receiver.terminate()
+    assert [it["status"] for it in found] == [204, 401]
+    assert (tmp_path / "out").read_text().split()[:2] == [found[0]["message"], "webhook.test"]
+
+
+def _tested(api: Api, webhook: str) -> Any:
+    sending = webhooks.deliveries(api.database)
+    api.client.post(f"/webhooks/{webhook}/test")
+
+    def deliveries() -> Any:
+        sending._look_at = 0.0
+        sending.turn()
+        return api.client.get(f"/webhooks/{webhook}/deliveries").json["deliveries"]
+
+    eventually(deliveries, "it is sent")
+    return deliveries()[0]
+
+
+def test_the_template_of_the_page_is_one() -> None:
+    assert bodies.checked_template(TEMPLATE)
+    for name in bodies.FIELDS:
+        assert f"`{name}`" in PAGE, name
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        f"up to {TaskSettings().webhook_most_receivers} ",
+        f"{bodies.MOST_TEMPLATE_BYTES:,} bytes and {bodies.MOST_NAMES} names",
+        f"cut to {bodies.LONGEST_VALUE:,} characters",
+        f"last {messages.MOST_LOGGED:,} tries",
+        f"first {outbound.QUOTED_MAX} bytes",
+        f"the last {messages.MOST_GIVEN_UP:,} messages",
+        f"every {receivers.LONGEST_COOLDOWN_MS // 60_000} minutes at last",
+        f"after {receivers.SHORTEST_COOLDOWN_MS // 1000} s at first",
+    ],
+)
+def test_the_bounds_of_the_page_are_those_that_hold(told: str) -> None:
+    assert told in " ".join(PAGE.split())

@@ -1,0 +1,47 @@
+"""Guards of batches and of the page's forms: whose they are, what is read for them, and what nobody said."""
+
+from tests.faults.mutant import Mutant
+
+BATCH_TESTS = "tests/contracts/test_api_batches.py::"
+
+BATCHES = [
+    Mutant(
+        "everybody sees and cancels every batch",
+        "batches",
+        "app/api/batches.py",
+        "if not found or not (mine.admin or found[0].tenant == mine.name):",
+        "if not found or not mine.name:",
+        (
+            f"{BATCH_TESTS}test_a_tenant_sees_its_own_batches_and_no_others",
+            "tests/contracts/test_page.py::test_a_tenant_sees_and_cancels_its_own_batches_and_no_others",
+        ),
+        still=f"{BATCH_TESTS}test_a_batch_is_canceled_as_a_whole",
+    ),
+    Mutant(
+        "everybody's batches are listed",
+        "batches",
+        "app/api/batches.py",
+        "batches.newest(database(), None if mine.admin else mine.name, before, query.limit)",
+        "batches.newest(database(), None, before, query.limit)",
+        (f"{BATCH_TESTS}test_a_tenant_sees_its_own_batches_and_no_others",),
+        still=f"{BATCH_TESTS}test_batches_are_listed_page_by_page_the_newest_first",
+    ),
+    Mutant(
+        "a batch's jobs are looked for among all jobs",
+        "batches",
+        "insight/listing.py",
+        "query.where(given[0][0].is_not(None), between(",
+        "query.where(between(",
+        (f"{BATCH_TESTS}test_looks_at_batches_read_by_their_indexes",),
+        still=f"{BATCH_TESTS}test_a_batch_is_shown_with_how_far_it_has_come",
+    ),
+    Mutant(
+        "a server is removed under its runs although nobody said so",
+        "page",
+        "app/page/departures.py",
+        'force=_says("force")',
+        "force=True",
+        ("tests/contracts/test_page_departures.py::test_a_server_with_a_run_is_drained_which_can_be_called_off",),
+        still="tests/contracts/test_page_departures.py::test_a_server_on_which_nothing_runs_is_removed_at_once",
+    ),
+]

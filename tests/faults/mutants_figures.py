@@ -1,0 +1,128 @@
+"""Guards of what operators see: figures, health, traces, logs."""
+
+from tests.faults.mutant import Mutant
+
+_HISTORY = "tests/unit/insight/test_history.py::"
+_FIGURES = "tests/contracts/test_figures.py::"
+_DOCTOR = "tests/contracts/test_doctor.py::"
+_PROCESSES = "tests/contracts/test_processes.py::"
+
+FIGURES = [
+    Mutant(
+        "two that count at once count twice",
+        "figures",
+        "insight/history.py",
+        "counters.c.name == _SEEN, counters.c.value == before",
+        "counters.c.name == _SEEN",
+        (f"{_HISTORY}test_two_that_count_at_once_count_each_event_once",),
+        still=f"{_HISTORY}test_a_jobs_wait_and_run_are_counted_from_its_events",
+    ),
+    Mutant(
+        "any number of models has figures of its own",
+        "figures",
+        "insight/history.py",
+        "model not in self._known and len(self._known) >= MOST_MODELS",
+        "False",
+        (f"{_HISTORY}test_models_beyond_the_first_are_counted_as_one",),
+        still=f"{_HISTORY}test_a_jobs_wait_and_run_are_counted_from_its_events",
+    ),
+    Mutant(
+        "a job that is canceled while it waits counts as an attempt",
+        "figures",
+        "insight/history.py",
+        "    if before == _STARTED and event.type != _STARTED:",
+        "    if event.type in _ENDS:",
+        (f"{_HISTORY}test_a_job_that_ends_while_it_waits_is_no_attempt",),
+        still=f"{_HISTORY}test_a_jobs_wait_and_run_are_counted_from_its_events",
+    ),
+    Mutant(
+        "what Redis does not take is not counted",
+        "figures",
+        "insight/tallies.py",
+        "                self._new.update(new)",
+        "                pass",
+        (f"{_FIGURES}test_what_redis_does_not_take_is_counted_later",),
+        still=f"{_FIGURES}test_counts_of_several_processes_add_up_and_outlive_them",
+    ),
+    Mutant(
+        "no metrics key is a key that everybody has",
+        "door",
+        "app/auth.py",
+        "    return bool(key) and keys() is not None",
+        "    return keys() is not None",
+        (f"{_FIGURES}test_where_there_is_no_metrics_key_an_empty_one_is_none",),
+        still=f"{_FIGURES}test_figures_are_for_the_metrics_key_and_for_administrators",
+    ),
+    Mutant(
+        "a canary counts that has reached neither Redis nor the record",
+        "health",
+        "tasks/canary.py",
+        "        asyncio.run_coroutine_threadsafe(self._pass(), self._engine.loop).result(_LONGEST_S)\n",
+        "",
+        (f"{_PROCESSES}test_a_canary_that_does_not_reach_redis_and_the_record_has_not_come",),
+        still=f"{_PROCESSES}test_a_canary_that_has_come_is_timed",
+    ),
+    Mutant(
+        "another's canary says that this worker works",
+        "health",
+        "tasks/canary.py",
+        "        if sent_s is None:\n            return",
+        "        if sent_s is None:\n            sent_s = 0.0",
+        (f"{_PROCESSES}test_a_canary_of_another_process_is_not_counted",),
+        still=f"{_PROCESSES}test_a_canary_that_has_come_is_timed",
+    ),
+    Mutant(
+        "a worker is ready as long as it lives",
+        "health",
+        "tasks/ready.py",
+        "    if it.canary_age_ms > _CANARY_MS:",
+        "    if False:",
+        (f"{_PROCESSES}test_a_worker_is_ready_when_a_canary_went_through_it_lately",),
+        still=f"{_PROCESSES}test_who_says_nothing_is_not_ready",
+    ),
+    Mutant(
+        "who says nothing any more is shown for ever",
+        "health",
+        "insight/lua/processes.lua",
+        "or not told or tonumber(till) < now then",
+        "or not told then",
+        (f"{_PROCESSES}test_who_says_nothing_is_taken_for_dead_and_then_forgotten",),
+        still=f"{_PROCESSES}test_who_says_that_it_lives_is_listed_and_who_leaves_is_not",
+    ),
+    Mutant(
+        "the list of processes has no bound",
+        "health",
+        "insight/lua/processes.lua",
+        'if process ~= "" and facts ~= "" and count < most then',
+        'if process ~= "" and facts ~= "" then',
+        (f"{_PROCESSES}test_the_list_is_bounded",),
+        still=f"{_PROCESSES}test_who_says_that_it_lives_is_listed_and_who_leaves_is_not",
+    ),
+    Mutant(
+        "the doctor waits for a part that hangs",
+        "doctor",
+        "cli/checkup.py",
+        "            part, findings = found.get(timeout=max(until - time.monotonic(), 0.001))",
+        "            part, findings = found.get(timeout=5)",
+        (f"{_DOCTOR}test_a_part_that_hangs_holds_up_no_other_and_is_told",),
+        still=f"{_DOCTOR}test_a_check_that_fails_is_a_finding",
+    ),
+    Mutant(
+        "the doctor does not mind who can read the secret",
+        "doctor",
+        "cli/checkup.py",
+        "stat.S_IMODE(found.st_mode) & 0o077:",
+        "False:",
+        (f"{_DOCTOR}test_a_secret_that_others_can_read_is_told",),
+        still=f"{_DOCTOR}test_a_check_that_fails_is_a_finding",
+    ),
+    Mutant(
+        "the metrics key opens every view",
+        "door",
+        "app/auth.py",
+        '    if getattr(view, "figures", False):',
+        '    if getattr(view, "figures", False) or _has_metrics_key():',
+        (f"{_FIGURES}test_the_metrics_key_opens_nothing_else",),
+        still=f"{_FIGURES}test_figures_are_for_the_metrics_key_and_for_administrators",
+    ),
+]

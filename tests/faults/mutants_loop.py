@@ -1,0 +1,94 @@
+"""Guards of the worker's loop, which must not wait, and of what is written in it."""
+
+from tests.faults.mutant import WORKERS, Mutant
+
+_DB = "tests/unit/jobs/test_db.py::"
+_ENGINE = "tests/unit/test_engine.py::"
+_PULSE = "tests/unit/test_pulse.py::"
+
+LOOP = [
+    Mutant(
+        "the loop gives promises that the disk does not know",
+        "JOB-2",
+        "database/db.py",
+        "if not self._writer.is_quick or not all(write.relaxed for write in writes):",
+        "if not self._writer.is_quick:",
+        (f"{_DB}test_who_must_not_wait_does_not_wait_for_the_disk",),
+    ),
+    Mutant(
+        "the loop writes beside the thread that leads",
+        "time",
+        "database/db.py",
+        """            if self._led:
+                return None
+            self._led = True
+""",
+        """            self._led = True
+""",
+        (f"{_DB}test_who_must_not_wait_leaves_it_to_others_while_a_thread_of_its_process_writes",),
+    ),
+    Mutant(
+        "the loop waits for others who write",
+        "time",
+        "database/engines.py",
+        "min(patience_s, left())",
+        "patience_s",
+        (f"{_DB}test_who_must_not_wait_does_not_wait_for_another_process_and_keeps_its_connection",),
+    ),
+    Mutant(
+        "the loop waits until it is known what became of a commit",
+        "time",
+        "database/db.py",
+        "            return [_uncertain(lost.reason) for _ in writes]  # To ask what came of it may take seconds.",
+        "            self._fate_of(lost.mark)\n            return [_uncertain(lost.reason) for _ in writes]",
+        (f"{_DB}test_who_must_not_wait_does_not_ask_what_became_of_a_commit",),
+    ),
+    Mutant(
+        "what the loop stored in part is stored again",
+        "JOB-2",
+        "database/db.py",
+        "            answers = self._tried(writes)\n",
+        "            answers = [it for one in writes for it in self._tried([one]) or [None]]\n",
+        (f"{_DB}test_what_is_spoiled_at_once_is_stored_as_a_whole_or_not_at_all",),
+    ),
+    Mutant(
+        "the loop writes however much there is",
+        "time",
+        "tasks/engine.py",
+        " if len(batch) <= _MOST_AT_ONCE else None",
+        "",
+        (f"{_ENGINE}test_so_much_that_the_loop_would_stand_still_is_done_by_the_thread",),
+    ),
+    Mutant(
+        "a dead thread of the record is not missed",
+        "JOB-3",
+        "tasks/engine.py",
+        "(self._pulse, self._relaxed.pulse, self._durable.pulse)",
+        "(self._pulse,)",
+        (f"{WORKERS}test_a_worker_whose_thread_of_the_record_is_dead_ends_so_that_others_go_on_with_its_runs",),
+    ),
+    Mutant(
+        "a worker whose heartbeat is dead goes on and takes more",
+        "LEASE-1",
+        "tasks/worker.py",
+        "lambda: end_if_stopped(self.heartbeat)",
+        "lambda: None",
+        (f"{WORKERS}test_a_worker_whose_heartbeat_is_dead_ends",),
+    ),
+    Mutant(
+        "a worker that takes very many jobs at once is taken for a dead one",
+        "time",
+        "tasks/poller.py",
+        "            self._pulse.beat()  # With much room, and a Redis that is far away, one look takes long.",
+        "",
+        (f"{_PULSE}test_a_poller_that_takes_very_many_jobs_in_one_look_is_not_taken_for_a_dead_one",),
+    ),
+    Mutant(
+        "a process that was halted is taken for a dead one",
+        "time",
+        "tasks/pulse.py",
+        "self._looks > _STOPPED_LOOKS and ",
+        "",
+        (f"{_PULSE}test_what_does_not_come_round_has_stopped_after_a_time_and_as_many_looks",),
+    ),
+]

@@ -1,0 +1,165 @@
+"""An inference server in the test's own process that holds runs until the test lets them go.
+
+    with HoldingServer() as server:
+        server.hold("job-1")
+        ...
+        server.release("job-1")
+
+All other runs end at once.  It keeps docs/slot-protocol.md, but for two things: it goes on with a run whatever it is
+told, and one whose answers come later (`asynchronous`) runs more than its one slot allows, so that it can count.
+`runs` is the oracle: what ran, from when to when on the monotonic clock.
+"""
+
+import json
+import threading
+import time
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+
+_LOOK_EVERY_S = 0.005
+
+
+@dataclass
+class HeldRun:
+    """One run.  `ended_ns` None: it is under way."""
+
+    job_id: str
+    id: str
+    started_ns: int
+    ended_ns: int | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def status(self) -> dict[str, Any]:
+        if self.ended_ns is None:
+            return {"status": "processing", "job_id": self.id}
+        return {"status": "completed", "job_id": self.id, "result": {"job": self.job_id}}
+
+
+class HoldingServer:
+    """One server with one slot; use it as a context manager."""
+
+    def __init__(self, *, asynchronous: bool = False) -> None:
+        self.asynchronous = asynchronous
+        self.runs: list[HeldRun] = []
+        self._held: dict[str, threading.Event] = {}
+        self._known: dict[str, HeldRun] = {}  # by job, by run id
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        handler = type("Handler", (_Handler,), {"there": self})
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._http.daemon_threads = True
+        self.endpoint = f"http://127.0.0.1:{self._http.server_port}/generate"
+        threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for released in self._held.values():
+            released.set()
+        self._http.shutdown()
+        self._http.server_close()
+
+    # -- what a test tells it, and asks ------------------------------------------------------------------------
+
+    def hold(self, job_id: str) -> None:
+        """Before it comes."""
+        self._held[job_id] = threading.Event()
+
+    def release(self, job_id: str) -> None:
+        self._held[job_id].set()
+
+    @property
+    def active(self) -> list[HeldRun]:
+        return [run for run in self.runs if run.ended_ns is None]
+
+    @property
+    def at_once(self) -> int:
+        """How many it ran at the same moment, at most."""
+
+        def under_way(at_ns: int, run: HeldRun) -> bool:
+            return run.started_ns <= at_ns and (run.ended_ns is None or at_ns < run.ended_ns)
+
+        return max(sum(under_way(one.started_ns, run) for run in self.runs) for one in self.runs)
+
+    def wait_for(self, job_id: str, timeout_s: float) -> None:
+        """Until it runs.  Raises TimeoutError."""
+        until = time.monotonic() + timeout_s
+        while job_id not in self._known:
+            if time.monotonic() > until:
+                raise TimeoutError(f"{job_id} did not come within {timeout_s} s")
+            time.sleep(_LOOK_EVERY_S)
+
+    # -- how it does it ----------------------------------------------------------------------------------------
+
+    def generate(self, job_id: str, attempt: str) -> tuple[int, dict[str, Any]]:
+        run, is_new = self._take(job_id, attempt)
+        if run is None:
+            return 503, {"status": "busy", "error": "its slot is taken"}
+        if self.asynchronous:
+            if is_new:
+                threading.Thread(target=self._carry_out, args=(run,), daemon=True).start()
+            return 200, run.status()
+        if is_new:
+            self._carry_out(run)
+        run.ended.wait()
+        return 200, {"status": "success", "result": {"job": job_id}}
+
+    def status(self, name: str) -> tuple[int, dict[str, Any]]:
+        run = self._known.get(name)
+        return (200, run.status()) if run else (404, {"status": "unknown", "job_id": name})
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        with self._lock:
+            ids = [run.job_id for run in self.active]
+        return 200, {"status": "ok", "active_jobs": len(ids), "job_ids": ids, "slots": 1, "direct_queue": 0}
+
+    def _take(self, job_id: str, attempt: str) -> tuple[HeldRun | None, bool]:
+        """(the run, whether it is new); None: the slot is taken."""
+        with self._lock:
+            if job_id in self._known:
+                return self._known[job_id], False
+            if self.active and not self.asynchronous:
+                return None, False
+            run = HeldRun(job_id, f"{job_id}.{attempt}", time.monotonic_ns())
+            self.runs.append(run)
+            self._known[job_id] = self._known[run.id] = run
+            return run, True
+
+    def _carry_out(self, run: HeldRun) -> None:
+        if run.job_id in self._held:
+            self._held[run.job_id].wait()
+        with self._lock:
+            run.ended_ns = max(time.monotonic_ns(), run.started_ns + 1)
+        run.ended.set()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    there: HoldingServer
+
+    def do_GET(self) -> None:
+        _, place, *name = self.path.split("/", 2)
+        self._answer(*(self.there.health() if place == "health" else self.there.status("".join(name))))
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        _, place, *name = self.path.split("/", 2)
+        if place == "cancel":
+            self._answer(*self.there.status("".join(name)))
+        else:
+            self._answer(*self.there.generate(self.headers["X-Job-Id"], self.headers["X-Attempt"]))
+
+    def _answer(self, status: int, body: dict[str, Any]) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        try:
+            self.wfile.write(text)
+        except OSError:  # whoever asked has gone
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass

@@ -1,0 +1,17 @@
+"""How far webhooks are behind what has happened."""
+
+from sqlalchemy import func, select
+
+from database.db import Database
+from outbox.receivers import cursor, last_event
+from outbox.tables import receivers
+
+
+def untold_events(database: Database) -> int:
+    """How many events the receivers that follow have not been given yet; 0: none, or nobody wants any."""
+    follows = (receivers.c.state == "enabled") & receivers.c.behind.is_(None)
+    with database.read() as connection:
+        following = connection.execute(select(func.min(receivers.c.after_event)).where(follows)).scalar()
+        if following is None:
+            return 0
+        return max(last_event(connection) - max(cursor(connection), following), 0)

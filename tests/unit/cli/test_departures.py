@@ -1,0 +1,66 @@
+"""Commands that remove and rename: what they ask for, and what they say."""
+
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from pytest_httpserver import HTTPServer
+
+from cli.__main__ import main
+
+DONE: dict[str, Any] = {"name": "zimg", "state": "done", "left": {}, "withheld": 0, "lost": [], "idle": []}
+
+
+@pytest.fixture
+def api(httpserver: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> HTTPServer:
+    monkeypatch.setenv("SLOTKEEPER_URL", httpserver.url_for("").rstrip("/"))
+    monkeypatch.setenv("COLUMNS", "200")
+    return httpserver
+
+
+def _run(*args: str) -> Result:
+    return CliRunner().invoke(main, args)
+
+
+def test_a_model_is_removed(api: HTTPServer) -> None:
+    api.expect_request("/admin/models/zimg", "DELETE", query_string="").respond_with_json({**DONE, "idle": ["gpu1"]})
+    ran = _run("models", "remove", "zimg")
+    assert (ran.exit_code, ran.stdout.splitlines()) == (
+        0,
+        ["zimg is removed.", "Servers that serve no model any more: gpu1."],
+    )
+
+
+def test_a_model_that_drains_says_what_is_left(api: HTTPServer) -> None:
+    leaving = {**DONE, "state": "leaving", "left": {"queued": 2, "running": 1}}
+    api.expect_request("/admin/models/zimg", "DELETE", query_string="drain=true").respond_with_json(leaving, 202)
+    said = "zimg takes nothing new, and will be removed when this has ended: 2 queued, 1 running."
+    assert _run("models", "remove", "zimg", "--drain").stdout.strip() == said
+
+
+def test_a_server_that_is_removed_by_force_says_what_is_lost(api: HTTPServer) -> None:
+    lost = {**DONE, "name": "gpu1", "lost": ["j1", "j2"]}
+    api.expect_request("/admin/servers/gpu1", "DELETE", query_string="force=true").respond_with_json(lost)
+    assert "Lost runs, whose jobs run again elsewhere: j1, j2." in _run("servers", "remove", "gpu1", "--force").stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"), [((), 86_400), (("--former-name-for", "5"), 5), (("--former-name-for-good",), None)]
+)
+def test_a_model_is_renamed_and_its_former_name_taken_for_as_long_as_is_said(
+    api: HTTPServer, options: tuple[str, ...], seconds: float | None
+) -> None:
+    body = {"to": "flux", "former_name_s": seconds}
+    api.expect_request("/admin/models/zimg/rename", "POST", json=body).respond_with_json({})
+    assert _run("models", "rename", "zimg", "flux", *options).stdout == "zimg is called flux now.\n"
+
+
+def test_a_server_is_renamed(api: HTTPServer) -> None:
+    renamed = {**DONE, "name": "gpu2"}
+    api.expect_request("/admin/servers/gpu1/rename", "POST", json={"to": "gpu2"}).respond_with_json(renamed)
+    assert _run("servers", "rename", "gpu1", "gpu2").stdout == "gpu1 is called gpu2.\n"
+
+
+def test_a_removal_is_called_off(api: HTTPServer) -> None:
+    api.expect_request("/admin/models/zimg/removal", "DELETE").respond_with_json({})
+    assert _run("models", "keep", "zimg").stdout == "zimg stays.\n"

@@ -1,0 +1,122 @@
+"""What has happened is counted once, however many count and wherever they die."""
+
+import pytest
+
+from database.db import Database
+from insight import history
+from insight.history import BOUNDS_S, OTHER, Historian
+from jobs.states import State, Why
+from jobs.store import Error, Store
+from outbox import removal
+from tests.support.builders import SECOND, T0, a_delayed_job, a_queued_job, a_start, an_ended_job
+
+
+def _counted(database: Database) -> history.History:
+    historian = Historian(database)
+    while historian.count():
+        pass
+    return history.read(database)
+
+
+def _part(seconds: float) -> list[int]:
+    """A histogram with one value."""
+    parts = [0] * (len(BOUNDS_S) + 1)
+    parts[next(n for n, bound in enumerate((*BOUNDS_S, float("inf"))) if seconds <= bound)] = 1
+    return parts
+
+
+def test_a_jobs_wait_and_run_are_counted_from_its_events(database: Database, store: Store) -> None:
+    job = a_queued_job(store, tier=2)
+    run = a_start(store, job.id, now_ms=T0 + 3 * SECOND)
+    store.settle(job.id, run.attempt, Why.FINISHED, T0 + 23 * SECOND, result="{}")
+    found = _counted(database)
+    assert found.accepted == {("zimg",): 1}
+    assert found.ended == {("zimg", "completed"): 1}
+    assert found.attempts == {("zimg", "finished"): 1}
+    assert (found.waits[("zimg", "2")].parts, found.waits[("zimg", "2")].sum_s) == (_part(3), 3.0)
+    assert (found.runs[("zimg",)].parts, found.runs[("zimg",)].sum_s) == (_part(20), 20.0)
+
+
+def test_each_attempt_is_counted_by_its_reason_and_a_retry_waits_anew(database: Database, store: Store) -> None:
+    job = a_queued_job(store)
+    run = a_start(store, job.id, now_ms=T0 + SECOND)
+    store.settle(job.id, run.attempt, Why.SERVER_ERROR, T0 + 2 * SECOND, error=Error("x", "y"), due_ms=T0 + 9 * SECOND)
+    store.promote_due(T0 + 9 * SECOND)
+    run = a_start(store, job.id, now_ms=T0 + 10 * SECOND)
+    store.settle(job.id, run.attempt, Why.FINISHED, T0 + 14 * SECOND, result="{}")
+    found = _counted(database)
+    assert found.accepted == {("zimg",): 1}
+    assert found.attempts == {("zimg", "server_error"): 1, ("zimg", "finished"): 1}
+    assert found.waits[("zimg", "5")].sum_s == 2.0, "from its queue to its start, each time"
+    assert found.runs[("zimg",)].sum_s == 5.0
+
+
+def test_a_job_for_later_waits_from_when_it_is_due(database: Database, store: Store) -> None:
+    job = a_delayed_job(store, due_ms=T0 + 60 * SECOND)
+    store.promote_due(T0 + 60 * SECOND)
+    a_start(store, job.id, now_ms=T0 + 61 * SECOND)
+    found = _counted(database)
+    assert found.accepted == {("zimg",): 1}
+    assert found.waits[("zimg", "5")].sum_s == 1.0
+
+
+def test_a_job_that_ends_while_it_waits_is_no_attempt(database: Database, store: Store) -> None:
+    job = a_queued_job(store)
+    store.end_waiting(job.id, Why.CANCEL_REQUESTED, T0 + SECOND)
+    found = _counted(database)
+    assert (found.attempts, found.runs) == ({}, {})
+    assert found.ended == {("zimg", "canceled"): 1}
+
+
+def test_what_begins_in_one_look_and_ends_in_the_next_is_counted_whole(database: Database, store: Store) -> None:
+    job = a_queued_job(store)
+    _counted(database)
+    run = a_start(store, job.id, now_ms=T0 + 4 * SECOND)
+    _counted(database)
+    store.settle(job.id, run.attempt, Why.FINISHED, T0 + 9 * SECOND, result="{}")
+    found = _counted(database)
+    assert found.waits[("zimg", "5")].sum_s == 4.0
+    assert found.runs[("zimg",)].sum_s == 5.0
+
+
+def test_two_that_count_at_once_count_each_event_once(
+    database: Database, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    an_ended_job(store)
+    slow, position = Historian(database), Historian._position
+    slow._position()
+
+    def overtaken(self: Historian) -> int:
+        before = position(self)
+        monkeypatch.setattr(Historian, "_position", position)
+        _counted(database)
+        return before
+
+    monkeypatch.setattr(Historian, "_position", overtaken)
+    assert slow.count() == 0
+    assert history.read(database).accepted == {("zimg",): 1}
+
+
+def test_models_beyond_the_first_are_counted_as_one(
+    database: Database, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "MOST_MODELS", 2)
+    for model in ("a", "b", "c", "d"):
+        a_queued_job(store, model=model)
+        _counted(database)
+    assert _counted(database).accepted == {("a",): 1, ("b",): 1, (OTHER,): 2}
+
+
+def test_sums_outlive_the_jobs_that_they_count(database: Database, store: Store) -> None:
+    job = an_ended_job(store, State.DEAD)
+    _counted(database)
+    assert removal.delete_dead(store.database, job.id)
+    assert _counted(database).ended == {("zimg", "dead"): 1}
+
+
+def test_what_is_not_counted_yet_has_an_age(database: Database, store: Store) -> None:
+    assert history.lag_ms(database, T0) == 0
+    a_queued_job(store)
+    assert history.lag_ms(database, T0 + SECOND) == SECOND
+    _counted(database)
+    assert history.lag_ms(database, T0 + SECOND) == 0

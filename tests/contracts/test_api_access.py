@@ -10,8 +10,6 @@ from registry.tenants import Tenants
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
 OPEN = [("get", "/health/live"), ("get", "/health/ready"), ("get", "/openapi.json"), ("get", "/docs/swagger")]
 OF_TENANTS = [

@@ -9,8 +9,6 @@ from outbox import removal
 from tests.support.api import ENDPOINT, Api
 from tests.support.builders import T0, a_job_in, a_queued_job, an_ended_job
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 ODD_NAMES = ["flux-1.dev", "black-forest-labs/FLUX.1-dev", "a//b", "llama3:8b", "m@v1+x"]
 
 

@@ -12,8 +12,6 @@ from registry.tenants import Tenant, Tenants
 from tests.support.api import Api
 from tests.support.builders import T0, a_queued_job
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
 
 

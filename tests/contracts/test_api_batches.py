@@ -15,8 +15,6 @@ from outbox import removal
 from tests.support.api import Api
 from tests.support.builders import T0, a_job, a_queued_job, a_start, an_ended_job
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
 _JOB: dict[str, Any] = {"model": "zimg", "payload": {"prompt": "a cat"}}
 

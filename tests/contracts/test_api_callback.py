@@ -14,8 +14,6 @@ from jobs.store import Error
 from tasks import callbacks, push
 from tests.support.api import Api
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 DONE = {"status": "success", "result": {"url": "https://cdn.example/1.png"}}
 UNKNOWN = "01920000-0000-7000-8000-000000000000"
 

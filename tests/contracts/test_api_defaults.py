@@ -7,8 +7,6 @@ from werkzeug.test import TestResponse
 
 from tests.support.api import Api
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 
 def test_defaults_are_shown_with_where_each_field_comes_from(api: Api) -> None:
     assert api.client.get("/admin/defaults").json["overrides"] == {}

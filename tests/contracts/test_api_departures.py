@@ -5,8 +5,6 @@ import pytest
 from tests.support.api import Api
 from upkeep.reconcile import departures
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 
 def test_a_model_with_jobs_is_refused_with_what_is_in_the_way(api: Api) -> None:
     api.register()

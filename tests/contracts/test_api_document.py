@@ -17,8 +17,6 @@ from app.factory import create_app
 from tests.support.api import Api
 from tests.support.openapi_hooks import MODEL
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 _EXAMPLES = int(os.environ.get("SLOTKEEPER_EXAMPLES", "3"))
 _SETTINGS = HypothesisSettings(
     deadline=None,

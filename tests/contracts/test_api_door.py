@@ -8,8 +8,6 @@ from jobs.record import now_ms
 from registry.tenants import Tenant, Tenants
 from tests.support.api import Api
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true"}])
 FORWARDED = [
     "CF-Connecting-IP",

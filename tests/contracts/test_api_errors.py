@@ -15,8 +15,6 @@ from tests.support.builders import T0, an_ended_job, at_once
 from tests.support.visitor import visitor
 from upkeep import ledger, pulse
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 
 def test_an_unknown_address_is_a_problem(api: Api) -> None:
     answer = api.client.get("/queue/nothing?x=\0")

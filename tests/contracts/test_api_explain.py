@@ -9,8 +9,6 @@ from tests.support.api import Api, TimedApi
 from tests.support.builders import T0, a_job_in, a_queued_job
 from upkeep import reconcile
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 SECOND = 1000
 
 

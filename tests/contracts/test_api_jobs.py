@@ -11,8 +11,6 @@ from jobs.store import Error
 from tests.support.api import Api
 from tests.support.builders import T0, a_job_in, an_ended_job
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 UNKNOWN = "01920000-0000-7000-8000-000000000000"
 
 

@@ -7,8 +7,6 @@ import pytest
 from jobs.states import Why
 from tests.support.api import NOTHING, Api, TimedApi
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 GPUS = {"gpu": ["H100", "A100"], "memory": {"min": 40}, "region": "eu"}
 
 

@@ -8,8 +8,6 @@ from jobs.states import State, Why
 from tests.support.api import NOTHING, Api, TimedApi
 from upkeep import reconcile
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 MINUTE = 60_000
 
 

@@ -9,8 +9,6 @@ from tasks.wiring import workers
 from tests.support.api import Api, TimedApi
 from tests.unit.servers.scripted import Scripted, Seen, answer, refused_url
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 
 @pytest.fixture
 def cog():

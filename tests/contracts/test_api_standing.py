@@ -11,8 +11,6 @@ from jobs.store import Error
 from tests.support.api import NOTHING, Api, TimedApi
 from upkeep import reconcile
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 STATES = ["paused", "draining", "frozen"]
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
 

@@ -13,8 +13,6 @@ from jobs.states import State
 from tests.support.api import NOTHING, Api
 from upkeep import reconcile
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 MIB = 1 << 20
 CHUNKED: dict[str, Any] = {"CONTENT_LENGTH": "", "HTTP_TRANSFER_ENCODING": "chunked", "wsgi.input_terminated": True}
 

@@ -16,8 +16,6 @@ from tasks.celery_app import celery
 from tests.support.api import Api
 from tests.support.builders import a_queued_job
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 GIVEN = f"00-{TRACE}-{SPAN}-01"
 BODY: dict[str, Any] = {"model": "zimg", "payload": {}}

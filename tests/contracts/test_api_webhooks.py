@@ -24,8 +24,6 @@ from tasks import keyring, push, vault, webhooks
 from tests.support.api import Api
 from tests.support.stack import eventually
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 ALLOWED = pytest.mark.parametrize("settings", [{"WEBHOOK_ALLOW": "127.0.0.1/32"}])
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
 URL = "https://hooks.example.com/slotkeeper"

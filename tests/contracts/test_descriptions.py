@@ -20,8 +20,6 @@ from tasks.wiring import catalog, database
 from tests.support.api import Api
 from tests.unit.servers.scripted import Scripted, answer
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 CONFIG = "/admin/model-configs/zimg"
 RULE = {"if": {"status": 200}, "then": "done"}
 

@@ -18,8 +18,6 @@ from tasks import wiring
 from tests.support.api import Api, clear_wiring
 from upkeep import pulse
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 
 def _said(part: str) -> list[Finding]:
     return checkup._of(part, checkup.all_checks()[part])

@@ -13,8 +13,6 @@ from tests.support.api import Api, TimedApi
 from tests.support.builders import an_ended_job
 from upkeep import ledger, pulse
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "METRICS_KEY": "mk_only_figures"}])
 METRICS_KEY = {"Authorization": "Bearer mk_only_figures"}
 

@@ -18,8 +18,6 @@ from tasks.wiring import catalog, leases, telling, workers
 from tasks.worker import OwnRun, Worker
 from tests.support.api import Api
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 TEMPLATES = [
     "/a#{id}",
     "/../{id}",

@@ -18,8 +18,6 @@ from tests.support.api import Api
 from tests.support.builders import an_ended_job
 from tests.support.visitor import Visitor, key_of, visitor
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
 EVIL = '"><script>alert(1)</script>'
 

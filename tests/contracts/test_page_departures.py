@@ -10,8 +10,6 @@ from tests.support.api import Api, TimedApi
 from tests.support.builders import an_ended_job
 from tests.support.visitor import Visitor, visitor
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 
 @pytest.fixture
 def operator(api: Api) -> Visitor:

@@ -19,10 +19,8 @@ from tasks import alive, canary, ready, wiring
 from tasks.alive import Alive
 from tasks.canary import Canary
 from tasks.worker import Worker
-from tests.lua.room import FRAGMENTS
 from tests.support.api import Api
-
-pytest_plugins = ("tests.support.api_fixtures",)
+from tests.support.room import FRAGMENTS
 
 
 @pytest.fixture(autouse=True)

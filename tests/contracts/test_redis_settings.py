@@ -6,11 +6,7 @@ import pytest
 from redis import Redis
 
 from scripting.suitability import evicts, forgets
-from tests.lua.room import client, valkey
 from tests.support.api import Api
-
-pytest_plugins = ("tests.support.api_fixtures",)
-__all__ = ["client", "valkey"]
 
 
 @pytest.fixture

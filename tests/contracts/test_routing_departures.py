@@ -11,12 +11,10 @@ from jobs.names import NameClosed
 from jobs.states import State, Why
 from registry import departures
 from routing.leases import Renewal
-from tests.lua.stage import Stage, client, stage, valkey
+from tests.support.stage import Stage
 from upkeep import draining, reconcile
 from upkeep.reconcile import departures as upkeep
 from upkeep.rooms import depths
-
-__all__ = ["client", "stage", "valkey"]
 
 
 def _rename(stage: Stage, model: str = "zimg", to: str = "flux", **options: int) -> None:

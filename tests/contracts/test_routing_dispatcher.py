@@ -24,13 +24,10 @@ from jobs.states import FINAL, State, Why
 from outbox.webhooks import Webhooks
 from registry.tenants import Tenant
 from routing.leases import Lease, Renewal
-from tests.lua.stage import LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage, client, stage, valkey
 from tests.support.builders import CALLBACK, at_once, row_of, trail_of
+from tests.support.stage import LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
 from upkeep import reconcile
 from upkeep.rooms import depths
-
-__all__ = ["client", "stage", "valkey"]
-
 
 # -- submit ----------------------------------------------------------------------------------------------------
 

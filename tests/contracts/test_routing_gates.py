@@ -11,10 +11,8 @@ from admission.gates.gate import Asks, Gate
 from admission.submission import Submission, prepare
 from foundation.errors import InvalidJob, TooMany
 from registry.tenants import Tenant
-from tests.lua.stage import Stage, client, stage, valkey
 from tests.support import gate_of_share
-
-__all__ = ["client", "stage", "valkey"]
+from tests.support.stage import Stage
 
 ACME = Tenant("acme", admin=False, rate_per_s=1, burst=3)
 

@@ -10,12 +10,9 @@ from jobs.record import Job, Waiting
 from jobs.states import State, Why
 from registry import departures
 from routing.leases import Renewal
-from tests.lua.stage import LEASE_MS, OFFER_MS, SECOND, UP_AND_IDLE, YEAR, Stage, client, stage, valkey
 from tests.support.builders import CALLBACK, at_once, row_of
+from tests.support.stage import LEASE_MS, OFFER_MS, SECOND, UP_AND_IDLE, YEAR, Stage
 from upkeep import reconcile
-
-__all__ = ["client", "stage", "valkey"]
-
 
 # -- reap ------------------------------------------------------------------------------------------------------
 

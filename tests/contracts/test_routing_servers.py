@@ -5,12 +5,9 @@ import pytest
 from dispatch.outcome import Kind
 from jobs.states import State, Why
 from routing.leases import Renewal
-from tests.lua.stage import DOWN, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage, client, stage, valkey
+from tests.support.stage import DOWN, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage
 from upkeep import reconcile
 from upkeep.identity import ServerReport
-
-__all__ = ["client", "stage", "valkey"]
-
 
 # -- what the servers say of themselves ------------------------------------------------------------------------
 

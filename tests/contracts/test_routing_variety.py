@@ -4,9 +4,7 @@ import pytest
 
 from foundation.errors import InvalidJob, TooMany
 from registry.tenants import Tenant
-from tests.lua.stage import SETTINGS, Stage, client, stage, valkey
-
-__all__ = ["client", "stage", "valkey"]
+from tests.support.stage import SETTINGS, Stage
 
 
 @pytest.fixture

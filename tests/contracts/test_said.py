@@ -16,13 +16,11 @@ from tasks.said import Saying
 from tasks.servers.stream import Piece
 from tests.support.valkey import Valkey
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 
 @pytest.fixture
-def scripts(shared_valkey: Valkey) -> Iterator[Scripts]:
-    shared_valkey.flush()
-    yield Scripts(connect(shared_valkey.url, 3.0), Keys("slotkeeper"))
+def scripts(valkey: Valkey) -> Iterator[Scripts]:
+    valkey.flush()
+    yield Scripts(connect(valkey.url, 3.0), Keys("slotkeeper"))
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,6 @@ from tasks.wiring import catalog, database
 from tests.support.api import Api
 from tests.unit.servers.scripted import Scripted, answer
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 VALUE = 'the "very" \\secret/ !'
 NAMES_IT = {"description": {"submit": {"body": {"in": "{{payload}}", "key": "{{secret/KEY}}"}}}}
 

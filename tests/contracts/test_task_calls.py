@@ -19,10 +19,8 @@ from insight import listing
 from jobs.record import now_ms
 from tasks import asking, inference
 from tasks.inference import infer
-from tests.lua.stage import Stage, client, stage, valkey
 from tests.support.stack import REPO
-
-__all__ = ["client", "stage", "valkey"]
+from tests.support.stage import Stage
 
 sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 PROMPT = {"prompt": "a cat"}

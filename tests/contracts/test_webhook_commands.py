@@ -18,8 +18,6 @@ from tests.support.api import Api
 from tests.support.builders import an_ended_job
 from tests.support.stack import eventually
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 URL = "https://hooks.example.com/slotkeeper"
 
 

@@ -18,8 +18,6 @@ from tests.house.tree import REPO
 from tests.support.api import Api
 from tests.support.stack import eventually
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 PAGE = (REPO / "docs/webhooks.md").read_text("utf-8")
 TEMPLATE = json.loads(shlex.split(re.search(r"--template ('.*?')\n", PAGE)[1])[0])  # type: ignore[index]
 

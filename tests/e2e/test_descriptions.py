@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.e2e.conftest import Api
+from tests.support.http_api import HttpApi
 from tests.support.stack import Stack, eventually
 from tests.unit.servers.scripted import Act, Scripted, Seen, answer, reset
 
@@ -22,7 +22,7 @@ Serve = Callable[..., tuple[str, Scripted]]
 
 
 @pytest.fixture
-def serve(api: Api) -> Iterator[Serve]:
+def serve(api: HttpApi) -> Iterator[Serve]:
     """Registers a server that says what a test wants, for a model of its own that is described so; answers both."""
     running: list[tuple[str, Scripted]] = []
 
@@ -46,7 +46,7 @@ def _posts(there: Scripted, path: str) -> list[Seen]:
     return [seen for seen in there.seen if seen.path == path and seen.method == "POST"]
 
 
-def test_a_server_that_answers_at_once_in_its_own_words(api: Api, serve: Serve) -> None:
+def test_a_server_that_answers_at_once_in_its_own_words(api: HttpApi, serve: Serve) -> None:
     def torchserve(seen: Seen) -> Act:
         if seen.path == "/metrics":
             return answer(b"queue_length 0\n")
@@ -71,7 +71,7 @@ def test_a_server_that_answers_at_once_in_its_own_words(api: Api, serve: Serve) 
     assert (job["attempts"], job["failures"]) == (1, 0), "it was busy once, which costs nothing"
 
 
-def test_a_server_that_is_asked_in_several_steps(api: Api, serve: Serve) -> None:
+def test_a_server_that_is_asked_in_several_steps(api: HttpApi, serve: Serve) -> None:
     def comfyui(seen: Seen) -> Act:
         if seen.method == "POST":
             return answer({"prompt_id": seen.json["prompt_id"], "number": 1, "node_errors": {}})
@@ -122,7 +122,7 @@ def test_a_server_that_is_asked_in_several_steps(api: Api, serve: Serve) -> None
 
 
 def test_a_server_is_told_how_long_a_run_may_take_what_it_may_put_out_of_which_version_and_whether_its_model_changes(
-    api: Api, serve: Serve
+    api: HttpApi, serve: Serve
 ) -> None:
     told = {
         "swap": "{{run/swap}}",
@@ -162,7 +162,7 @@ def test_a_server_is_told_how_long_a_run_may_take_what_it_may_put_out_of_which_v
         assert 0 < seen.json["within_ms"] <= 30_000 and 1 <= int(seen.headers["x-timeout-s"]) <= 30
 
 
-def test_a_server_whose_result_is_fetched_from_elsewhere(api: Api, serve: Serve) -> None:
+def test_a_server_whose_result_is_fetched_from_elsewhere(api: HttpApi, serve: Serve) -> None:
     def bentoml(seen: Seen) -> Act:
         if seen.method == "POST":
             return answer({"task_id": "t 1"})
@@ -237,7 +237,7 @@ class Cog:
         return requests.post(took["webhook"], json=body, timeout=10)
 
 
-def test_a_server_that_cannot_be_asked_pushes_its_result(api: Api, serve: Serve) -> None:
+def test_a_server_that_cannot_be_asked_pushes_its_result(api: HttpApi, serve: Serve) -> None:
     cog = Cog()
     model, there = serve(cog, description=COG, poll_interval=0.1)
     job_id = api.submit(model, {"prompt": "a cat"})
@@ -252,7 +252,7 @@ def test_a_server_that_cannot_be_asked_pushes_its_result(api: Api, serve: Serve)
     assert 0 < int(cog.takes[0]["headers"]["x-deadline-ms"]) <= 600_000
 
 
-def test_a_push_that_never_comes_is_given_up_once_the_server_is_well_and_silent(api: Api, serve: Serve) -> None:
+def test_a_push_that_never_comes_is_given_up_once_the_server_is_well_and_silent(api: HttpApi, serve: Serve) -> None:
     cog = Cog()
     description = {**COG, "callback": {**COG["callback"], "silent_s": 0.5}}
     model, there = serve(cog, description=description, poll_interval=0.1)
@@ -269,7 +269,7 @@ def test_a_push_that_never_comes_is_given_up_once_the_server_is_well_and_silent(
     assert (job["result"], job["crashes"]) == ("second", 1)
 
 
-def test_a_canceled_run_of_a_server_whose_yes_counts_frees_its_slot_at_once(api: Api, serve: Serve) -> None:
+def test_a_canceled_run_of_a_server_whose_yes_counts_frees_its_slot_at_once(api: HttpApi, serve: Serve) -> None:
     cog = Cog()
     model, _ = serve(cog, description=COG, poll_interval=0.1)
     first = api.submit(model)
@@ -284,7 +284,7 @@ def test_a_canceled_run_of_a_server_whose_yes_counts_frees_its_slot_at_once(api:
 
 
 def test_a_worker_that_dies_while_it_hands_over_leaves_an_id_by_which_the_next_waits(
-    stack: Stack, api: Api, serve: Serve
+    stack: Stack, api: HttpApi, serve: Serve
 ) -> None:
     """Another request would run the work twice."""
     asked: list[str] = []
@@ -309,7 +309,7 @@ def test_a_worker_that_dies_while_it_hands_over_leaves_an_id_by_which_the_next_w
     assert len(_posts(there, "/run")) == 1
 
 
-def test_a_run_of_which_nothing_was_heard_is_found_by_the_id_that_we_gave(api: Api, serve: Serve) -> None:
+def test_a_run_of_which_nothing_was_heard_is_found_by_the_id_that_we_gave(api: HttpApi, serve: Serve) -> None:
     def says(seen: Seen) -> Act:
         if seen.method == "POST":
             return reset
@@ -323,7 +323,7 @@ def test_a_run_of_which_nothing_was_heard_is_found_by_the_id_that_we_gave(api: A
     assert [(seen.method, seen.path) for seen in there.seen] == [("POST", "/run"), ("GET", f"/status/{job_id}-1")]
 
 
-def test_a_run_that_never_came_there_is_sent_once_more(api: Api, serve: Serve) -> None:
+def test_a_run_that_never_came_there_is_sent_once_more(api: HttpApi, serve: Serve) -> None:
     def says(seen: Seen) -> Act:
         posts = _posts(there, "/run")
         if seen.method == "POST":
@@ -338,7 +338,7 @@ def test_a_run_that_never_came_there_is_sent_once_more(api: Api, serve: Serve) -
     assert (job["result"], job["attempts"], job["crashes"]) == (2, 1, 0)
 
 
-def test_a_question_may_be_asked_with_the_payload(api: Api, serve: Serve) -> None:
+def test_a_question_may_be_asked_with_the_payload(api: HttpApi, serve: Serve) -> None:
     def says(seen: Seen) -> Act:
         if seen.method == "POST":
             return answer({"job_id": "r1"})
@@ -349,7 +349,7 @@ def test_a_question_may_be_asked_with_the_payload(api: Api, serve: Serve) -> Non
     assert api.ended(api.submit(model, {"user": "anna"}))["result"] == "/of/anna/r1"
 
 
-def test_a_result_that_is_read_once_is_stored_before_the_next_job_has_the_slot(api: Api, serve: Serve) -> None:
+def test_a_result_that_is_read_once_is_stored_before_the_next_job_has_the_slot(api: HttpApi, serve: Serve) -> None:
     """A worker that died in between would have destroyed it."""
     stored: list[str] = []
 
@@ -372,7 +372,7 @@ def test_a_result_that_is_read_once_is_stored_before_the_next_job_has_the_slot(a
 SECRET = {"submit": {"headers": {"Authorization": "Bearer {{secret/E2E_KEY}}"}}, "health": None}
 
 
-def test_a_secret_is_sent_and_rotated_and_never_repeated(stack: Stack, api: Api, serve: Serve) -> None:
+def test_a_secret_is_sent_and_rotated_and_never_repeated(stack: Stack, api: HttpApi, serve: Serve) -> None:
     keys: list[str] = []
 
     def says(seen: Seen) -> Act:
@@ -405,7 +405,7 @@ def test_a_secret_is_sent_and_rotated_and_never_repeated(stack: Stack, api: Api,
     assert not any("s3cret" in text for text in told) and b"s3cret" not in kept
 
 
-def test_a_description_that_names_anothers_secret_is_refused(api: Api, serve: Serve) -> None:
+def test_a_description_that_names_anothers_secret_is_refused(api: HttpApi, serve: Serve) -> None:
     assert api.call("PUT", "/admin/secrets/OTHERS", json={"value": "a-long-value", "models": ["others"]}).ok
     body = {"description": {"submit": {"body": {"key": "{{secret/OTHERS}}"}}}}
     refused = api.call("PUT", "/admin/model-configs/not-others", json=body)
@@ -415,7 +415,7 @@ def test_a_description_that_names_anothers_secret_is_refused(api: Api, serve: Se
 
 
 def test_a_run_goes_on_by_the_description_it_began_with_also_in_another_worker(
-    stack: Stack, api: Api, serve: Serve
+    stack: Stack, api: HttpApi, serve: Serve
 ) -> None:
     def says(seen: Seen) -> Act:
         if seen.path == "/health":

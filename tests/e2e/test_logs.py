@@ -7,7 +7,7 @@ import pytest
 from pytest_httpserver import HTTPServer
 from werkzeug import Request, Response
 
-from tests.e2e.conftest import Api
+from tests.support.http_api import HttpApi
 from tests.support.stack import Stack, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -45,7 +45,7 @@ for args, options in json.load(sys.stdin):
 
 
 def test_no_log_shows_a_payload_whatever_fails(
-    stack: Stack, api: Api, server_name: str, httpserver: HTTPServer
+    stack: Stack, api: HttpApi, server_name: str, httpserver: HTTPServer
 ) -> None:
     server = stack.server(server_name, 1)
     payload = {"prompt": PLANTED, "seconds": 0.01}
@@ -72,7 +72,7 @@ def test_no_log_shows_a_payload_whatever_fails(
         assert found is None, f"{name}: {stack.processes[name].log[max(found.start() - 300, 0) : found.end() + 300]}"
 
 
-def test_every_line_of_a_log_is_one_event_of_bounded_length(stack: Stack, api: Api) -> None:
+def test_every_line_of_a_log_is_one_event_of_bounded_length(stack: Stack, api: HttpApi) -> None:
     for name in ("maintenance", "web"):
         for line in stack.processes[name].log.splitlines():
             assert len(line) <= 4000 and line.isprintable()

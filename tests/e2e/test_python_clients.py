@@ -7,7 +7,7 @@ import sys
 import pytest
 from celery import Celery
 
-from tests.e2e.conftest import Api
+from tests.support.http_api import HttpApi
 from tests.support.stack import REPO, Stack, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -72,12 +72,14 @@ print(json.dumps(told))
 
 
 @pytest.fixture(scope="module")
-def model(stack: Stack, api: Api) -> str:
+def model(stack: Stack, api: HttpApi) -> str:
     api.register("called", stack.server("called-api1", 4), retry_backoff=0.1, retry_backoff_max=0.1)
     return "called"
 
 
-def test_delay_apply_async_group_chord_and_link_give_the_results_of_jobs(stack: Stack, api: Api, model: str) -> None:
+def test_delay_apply_async_group_chord_and_link_give_the_results_of_jobs(
+    stack: Stack, api: HttpApi, model: str
+) -> None:
     script = f"MODEL = {model!r}\n{_CLIENT}"
     done = subprocess.run(
         [sys.executable, "-c", script], env=stack.env, cwd=REPO, capture_output=True, text=True, timeout=240
@@ -98,7 +100,7 @@ def test_delay_apply_async_group_chord_and_link_give_the_results_of_jobs(stack: 
     assert (job["status"], job["priority"]) == ("completed", 1)
 
 
-def test_a_bare_client_sends_the_task_by_name_and_gets_the_result(stack: Stack, api: Api, model: str) -> None:
+def test_a_bare_client_sends_the_task_by_name_and_gets_the_result(stack: Stack, api: HttpApi, model: str) -> None:
     assert stack.valkey is not None
     with Celery(broker=stack.valkey.url, backend=stack.valkey.url) as bare:
         sent = bare.send_task("infer", args=[model, {"prompt": "bare", "seconds": 0.01}], countdown=1)
@@ -107,7 +109,7 @@ def test_a_bare_client_sends_the_task_by_name_and_gets_the_result(stack: Stack, 
     assert api.job(sent.id)["status"] == "completed"
 
 
-def test_a_bare_client_composes_jobs_with_celerys_canvas(stack: Stack, api: Api, model: str) -> None:
+def test_a_bare_client_composes_jobs_with_celerys_canvas(stack: Stack, api: HttpApi, model: str) -> None:
     assert stack.valkey is not None
     script = f"BROKER, MODEL = {stack.valkey.url!r}, {model!r}\n{_BARE}"
     done = subprocess.run(
@@ -168,7 +170,7 @@ def test_a_bare_client_is_told_what_is_wrong(stack: Stack, model: str) -> None:
         bare.send_task("infer", args=["nobody-knows-it", {}]).get(timeout=60)
 
 
-def test_a_canceled_job_ends_the_waiting_of_its_client(stack: Stack, api: Api) -> None:
+def test_a_canceled_job_ends_the_waiting_of_its_client(stack: Stack, api: HttpApi) -> None:
     assert stack.valkey is not None
     api.call("PUT", "/admin/model-configs/never-served", json={})
     with Celery(broker=stack.valkey.url, backend=stack.valkey.url) as bare:

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from tests.e2e.conftest import Api
+from tests.support.http_api import HttpApi
 from tests.support.stack import REPO, Stack, eventually
 
 
@@ -13,12 +13,12 @@ def _health(stack: Stack, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=stack.env, cwd=REPO, capture_output=True, text=True, check=False)
 
 
-def _figures(api: Api) -> dict[str, float]:
+def _figures(api: HttpApi) -> dict[str, float]:
     lines = api.call("GET", "/metrics").text.splitlines()
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
-def test_every_process_lives_is_listed_and_is_ready(stack: Stack, api: Api) -> None:
+def test_every_process_lives_is_listed_and_is_ready(stack: Stack, api: HttpApi) -> None:
     roles = {"web", "worker", "maintenance", "webhooks", "beat"}
 
     def listed() -> bool:
@@ -34,7 +34,7 @@ def test_every_process_lives_is_listed_and_is_ready(stack: Stack, api: Api) -> N
     assert min(it["canary_ms"] or 0 for it in workers) < 15_000
 
 
-def test_the_doctor_finds_nothing_that_fails(stack: Stack, api: Api) -> None:
+def test_the_doctor_finds_nothing_that_fails(stack: Stack, api: HttpApi) -> None:
     def healthy() -> bool:
         command = [sys.executable, "-m", "cli", "doctor", "--json"]
         done = subprocess.run(command, env=stack.env, cwd=REPO, capture_output=True, text=True, check=False)
@@ -43,7 +43,7 @@ def test_the_doctor_finds_nothing_that_fails(stack: Stack, api: Api) -> None:
     eventually(healthy, "all parts are well", 90)
 
 
-def test_a_job_that_ran_is_in_the_figures(stack: Stack, api: Api) -> None:
+def test_a_job_that_ran_is_in_the_figures(stack: Stack, api: HttpApi) -> None:
     server = stack.server("seen-api1", 1)
     api.register("seen", server)
     jobs = [{"model": "seen", "payload": {"seconds": 0.2}}] * 5

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Api
+from tests.support.http_api import HttpApi
 from tests.support.stack import REPO, RefServer, Stack, eventually
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed")
@@ -99,8 +99,8 @@ def stack(receiver: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="module")
-def api(stack: Stack) -> Api:
-    return Api(stack)
+def api(stack: Stack) -> HttpApi:
+    return HttpApi(stack)
 
 
 def whole(receiver: Collector, trace_id: str, names: list[str], tops: list[str]) -> None:
@@ -118,7 +118,7 @@ def whole(receiver: Collector, trace_id: str, names: list[str], tops: list[str])
 
 
 def test_a_job_that_failed_lost_its_worker_and_was_told_by_a_webhook_is_one_whole_trace(
-    stack: Stack, api: Api, receiver: Collector, outside: Outside
+    stack: Stack, api: HttpApi, receiver: Collector, outside: Outside
 ) -> None:
     trace_id = "a" * 32
     server = RefServer("traced-outside", 0, 1, stack.home, stack.processes["traced-api1"])
@@ -159,7 +159,7 @@ for given in sys.argv[1:]:
 
 
 @pytest.fixture(scope="module")
-def model(stack: Stack, api: Api) -> str:
+def model(stack: Stack, api: HttpApi) -> str:
     server = stack.processes["traced-api1"]
     port = int(server.command[server.command.index("--port") + 1])
     found = RefServer("traced-api1", port, 4, stack.home, server)
@@ -204,7 +204,7 @@ def test_the_header_of_a_message_names_a_trace_and_one_that_is_none_refuses_noth
 
 
 def test_no_job_waits_for_a_collector_that_takes_nothing_and_it_is_told_afterwards(
-    api: Api, receiver: Collector, model: str
+    api: HttpApi, receiver: Collector, model: str
 ) -> None:
     trace_id, given = _given("3")
     receiver.status = 401

@@ -11,7 +11,7 @@ from pytest_httpserver import HTTPServer
 from standardwebhooks import Webhook
 from werkzeug import Request
 
-from tests.e2e.conftest import Api
+from tests.support.http_api import HttpApi
 from tests.support.stack import RefServer, Stack, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -23,7 +23,7 @@ def journal(server: RefServer) -> list[dict[str, Any]]:
     return [json.loads(line) for line in server.journal.read_text().splitlines()]
 
 
-def test_a_job_of_a_model_that_answers_at_once_is_completed(stack: Stack, api: Api, server_name: str) -> None:
+def test_a_job_of_a_model_that_answers_at_once_is_completed(stack: Stack, api: HttpApi, server_name: str) -> None:
     api.register("sync/model.v1", stack.server(server_name, 1))
 
     job = api.ended(api.submit("sync/model.v1", {"prompt": "a sunset", "seconds": 0.05}, priority=1))
@@ -34,7 +34,7 @@ def test_a_job_of_a_model_that_answers_at_once_is_completed(stack: Stack, api: A
     assert job["created_at"] <= job["started_at"] <= job["completed_at"]
 
 
-def test_a_job_of_a_model_that_answers_later_is_polled(stack: Stack, api: Api, server_name: str) -> None:
+def test_a_job_of_a_model_that_answers_later_is_polled(stack: Stack, api: HttpApi, server_name: str) -> None:
     server = stack.server(server_name, 2, "--async", function=FLUX)
     api.register("later", server, model_type="async", poll_interval=0.1)
 
@@ -44,7 +44,7 @@ def test_a_job_of_a_model_that_answers_later_is_polled(stack: Stack, api: Api, s
     assert len(journal(server)) == 3
 
 
-def test_a_server_may_push_its_result(stack: Stack, api: Api, server_name: str) -> None:
+def test_a_server_may_push_its_result(stack: Stack, api: HttpApi, server_name: str) -> None:
     server = stack.server(server_name, 1, "--async", "--push", function=FLUX)
     # Polling alone would take a minute.
     api.register("pushing", server, model_type="async", poll_interval=60)
@@ -55,7 +55,7 @@ def test_a_server_may_push_its_result(stack: Stack, api: Api, server_name: str) 
 
 
 def test_a_model_that_is_registered_is_served_at_once_and_a_changed_configuration_too(
-    stack: Stack, api: Api, server_name: str
+    stack: Stack, api: HttpApi, server_name: str
 ) -> None:
     api.call("PUT", "/admin/model-configs/later-served", json={})
     waiting = api.submit("later-served", {"seconds": 0.01})
@@ -70,7 +70,7 @@ def test_a_model_that_is_registered_is_served_at_once_and_a_changed_configuratio
 
 
 def test_a_wrong_answer_is_retried_and_in_the_end_the_job_is_dead_until_a_person_retries_it(
-    stack: Stack, api: Api, server_name: str
+    stack: Stack, api: HttpApi, server_name: str
 ) -> None:
     server = stack.server(server_name, 1)
     api.register("failing", server, max_retries=1, retry_backoff=0.1, retry_backoff_max=0.1)
@@ -89,7 +89,7 @@ def test_a_wrong_answer_is_retried_and_in_the_end_the_job_is_dead_until_a_person
     assert [attempt["outcome"] for attempt in trail] == ["server_error", "retries_exhausted", "finished"]
 
 
-def test_a_request_that_is_wrong_in_itself_fails_at_once(stack: Stack, api: Api, server_name: str) -> None:
+def test_a_request_that_is_wrong_in_itself_fails_at_once(stack: Stack, api: HttpApi, server_name: str) -> None:
     api.register("strict", stack.server(server_name, 1))
 
     job = api.ended(api.submit("strict", {"fail": "invalid"}))
@@ -97,7 +97,7 @@ def test_a_request_that_is_wrong_in_itself_fails_at_once(stack: Stack, api: Api,
     assert (job["status"], job["attempts"]) == ("failed", 1)
 
 
-def test_direct_traffic_makes_the_job_wait_and_costs_it_nothing(stack: Stack, api: Api, server_name: str) -> None:
+def test_direct_traffic_makes_the_job_wait_and_costs_it_nothing(stack: Stack, api: HttpApi, server_name: str) -> None:
     server = stack.server(server_name, 1)
     api.register("shared", server, max_retries=0)
     with ThreadPoolExecutor(1) as pool:
@@ -112,7 +112,7 @@ def test_direct_traffic_makes_the_job_wait_and_costs_it_nothing(stack: Stack, ap
 
 
 def test_the_client_is_told_by_a_signed_webhook(
-    stack: Stack, api: Api, server_name: str, httpserver: HTTPServer
+    stack: Stack, api: HttpApi, server_name: str, httpserver: HTTPServer
 ) -> None:
     api.register("hooked", stack.server(server_name, 1))
     httpserver.expect_request("/hook", method="POST").respond_with_data("ok")
@@ -130,7 +130,7 @@ def test_the_client_is_told_by_a_signed_webhook(
 
 
 def test_a_waiting_job_is_canceled_at_once_and_a_running_one_by_its_server(
-    stack: Stack, api: Api, server_name: str
+    stack: Stack, api: HttpApi, server_name: str
 ) -> None:
     server = stack.server(server_name, 1, "--async", function=FLUX)
     api.register("canceling", server, model_type="async", poll_interval=0.1)
@@ -146,7 +146,7 @@ def test_a_waiting_job_is_canceled_at_once_and_a_running_one_by_its_server(
 
 
 def test_a_server_that_answers_garbage_costs_a_retry_and_one_that_is_away_costs_nothing(
-    stack: Stack, api: Api, server_name: str, httpserver: HTTPServer
+    stack: Stack, api: HttpApi, server_name: str, httpserver: HTTPServer
 ) -> None:
     server = stack.server(server_name, 1)
     server.endpoint = httpserver.url_for("/generate")
@@ -166,7 +166,7 @@ def _answer(body: str) -> Any:
 
 
 @pytest.mark.timeout(300)
-def test_a_thousand_jobs_run_once_in_order_and_never_more_than_the_slots(stack: Stack, api: Api) -> None:
+def test_a_thousand_jobs_run_once_in_order_and_never_more_than_the_slots(stack: Stack, api: HttpApi) -> None:
     servers = {model: stack.server(f"{model}-api1", 4) for model in ("thousand-a", "thousand-b")}
     for model in servers:
         api.call("PUT", f"/admin/model-configs/{model}", json={})

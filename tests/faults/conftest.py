@@ -22,8 +22,11 @@ import pytest
 from database.db import Database
 from jobs.models import events, jobs, metadata
 from migrations import migrate
+from tasks.worker import Worker
 from tests.faults import life as a_life
+from tests.faults.one_run import FakeServer, a_worker
 from tests.support.postgres import Postgres
+from tests.support.stage import Stage
 from tests.support.valkey import NoValkey, Valkey
 
 REPO = Path(__file__).resolve().parents[2]
@@ -232,6 +235,18 @@ def ended(record: str, life: str, code: int) -> Ended:
         last = connection.execute(events.select().order_by(events.c.id.desc()).limit(1)).first()
         running = connection.execute(jobs.select().where(jobs.c.state == "running")).all()
         return Ended(life, code, last.id if last else 0, {row.id: row.remote_id for row in running})
+
+
+@pytest.fixture
+def server() -> FakeServer:
+    return FakeServer()
+
+
+@pytest.fixture
+def worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    """It speaks to `server`, and does nothing by itself."""
+    with a_worker(stage, server, monkeypatch) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

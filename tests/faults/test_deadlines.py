@@ -10,13 +10,11 @@ from insight import listing
 from jobs.record import Job
 from jobs.states import State
 from routing.leases import Renewal
-from tests.faults.stage import Town, town
-from tests.lua.stage import OFFER_MS, SECOND, YEAR, Stage, client, stage, valkey
 from tests.support.builders import at_once
 from tests.support.stack import eventually
+from tests.support.stage import OFFER_MS, SECOND, YEAR, Stage
+from tests.support.town import Town
 from upkeep import reconcile
-
-__all__ = ["client", "stage", "town", "valkey"]
 
 _FINAL_EVENTS = {"job.completed", "job.failed", "job.expired", "job.canceled", "job.dlq"}
 

@@ -15,11 +15,9 @@ from insight import invariants
 from jobs import withheld
 from jobs.states import State, Why
 from routing.leases import Renewal
-from tests.lua.stage import DOWN, LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage, client, stage, valkey
+from tests.support.stage import DOWN, LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
 from upkeep import draining, reconcile, runs
 from upkeep.identity import YOUNG_MS, ServerReport
-
-__all__ = ["client", "stage", "valkey"]
 
 MOST_MS = SETTINGS.withhold_max_ms
 

@@ -15,12 +15,10 @@ from routing.leases import Renewal
 from scripting.scripts import connect
 from tasks import runner
 from tasks.heartbeat import Watch
-from tests.lua.room import a, room
-from tests.lua.stage import LEASE_MS, SECOND, YEAR, client, stage, valkey
+from tests.support.room import a
 from tests.support.stack import eventually
+from tests.support.stage import LEASE_MS, SECOND, YEAR
 from upkeep import ledger, reconcile
-
-__all__ = ["client", "room", "stage", "valkey"]
 
 MINUTE = 60 * SECOND
 

@@ -7,11 +7,9 @@ import pytest
 
 from jobs.states import State, Why
 from routing.leases import Renewal
-from tests.lua.stage import DOWN, LEASE_MS, UP_AND_IDLE, Stage, client, stage, valkey
+from tests.support.stage import DOWN, LEASE_MS, UP_AND_IDLE, Stage
 from upkeep import reconcile
 from upkeep.identity import YOUNG_MS, ServerReport
-
-__all__ = ["client", "stage", "valkey"]
 
 SILENT_MS = YOUNG_MS + 1  # also longer than two renewals
 WITHHELD_MS = 12_000

@@ -14,13 +14,11 @@ from insight.invariants import Check, Finding
 from jobs.states import State, Why
 from jobs.store import Store
 from tasks import maintenance
-from tests.lua.stage import LEASE_MS, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage, client, stage, valkey
 from tests.support.builders import an_ended_job
+from tests.support.stage import LEASE_MS, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage
 from upkeep import ledger, reconcile
 from upkeep.identity import ServerReport
 from upkeep.reconcile.reaper import OFTEN
-
-__all__ = ["client", "stage", "valkey"]
 
 
 @pytest.fixture

@@ -18,13 +18,11 @@ from tasks.descriptions import server_for
 from tasks.heartbeat import Watch
 from tasks.servers import Description, Live, Wires
 from tasks.servers.description import Cancel
-from tests.lua.stage import Stage, client, stage, valkey
 from tests.support.holding import HoldingServer
 from tests.support.stack import eventually
+from tests.support.stage import Stage
 from upkeep import reconcile
 from upkeep.identity import YOUNG_MS
-
-__all__ = ["client", "stage", "valkey"]
 
 sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 

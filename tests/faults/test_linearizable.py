@@ -25,10 +25,7 @@ from routing.queues import Offer, Queues
 from routing.slots import Slots
 from scripting.keys import Keys
 from scripting.scripts import Scripts, source
-from tests.lua.room import client, valkey
-from tests.lua.stage import SETTINGS
-
-__all__ = ["client", "valkey"]
+from tests.support.stage import SETTINGS
 
 JOB, SLOT, FLEET = "one", "gpu-slot0", "zimg"
 

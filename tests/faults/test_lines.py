@@ -13,10 +13,9 @@ from insight.history import Historian
 from jobs.states import State, Why
 from tasks import worker as workers
 from tasks.ends import log_end
-from tests.faults.test_runs import run, server, worker
-from tests.lua.stage import Stage, client, stage, valkey
+from tests.faults.one_run import run
+from tests.support.stage import Stage
 
-__all__ = ["client", "server", "stage", "valkey", "worker"]
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 PLANTED = "sk-PLANTED-0123456789"

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from tests.faults.stage import Town, town
 from tests.support.stack import eventually
+from tests.support.town import Town
 
-__all__ = ["town"]
 pytestmark = pytest.mark.e2e
 
 MARK = "never-to-be-logged"

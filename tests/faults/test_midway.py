@@ -13,10 +13,10 @@ from dispatch.verdict import Verdict
 from insight import listing
 from jobs.states import State, Why
 from scripting.scripts import connect
-from tests.lua import stage as stages
-from tests.lua.room import CLOCK, FRAGMENTS
-from tests.lua.stage import LEASE_MS, Stage
+from tests.support import stage as stages
+from tests.support.room import CLOCK, FRAGMENTS
 from tests.support.stack import eventually
+from tests.support.stage import LEASE_MS, Stage
 from tests.support.valkey import Valkey
 from upkeep import reconcile
 

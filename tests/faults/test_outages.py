@@ -29,15 +29,13 @@ from routing.leases import Renewal
 from scripting.keys import Keys
 from scripting.scripts import connect
 from tasks import maintenance
-from tests.faults.stage import LEASE_S, Town, started_town, town
-from tests.lua.stage import LEASE_MS, OFFER_MS, Stage, client, stage, valkey
 from tests.support.postgres import Postgres
 from tests.support.stack import eventually
+from tests.support.stage import LEASE_MS, OFFER_MS, Stage
+from tests.support.town import LEASE_S, Town, started_town
 from tests.support.valkey import Valkey
 from upkeep import pulse, reconcile, rooms
 from upkeep.identity import ServerReport
-
-__all__ = ["client", "stage", "town", "valkey"]
 
 # Two seconds are promised; twice that is for a machine that has much else to do.
 _FREE_WITHIN_MS = 4_000

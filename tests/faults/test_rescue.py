@@ -3,10 +3,9 @@
 import pytest
 
 from jobs.states import Why
-from tests.faults.stage import Town, town
 from tests.support.stack import eventually
+from tests.support.town import Town
 
-__all__ = ["town"]
 pytestmark = pytest.mark.e2e
 
 

@@ -14,11 +14,10 @@ from redis.exceptions import ConnectionError
 
 from tasks.inference import InferRequest, infer
 from tasks.messages import Unsent
-from tests.faults.stage import Town, town
 from tests.support.gated import Gate
 from tests.support.stack import eventually
+from tests.support.town import Town
 
-__all__ = ["town"]
 pytestmark = pytest.mark.e2e
 
 

@@ -16,13 +16,10 @@ from jobs.states import State, Why
 from jobs.store import Error, Store
 from outbox.tellings import Telling, Tellings
 from tasks.telling import Teller
-from tests.faults.stage import Town, started_town, town
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, an_ended_job
 from tests.support.stack import eventually
+from tests.support.town import Town, started_town
 from tests.support.valkey import Valkey
-
-__all__ = ["town"]
-
 
 # -- the record ------------------------------------------------------------------------------------------------
 

@@ -24,16 +24,13 @@ from scripting.signatures import Command
 from tasks import beat, maintenance, rounds
 from tasks.celery_app import celery
 from tasks.rounds import Rounds
-from tests.lua.stage import LEASE_MS, OFFER_MS, Stage, client, stage, valkey
 from tests.support.builders import at_once
 from tests.support.stack import eventually
+from tests.support.stage import LEASE_MS, OFFER_MS, Stage
 from tests.support.threads import no_thread_left
 from upkeep import draining, reconcile, runs
 from upkeep.identity import ServerReport
 from upkeep.rooms import depths, depths_of
-
-__all__ = ["client", "stage", "valkey"]
-
 
 # -- one fleet's error is no other's ---------------------------------------------------------------------------
 
@@ -109,7 +106,7 @@ def _statements(stage: Stage, act: Callable[[], object]) -> list[str]:
 
 
 def test_idle_fleets_cost_a_sweep_no_read_of_their_own(stage, monkeypatch) -> None:
-    monkeypatch.setattr("tests.lua.stage.FLEETS", [f"idle{n}" for n in range(20)])
+    monkeypatch.setattr("tests.support.stage.FLEETS", [f"idle{n}" for n in range(20)])
     stage.later(0)
     for n in range(20):
         stage.register(model=f"idle{n}", server=f"s{n}")
@@ -130,7 +127,7 @@ def crowd(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None
 
     def register(count: int) -> None:
         names = [f"idle{n}" for n in range(count)]
-        monkeypatch.setattr("tests.lua.stage.FLEETS", names)
+        monkeypatch.setattr("tests.support.stage.FLEETS", names)
         stage.later(0)
         for name in names:
             stage.catalog.register(name, f"s-{name}", "http://s:1/run", 1, stage.now)

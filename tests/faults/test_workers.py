@@ -35,13 +35,11 @@ from tasks.messages import Unsent
 from tasks.releases import PatientLeases
 from tasks.shown import Shown
 from tasks.worker import OwnRun, Worker
-from tests.lua.room import FRAGMENTS
-from tests.lua.stage import LEASE_MS, SECOND, SETTINGS, Stage, client, stage, valkey
 from tests.support.builders import eventually
+from tests.support.room import FRAGMENTS
 from tests.support.shown import Noted
+from tests.support.stage import LEASE_MS, SECOND, SETTINGS, Stage
 from upkeep import reconcile
-
-__all__ = ["client", "stage", "valkey"]
 
 sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 

@@ -7,10 +7,9 @@ import time
 import pytest
 
 from jobs.record import Job
-from tests.faults.stage import Town, freeze, thaw, town
 from tests.support.stack import Process, eventually
+from tests.support.town import Town, freeze, thaw
 
-__all__ = ["town"]
 pytestmark = pytest.mark.e2e
 
 # What is promised with the leases that are set by default, which are longer than these.

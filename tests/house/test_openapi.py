@@ -15,8 +15,6 @@ from app.api import docs
 from app.openapi import document
 from tests.support.api import Api
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 # For people and for tools that read the document, not part of what it describes.
 UNDESCRIBED = {"/openapi.json", "/docs", "/docs/swagger", "/docs/swagger/{filename}", "/docs/oauth2-redirect.html"}
 METHODS = {"get", "post", "put", "patch", "delete"}

@@ -16,11 +16,9 @@ import pytest
 import requests
 
 from jobs.record import Job
-from tests.faults.stage import Town, town
 from tests.live.servers import LLAMA_CONTEXT, Live, chat, installed, prompt, started, wanted
 from tests.support.stack import eventually
-
-__all__ = ["town"]
+from tests.support.town import Town
 
 pytestmark = [pytest.mark.live_servers, pytest.mark.timeout(600)]
 

@@ -8,7 +8,7 @@ from routing.config import RoutingSettings
 from routing.queues import Queues
 from scripting.keys import Keys
 from scripting.scripts import Scripts
-from tests.lua.room import FRAGMENTS, START_MS
+from tests.support.room import FRAGMENTS, START_MS
 
 KEY = "test:rate:acme"
 

@@ -19,7 +19,7 @@ from scripting.keys import FLEET_KEYS, Keys
 from scripting.scripts import Scripts, assemble, names
 from scripting.signatures import Target
 from tasks.sinks.event_stream import Entry, EventStream
-from tests.lua.room import Job, Room, Server, a
+from tests.support.room import Job, Room, Server, a
 from tests.support.valkey import NoValkey, Valkey
 
 FLEET = "org/model-7b:latest"

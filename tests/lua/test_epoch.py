@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from tests.lua.room import LEASE_MS, Room, Server, a
+from tests.support.room import LEASE_MS, Room, Server, a
 from tests.support.valkey import Valkey
 
 

@@ -12,9 +12,9 @@ from insight.forecasts import Forecasts
 from insight.interval import KEPT, MOST, Estimate, Memory, Promise, Seen
 from scripting.keys import Keys
 from scripting.scripts import Scripts
-from tests.lua.room import START_MS
 from tests.support.learning import learn
 from tests.support.queueing import DAY, Load, lognormal, simulate, swing
+from tests.support.room import START_MS
 from tests.support.valkey import Valkey
 
 FLEET, MODEL = "zimg", "org/zimg:v2"

@@ -3,7 +3,7 @@
 import pytest
 
 from admission.questions import asked_class
-from tests.lua.room import RECORD, Room, Server, a
+from tests.support.room import RECORD, Room, Server, a
 
 SMALL, LARGE = Server("small", attributes={"memory": 40}), Server("large", attributes={"memory": 80})
 POLICIES = pytest.mark.parametrize("policy", ["priority", "fair"])

@@ -7,7 +7,7 @@ import pytest
 
 from routing.workers import Workers
 from scripting.scripts import Command
-from tests.lua.room import LEASE_MS, OFFER_MS, START_MS, Offered, Room, Server, a
+from tests.support.room import LEASE_MS, OFFER_MS, START_MS, Offered, Room, Server, a
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.lua.room import Job, Room, Server, a
+from tests.support.room import Job, Room, Server, a
 
 TIER_STEP = 1 << 49
 LARGEST_SEQ = TIER_STEP - 1

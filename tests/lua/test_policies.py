@@ -9,7 +9,7 @@ from insight.overtaking import longest_overtaking_s
 from registry.config import ModelConfig
 from registry.policies import POLICIES
 from tests.lua import policies
-from tests.lua.room import START_MS, Job, Offered, Room, Server, a, a_config
+from tests.support.room import START_MS, Job, Offered, Room, Server, a, a_config
 
 ROWS = {**POLICIES, **{row.name: row for row in policies.ROWS}}
 every_policy = pytest.mark.parametrize("policy", ROWS)

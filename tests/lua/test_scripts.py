@@ -20,7 +20,7 @@ from scripting.scripts import (
     source,
 )
 from tests.house.test_lua_headers import called_functions
-from tests.lua.room import CLOCK, FRAGMENTS, Room, a
+from tests.support.room import CLOCK, FRAGMENTS, Room, a
 from tests.support.valkey import Valkey
 from upkeep.rooms import depths, depths_of
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.lua.room import OFFER_MS, START_MS, Offered, Server, a
+from tests.support.room import OFFER_MS, START_MS, Offered, Server, a
 
 ODD_NAMES = ["zimg-api4", "org/model-7b", "gpu.rack-2/a:8000", "a-slot3", "a-slot3-slot0", "x@y+z", "%d%w.-"]
 

@@ -13,7 +13,7 @@ from routing.queues import Offer, Queues
 from routing.slots import Slots
 from scripting.keys import Keys
 from scripting.scripts import Scripts
-from tests.lua.room import FRAGMENTS
+from tests.support.room import FRAGMENTS
 from tests.unit.simulate.scenarios import POLICIES, T0, a_catalog, a_scenario, poisson
 from trials.simulate import Scenario, run
 

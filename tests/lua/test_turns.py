@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.lua.room import START_MS, Job, Offered, Room, Server, a
+from tests.support.room import START_MS, Job, Offered, Room, Server, a
 
 SECOND = 1000
 COMMON, RARE = Server("common", 1), Server("rare", 1, attributes={"gpu": "A100"})

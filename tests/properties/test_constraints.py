@@ -10,7 +10,7 @@ from redis import Redis
 from admission.placement import meets, read_attributes, read_constraints
 from foundation.errors import InvalidJob
 from registry.values import Server as CatalogServer
-from tests.lua.room import Room, Server, a
+from tests.support.room import Room, Server, a
 
 ASKED_FOR = os.environ.get("SLOTKEEPER_TEST_EXAMPLES")
 NAMES = ("gpu", "memory", "a.b", "x-1", "version")

@@ -24,8 +24,8 @@ from redis import Redis
 
 from admission.placement import meets
 from registry.values import Server as CatalogServer
-from tests.lua.room import Job, Offered, Room, Server
 from tests.properties.search import search
+from tests.support.room import Job, Offered, Room, Server
 
 MODELS = ("flux", "zimg")
 TENANTS = ("t1", "t2", "a b%|é")

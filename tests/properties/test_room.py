@@ -25,8 +25,8 @@ from redis import Redis
 from registry.catalog import Model as CatalogModel
 from registry.config import ModelConfig
 from routing.slots import model_rules
-from tests.lua.room import LEASE_MS, OFFER_MS, START_MS, Job, Offered, Room, Server
 from tests.properties.search import search
+from tests.support.room import LEASE_MS, OFFER_MS, START_MS, Job, Offered, Room, Server
 
 MODELS = {"gpu-a": ("zimg",), "gpu-slot3": ("flux", "zimg")}
 SLOTS = {"gpu-a": 2, "gpu-slot3": 1}

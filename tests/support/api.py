@@ -1,4 +1,4 @@
-"""The API over a real record and a real Valkey.  A test module asks for it with `pytest_plugins`.
+"""The API over a real record and a real Valkey.
 
 api          one process's API: client, dispatcher, and builders that go in by the door
 mortal_api   the same over a Valkey of its own, which the test may kill

@@ -8,10 +8,7 @@ from redis import Redis
 
 from tasks.broker import Transport
 from tasks.wake_up import HEADER
-from tests.lua.room import client, valkey
 from tests.support.valkey import Valkey
-
-__all__ = ["client", "valkey"]
 
 
 def _with_one_message_unanswered(valkey: Valkey) -> Connection:

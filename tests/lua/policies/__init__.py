@@ -9,7 +9,7 @@ import pytest
 
 from registry import policies
 from registry.policies import Policy
-from tests.lua.room import FRAGMENTS
+from tests.support.room import FRAGMENTS
 
 ROWS = (
     Policy("doubling", "as aging, each tier worth twice the last", lambda tier, step_s: (2**tier - 2) * step_s, ""),

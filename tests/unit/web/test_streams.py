@@ -36,8 +36,6 @@ from tasks import wiring
 from tests.support.api import Api
 from tests.support.builders import T0, a_queued_job, a_running_job, an_ended_job, eventually
 
-pytest_plugins = ("tests.support.api_fixtures",)
-
 KEYS = {"REQUIRE_KEYS": "true"}
 
 

@@ -6,11 +6,10 @@
 Every method is one run of one script; answers come as texts and numbers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-import pytest
 from redis import Redis
 
 from jobs.record import Waiting
@@ -22,7 +21,6 @@ from routing import order
 from routing.slots import entry, model_rules
 from scripting.keys import Keys
 from scripting.scripts import Command, Scripts
-from tests.support.valkey import NoValkey, Valkey
 
 START_MS = 1_800_000_000_000
 OFFER_MS, LEASE_MS = 10_000, 8_000
@@ -39,31 +37,6 @@ local function now_ms()
 end
 """
 FRAGMENTS = {"lib/now_ms": CLOCK}
-
-
-@pytest.fixture(scope="session")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
-    """A server for the whole session, started by the first test that asks for it."""
-    try:
-        server = Valkey(tmp_path_factory.mktemp("valkey")).start()
-    except NoValkey as missing:
-        pytest.skip(str(missing))
-    yield server
-    server.kill()
-
-
-@pytest.fixture
-def client(valkey: Valkey) -> Iterator[Redis]:
-    """A client of an empty server."""
-    valkey.flush()
-    with valkey.client() as connected:
-        yield connected
-
-
-@pytest.fixture
-def room(client: Redis) -> "Room":
-    """The room of the fleet `zimg`: no server, no job, not open."""
-    return Room(client)
 
 
 class Offered(NamedTuple):

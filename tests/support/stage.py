@@ -3,7 +3,7 @@
 Celery is replaced by a list of what it would have been told.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -31,14 +31,12 @@ from routing.queues import Offer, Queues
 from routing.slots import Slots
 from scripting.keys import Keys
 from scripting.scripts import Scripts, connect
-from tests.lua.room import FRAGMENTS, Room, client, valkey
 from tests.support.builders import T0
+from tests.support.room import FRAGMENTS, Room
 from tests.support.valkey import free_port
 from upkeep import reconcile
 from upkeep.identity import ServerReport
 from upkeep.rooms import depths
-
-__all__ = ["client", "valkey"]
 
 SETTINGS = RoutingSettings.model_construct(**{n: f.default for n, f in RoutingSettings.model_fields.items()})
 LEASE_MS, OFFER_MS = SETTINGS.lease_ms, SETTINGS.offer_ms
@@ -212,8 +210,3 @@ class Stage:
         found = [offer for fleet in FLEETS for offer in self.dispatcher.queues.offer(fleet, 1, claimant="w1")]
         self.told.offers += found
         return bool(found)
-
-
-@pytest.fixture
-def stage(database: Database, client: Redis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    yield Stage(database, client, monkeypatch)

@@ -1,6 +1,6 @@
 """A town of real processes with short leases, for tests that break some of them.
 
-A module imports the fixture `town`; all modules share one.  It has beat, maintenance and the API; workers come and
+All tests share one, the fixture `town`.  It has beat, maintenance and the API; workers come and
 go as a test wants them, and each test registers a model of its own.
 """
 
@@ -10,7 +10,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from database.db import Database
 from jobs.record import Job
 from jobs.store import Store
 from scripting.keys import FLEET_KEYS, Keys
-from tests.e2e.conftest import Api
 from tests.support.gated import Gate
+from tests.support.http_api import HttpApi
 from tests.support.stack import Process, RefServer, Stack, eventually
 from tests.support.valkey import NoValkey
 
@@ -50,7 +50,7 @@ class Town:
     """Real processes, spoken to as a client would, and looked at through the record and the servers' journals."""
 
     def __init__(self, stack: Stack, record_url: str) -> None:
-        self.stack, self.api = stack, Api(stack)
+        self.stack, self.api = stack, HttpApi(stack)
         self.servers: dict[str, RefServer] = {}
         self.store = Store(Database(record_url))
         self._crew: list[Process] = []
@@ -212,17 +212,3 @@ def started_town(home: Path, **env: str) -> Iterator[Town]:
             process.kill()
         town.store.database.close()
         stack.__exit__(None, None, None)
-
-
-_TOWN = pytest.StashKey[Town]()
-
-
-@pytest.fixture(scope="session")
-def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Town:
-    """The same for every module that imports this."""
-    config = request.config
-    if _TOWN not in config.stash:
-        running = ExitStack()
-        config.add_cleanup(running.close)
-        config.stash[_TOWN] = running.enter_context(started_town(tmp_path_factory.mktemp("town")))
-    return config.stash[_TOWN]

@@ -1,0 +1,91 @@
+"""A worker that takes one job after another when it is told to, and a server that answers what a test says.
+
+Neither HTTP nor a second process: what is looked at is what the worker makes of the answers.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from dispatch.outcome import Outcome
+from insight.said import Telling
+from routing.workers import Workers
+from scripting.keys import Keys
+from scripting.scripts import Scripts
+from tasks import runner, settlement
+from tasks import worker as workers
+from tasks.aside import Aside
+from tasks.releases import PatientLeases
+from tasks.servers import DEFAULT, Call, Health, HealthKind
+from tasks.worker import Worker
+from tests.support.room import FRAGMENTS
+from tests.support.shown import Noted
+from tests.support.stage import SETTINGS, Stage
+
+
+class FakeServer:
+    """Gives its answers one after another; notes what it is asked.  `during`: what happens while it runs a job."""
+
+    description = DEFAULT
+
+    def __init__(self) -> None:
+        self.answers: list[Outcome] = []
+        self.asked: list[str] = []
+        self.during: Callable[[], None] = lambda: None
+        self.runs: frozenset[str] | None = None
+        self.down = 0  # how often it does not answer for its health
+
+    async def submit(self, call: Call) -> Outcome:
+        self.asked.append("submit")
+        self.during()
+        return self.answers.pop(0)
+
+    async def status(self, call: Call, remote_id: str) -> Outcome:
+        self._note_question("status", call)
+        return self.answers.pop(0)
+
+    async def cancel(self, call: Call, remote_id: str | None = None) -> bool:
+        self._note_question("cancel", call)
+        return True
+
+    def _note_question(self, what: str, call: Call) -> None:
+        assert 10 <= call.deadline_s <= 30, "a question has its time, whatever is left of the run's, and no more"
+        self.asked.append(what)
+
+    async def health(self) -> Health:
+        self.asked.append("health")
+        self.down -= 1
+        if self.down >= 0:
+            return Health(HealthKind.DOWN)
+        return Health(HealthKind.UP, job_ids=self.runs)
+
+    def cut(self) -> None:
+        self.asked.append("cut")
+
+
+@contextmanager
+def a_worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    leases = PatientLeases(Scripts(stage.redis, Keys("test"), FRAGMENTS), SETTINGS)
+    stage.dispatcher.leases = leases
+    monkeypatch.setattr(Aside, "ask", lambda it: it._act())  # at once, but where a test is about that
+    found = Worker(stage.dispatcher, leases, Workers(leases.scripts), Telling(leases.scripts), capacity=64)
+    found.heartbeat.end()  # The tests beat.
+    found.consumer = None  # It takes nothing by itself, but where a test is about that.
+    monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
+    monkeypatch.setattr(found, "_speak_to", lambda *_: server)
+    monkeypatch.setattr(workers, "_STORE_AGAIN_S", 0.001)
+    for module in (runner, settlement, workers):
+        monkeypatch.setattr(module, "now_ms", lambda: stage.now)
+    stage.worker = found  # type: ignore[attr-defined]
+    yield found
+    found.engine.close()
+
+
+def run(stage: Stage) -> Any:
+    """Do what the oldest wake-up asks for; answers what its task ends with: a result or an exception."""
+    worker, shown = stage.worker, Noted()  # type: ignore[attr-defined]
+    worker.take_up(stage.told.offers.pop(0), shown)
+    assert worker.engine.wait(20)
+    return shown.ends[0]

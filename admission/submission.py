@@ -12,7 +12,7 @@ import orjson
 from admission.placement import read_constraints
 from foundation import exact, traces
 from foundation.errors import InvalidJob
-from jobs.record import TIER_DEFAULT, TIER_LEAST_URGENT, TIER_MOST_URGENT, NewJob, new_job_id
+from jobs.record import PRIORITY_DEFAULT, PRIORITY_LEAST_URGENT, PRIORITY_MOST_URGENT, NewJob, new_job_id
 from registry.catalog import Model
 from registry.tenants import SHOWN
 
@@ -88,7 +88,7 @@ def prepare(asked: Submission, model: Model, check_url: UrlCheck, now_ms: int) -
         id=_job_id(asked.id),
         model=model.name,
         payload=payload,
-        tier=_tier(asked.priority),
+        priority=_priority(asked.priority),
         tenant=asked.tenant,
         callback_url=asked.callback_url,
         not_before_ms=now_ms + round(delay_s * 1000) if delay_s else None,
@@ -138,12 +138,12 @@ def _refuse_unfit(value: Any, depth: int = 0) -> None:
             _refuse_unfit(item, depth + 1)
 
 
-def _tier(priority: int | bool | None) -> int:
+def _priority(priority: int | bool | None) -> int:
     if priority is None or priority is False:
-        return TIER_DEFAULT
+        return PRIORITY_DEFAULT
     if priority is True:
-        return TIER_MOST_URGENT
-    if not isinstance(priority, int) or not TIER_MOST_URGENT <= priority <= TIER_LEAST_URGENT:
+        return PRIORITY_MOST_URGENT
+    if not isinstance(priority, int) or not PRIORITY_MOST_URGENT <= priority <= PRIORITY_LEAST_URGENT:
         raise InvalidJob("priority", "priority must be true, or a whole number from 1 (most urgent) to 9")
     return priority
 

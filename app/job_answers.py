@@ -123,7 +123,7 @@ class JobView(Answer, shows=Job):
     model: str
     status: Annotated[State, Read("state")]
     why: str = Field(description="Of its last transition.")
-    priority: Annotated[int, Read("tier")]
+    priority: int
     constraints: Annotated[dict[str, Any], Read(lambda it: show_constraints(it.constraints))]
     tenant: str
     batch: str | None = Field(description="The batch that it came in; null: it came alone.")
@@ -176,7 +176,7 @@ class Explanation(Answer, shows=explain.Explanation):
     waits_for: list[Blocker]
     ahead: int | None = Field(description="Jobs of its model that come first; null: it does not wait in line.")
     before: list[str] = Field(
-        description="Up to five jobs of its tenant and tier that come just before it; the last of them is the nearest."
+        description="Up to five jobs of its tenant and priority that come just before it; the last is the nearest."
     )
     policy: str | None
     longest_overtaking_s: float | None = Field(
@@ -250,7 +250,8 @@ class StreamEvent(Answer, shows=Entry):
     job_id: Annotated[str, Read("event.job_id")]
     model: str
     tenant: str
-    tier: int
+    priority: int
+    tier: Annotated[int, Read("priority")] = Field(description="`priority`, as it was called before.", deprecated=True)
     server: str | None = Field(description="Of that attempt; null before the first.")
     attempt: Annotated[int, Read("event.attempt")] = Field(description="Starts so far.")
     why: Annotated[str, Read(lambda it: it.event.data.get("why"))] = Field(description="As of a job.")

@@ -7,6 +7,7 @@ any number; models and fleets beyond the first MOST_MODELS stand together as `ot
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -30,6 +31,11 @@ from upkeep import ledger, pulse
 from upkeep.rooms import Depths, depths_of
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+_BY_PRIORITY = ("model", "priority", "tier")
+"""Labels of what is told by priority: `tier` says it, too, as it was called before."""
 
 
 class Figures(Collector):
@@ -85,9 +91,9 @@ class Figures(Collector):
         yield _histogram(
             "slotkeeper_wait_seconds",
             "From when a job came into its queue, or back, to its start.",
-            ["model", "tier"],
+            _BY_PRIORITY,
             history.BOUNDS_S,
-            {labels: (it.parts, it.sum_s) for labels, it in found.waits.items()},
+            dict(_told_twice((labels, (it.parts, it.sum_s)) for labels, it in found.waits.items())),
         )
         yield _histogram(
             "slotkeeper_run_seconds",
@@ -150,14 +156,14 @@ class Figures(Collector):
         waiting: Counter[tuple[str, str]] = Counter()
         oldest: dict[tuple[str, str], int] = {}
         for it in depth.lanes_of(self._scripts, catalog.fleets()):
-            labels = named(it.model), str(it.tier)
+            labels = named(it.model), str(it.priority)
             waiting[labels] += it.jobs
             oldest[labels] = min(oldest.get(labels, it.oldest_ms), it.oldest_ms)
-        yield _gauge("slotkeeper_queue_jobs", "Jobs in line.", ["model", "tier"], waiting.items())
+        yield _gauge("slotkeeper_queue_jobs", "Jobs in line.", _BY_PRIORITY, _told_twice(waiting.items()))
         now = now_ms()
         ages = ((labels, max(now - created, 0) / 1000) for labels, created in oldest.items())
         told = "Since when the first job in line was accepted."
-        yield _gauge("slotkeeper_oldest_job_age_seconds", told, ["model", "tier"], ages)
+        yield _gauge("slotkeeper_oldest_job_age_seconds", told, _BY_PRIORITY, _told_twice(ages))
 
     def _tasks(self) -> Iterator[Metric]:
         runs = pulse.last_runs(self._scripts)
@@ -219,6 +225,11 @@ def _slots(catalog: Snapshot, rooms: Mapping[str, Depths]) -> Metric:
         for state, count in (("free", depths.free), ("resting", depths.cooling), ("taken", depths.taken)):
             slots[(named(fleet), state)] += count
     return _gauge("slotkeeper_slots", "Slots by fleet and state.", ["fleet", "state"], slots.items())
+
+
+def _told_twice(values: Iterable[tuple[tuple[str, str], T]]) -> Iterator[tuple[tuple[str, str, str], T]]:
+    """Of (model, priority), labelled as _BY_PRIORITY says."""
+    return (((model, priority, priority), value) for (model, priority), value in values)
 
 
 def _by_host(workers: Iterable[Process], fact: str) -> Counter[str]:

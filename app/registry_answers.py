@@ -10,7 +10,7 @@ from app.job_answers import seconds
 from app.schemas import AdminStateName
 from insight import servers as insight
 from insight.load import Load
-from insight.overtaking import TIERS, longest_overtaking_s, longest_wait
+from insight.overtaking import PRIORITIES, longest_overtaking_s, longest_wait
 from jobs.names import ClosedName
 from jobs.record import now_ms
 from jobs.withheld import Withheld
@@ -212,8 +212,10 @@ class ModelDetail(ModelView):
 
     load: Annotated[ModelLoad | None, GIVEN] = Field(description="null: Redis is away.")
     longest_overtaking_s: Annotated[
-        dict[str, float | None], Read(lambda it: {str(tier): longest_overtaking_s(tier, it.config) for tier in TIERS})
-    ] = Field(description="By tier: jobs accepted up to so many seconds after one may come before it; null: no bound.")
+        dict[str, float | None], Read(lambda it: {str(one): longest_overtaking_s(one, it.config) for one in PRIORITIES})
+    ] = Field(
+        description="By priority: jobs accepted up to so many seconds after one may come before it; null: no bound."
+    )
     longest_wait: Annotated[str, Read(lambda it: longest_wait(it.config))] = Field(
         description="The longest that order can make a job wait, in terms of the load."
     )

@@ -107,7 +107,7 @@ def act(word: str, *, job_id: str = "", now_ms: int | None = None, reason: str |
         "attempt": 0,
         "data": text_of({name: value for name, value in data.items() if value is not None}),
         **more,
-        "tier": None,
+        "priority": None,
         "actor": storable(actor.name, _LONGEST),
     }
     return Act(row)

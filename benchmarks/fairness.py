@@ -84,21 +84,23 @@ def _beside(backlog: int, quiet_jobs: int, slots: int, mean_s: float) -> list[Ar
 
 
 def aging(jobs: int = 50_000, slots: int = 8, step_s: float = 30.0) -> None:
-    """The longest overtaking of each tier under `aging`, beside its bound."""
+    """The longest overtaking of each priority under `aging`, beside its bound."""
     chance, now, arrivals = random.Random(3), 0.0, []
     for _ in range(jobs):
         now += chance.expovariate(slots / 10 * 1.05)
-        arrivals.append(Arrival(T0 + int(now * 1000), "bench", _exponential_ms(chance, 10), tier=chance.randint(1, 9)))
+        arrivals.append(
+            Arrival(T0 + int(now * 1000), "bench", _exponential_ms(chance, 10), priority=chance.randint(1, 9))
+        )
     outcome, speed = _played(arrivals, _catalog(slots, policy="aging", tier_head_start=step_s))
     worst = _overtaken_s(outcome.jobs)
-    told = ", ".join(f"tier {tier}: {worst[tier]:.1f} of {(tier - 1) * step_s:.0f}" for tier in sorted(worst))
+    told = ", ".join(f"priority {it}: {worst[it]:.1f} of {(it - 1) * step_s:.0f}" for it in sorted(worst))
     _say(f"aging       overtaken at most, s of its bound: {told}   ({speed:,.0f} jobs/s)")
 
 
 def _overtaken_s(jobs: Sequence[Job]) -> dict[int, float]:
     newest, worst = 0, dict.fromkeys(range(1, 10), 0.0)
     for job in sorted(jobs, key=lambda job: job.turn):
-        worst[job.tier] = max(worst[job.tier], (newest - job.arrival_ms) / 1000)
+        worst[job.priority] = max(worst[job.priority], (newest - job.arrival_ms) / 1000)
         newest = max(newest, job.arrival_ms)
     return worst
 

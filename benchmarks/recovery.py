@@ -110,7 +110,7 @@ def _in_order(dispatcher: Dispatcher, valkey: Valkey) -> bool:
         offered = {job.decode() for job in redis.hvals("bench:{zimg}:slots")}
     recorded, seq = [], 0
     while batch := dispatcher.store.queued(["zimg"], seq, 10_000):
-        recorded += [(job.tier, job.seq, job.id) for job in batch if job.id not in offered]
+        recorded += [(job.priority, job.seq, job.id) for job in batch if job.id not in offered]
         seq = batch[-1].seq
     return room == sorted(recorded)
 

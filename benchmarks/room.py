@@ -51,7 +51,7 @@ class _Bench:
         self.seq = 0
 
     def fill(self, count: int, tenants: int) -> None:
-        """Jobs of all tenants in turn, of the usual tier."""
+        """Jobs of all tenants in turn, of the usual priority."""
         for start in range(0, count, 1000):
             self.queues.enqueue(MODEL, [self._job(tenants) for _ in range(min(1000, count - start))], limit=0)
 

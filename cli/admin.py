@@ -416,7 +416,7 @@ def _picture(api: Any) -> Any:
         names = [f"{s['server']} ({s['state']})" for s in answer["servers"] if s["fleet"] == one["fleet"]]
         counts = [shown(one[name]) for name in ("fleet", "waiting", "taken", "free", "cooling")]
         fleets.add_row(*map(one_line, [*counts, ", ".join(names)]))
-    newest = table("Newest jobs", "job", "model", "status", "tier", "attempts", "slot", "age")
+    newest = table("Newest jobs", "job", "model", "status", "priority", "attempts", "slot", "age")
     for job in api.get("/queue/jobs", limit=_WATCH_JOBS)["jobs"]:
         facts = (job["job_id"], job["model"], job["status"], job["priority"], job["attempts"], job["slot"])
         newest.add_row(*(one_line(shown(fact)) for fact in facts), age(job["created_at"]))

@@ -258,7 +258,9 @@ def print_jobs(jobs: list[Job], as_json: bool) -> None:
         )
         for job in jobs
     )
-    print_table(("job", "model", "status", "tier", "attempts", "slot", "age", "error"), rows, "There are no such jobs.")
+    print_table(
+        ("job", "model", "status", "priority", "attempts", "slot", "age", "error"), rows, "There are no such jobs."
+    )
 
 
 @click.command("job")

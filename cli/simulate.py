@@ -42,15 +42,15 @@ class _Case:
     scenarios: list["Scenario"]
 
 
-class _Tiers(click.ParamType):
-    name = "tier=share,…"
+class _Priorities(click.ParamType):
+    name = "priority=share,…"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
         if not isinstance(value, str):
             return value
         pairs = [part.replace("=", ":").partition(":") for part in value.split(",")]
         try:
-            return {int(tier): float(share or 1) for tier, _, share in pairs}
+            return {int(priority): float(share or 1) for priority, _, share in pairs}
         except ValueError:
             return self.fail(f"{value!r} is no mix of tiers; write for example 1:1,5:8,9:1", param, ctx)
 
@@ -77,7 +77,7 @@ _OPTIONS = (
     click.option("--spread", type=float, help="Standard deviation over mean of run times.  [default: 1]"),
     click.option("--tenants", type=int, help="How many tenants.  [default: 20]"),
     click.option("--zipf", type=float, help="How unequal their demand is; 0: equal.  [default: 1]"),
-    click.option("--tiers", type=_Tiers(), help="Mix of tiers.  [default: 1:1,5:8,9:1]"),
+    click.option("--tiers", type=_Priorities(), help="Mix of tiers.  [default: 1:1,5:8,9:1]"),
     click.option("--swing", type=float, help="How much the rate rises by day, 0 to 1.  [default: 0]"),
     click.option("--bursts", "bursts_per_day", type=float, help="Bursts of 200 jobs a day.  [default: 0]"),
     click.option("--outages", "outages_per_day", type=float, help="Outages a day of each server.  [default: 0]"),

@@ -96,14 +96,18 @@ class Rows:
         return self._texts[key]
 
     def _of_rows(self, _: Dialect, names: Sequence[str]) -> str:
-        return f"INSERT INTO {self.table.name} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
+        return f"INSERT INTO {self.table.name} ({self._named(names)}) VALUES ({', '.join('?' * len(names))})"
 
     def _of_columns(self, dialect: Dialect, names: Sequence[str]) -> str:
         """With one parameter a column, so that it is the same statement for any number of rows."""
         types = {name: self.table.c[name].type.compile(dialect) for name in names}
         given = ", ".join(f"%({name})s::{type_}[]" for name, type_ in types.items())
         answers = " RETURNING txid_current()" if self.is_witness else ""
-        return f"INSERT INTO {self.table.name} ({', '.join(names)}) SELECT * FROM unnest({given}){answers}"
+        return f"INSERT INTO {self.table.name} ({self._named(names)}) SELECT * FROM unnest({given}){answers}"
+
+    def _named(self, names: Sequence[str]) -> str:
+        """As the database names them."""
+        return ", ".join(self.table.c[name].name for name in names)
 
 
 def say(connection: Connection, text: str) -> None:

@@ -181,7 +181,7 @@ class Dispatcher:
         known = self.store.get(accepted.id) if accepted.deduplicated else None
         if known is not None:
             return Receipt(accepted, known.waiting, notice)
-        waiting = Waiting(job.id, accepted.seq, job.model, job.tier, job.tenant, now_ms, job.constraints)
+        waiting = Waiting(job.id, accepted.seq, job.model, job.priority, job.tenant, now_ms, job.constraints)
         return Receipt(accepted, waiting, notice)
 
     def enqueue(self, waiting: Sequence[Waiting], *, new: bool = False) -> None:

@@ -19,7 +19,7 @@ class LaneDepth:
     """Jobs in a lane.  `oldest_ms`: when the first of them was accepted, ms since the epoch."""
 
     model: str
-    tier: int
+    priority: int
     jobs: int
     oldest_ms: int
 
@@ -47,9 +47,9 @@ def offers_made(scripts: Scripts, fleets: Sequence[str]) -> dict[str, int]:
 
 
 def _depth(lane: str, jobs: int, head: str) -> LaneDepth:
-    """`lane`: "<tier>|<digest>|<tenant>|<model>".  `head`: "<job>@<created>"."""
-    tier, _, rest = lane.partition("|")
-    return LaneDepth(rest.rpartition("|")[2], int(tier), jobs, int(head.rpartition("@")[2]))
+    """`lane`: "<priority>|<digest>|<tenant>|<model>".  `head`: "<job>@<created>"."""
+    priority, _, rest = lane.partition("|")
+    return LaneDepth(rest.rpartition("|")[2], int(priority), jobs, int(head.rpartition("@")[2]))
 
 
 def _asked(scripts: Scripts, command: str, members: Sequence[tuple[str, str]], *rest: int) -> list[Any]:

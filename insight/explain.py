@@ -49,7 +49,7 @@ class Blocker:
 class Explanation:
     """`sentence` sums `waits_for` up.  `ahead`: jobs of its model that come first; None: it does not wait in line.
 
-    `before`: those of its own tenant and tier that come just before it, at most five, the nearest last.
+    `before`: those of its own tenant and priority that come just before it, at most five, the nearest last.
     `servers`: each server of its model, and what keeps it from taking this job now ("": nothing does).
     """
 
@@ -103,7 +103,7 @@ def _in_room(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanat
         facts.ahead,
         facts.before,
         model.config.policy,
-        longest_overtaking_s(job.tier, model.config),
+        longest_overtaking_s(job.priority, model.config),
         hindrances,
         foretold,
     )

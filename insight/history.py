@@ -61,7 +61,7 @@ class History:
     attempts: dict[tuple[str, str], int] = field(default_factory=dict)
     """(model, reason), of those that have ended"""
     waits: dict[tuple[str, str], Histogram] = field(default_factory=dict)
-    """(model, tier): from when a job came into its queue, or back, to its start"""
+    """(model, priority): from when a job came into its queue, or back, to its start"""
     runs: dict[tuple[str], Histogram] = field(default_factory=dict)
     """(model): from a start to its end"""
 
@@ -165,7 +165,7 @@ def _add(sums: Counter[str], entry: Entry, model: str, last: tuple[str, int] | N
     if last is None and not event.attempt:
         sums[_name("accepted", model)] += 1
     if event.type == _STARTED and before == _QUEUED:
-        _observe(sums, since_ms, "wait", model, str(entry.tier))
+        _observe(sums, since_ms, "wait", model, str(entry.priority))
     if before == _STARTED and event.type != _STARTED:
         sums[_name("attempt", model, str(event.data.get("why", "")))] += 1
         _observe(sums, since_ms, "run", model)

@@ -6,7 +6,7 @@ actual / predicted of recent jobs, taken at the 5th and the 95th percentile.
 
 Percentiles of the past hold only while the future is like it.  Therefore each side keeps a balance of how often it
 was missed beyond its due 5 %, and moves its percentile against that balance (adaptive conformal inference), so that
-over a day of some thousand jobs about 90 % of the intervals hold.  A tier that starves for hours for the first time
+over a day of some thousand jobs about 90 % of the intervals hold.  A priority that starves for hours for the first time
 is beyond that; from the second time on it is known.  Four details make this work with hours between a promise and
 its outcome:
 

@@ -17,7 +17,7 @@ _MOST_LANES = 50
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Jobs alike in tenant, tier and constraints.  `waiting` counts those among the first thousand that wait.
+    """Jobs alike in tenant, priority and constraints.  `waiting` counts those among the first thousand that wait.
 
     `ahead`: jobs of the model that come before its first; None: not known.  `obstacle`: what is in its tenant's way,
     "": nothing; `held`: slots that its tenant holds there.
@@ -35,7 +35,7 @@ def lanes_of(dispatcher: Dispatcher, model: Model) -> tuple[list[Lane], bool]:
     waiting = dispatcher.store.queued([model.name], limit=_MOST_JOBS)
     by_lane: dict[tuple[str, int, str], list[Waiting]] = defaultdict(list)
     for job in waiting:
-        by_lane[(job.tenant, job.tier, job.constraints)].append(job)
+        by_lane[(job.tenant, job.priority, job.constraints)].append(job)
     firsts = [(jobs[0], len(jobs)) for jobs in by_lane.values()]
     found = _with_facts(dispatcher, model, firsts[:_MOST_LANES])
     found.sort(key=lambda lane: (bool(lane.obstacle), lane.ahead if lane.ahead is not None else 0, lane.first.seq))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from admission import bounds, questions
 from dispatch.dispatcher import Dispatcher
-from jobs.record import TIER_DEFAULT, Waiting
+from jobs.record import PRIORITY_DEFAULT, Waiting
 from registry.catalog import Model
 
 _NOBODY = ""  # a tenant and a job that there is not: what is asked for concerns the model alone
@@ -32,7 +32,7 @@ def load_of(dispatcher: Dispatcher, model: Model) -> Load:
     """In two calls to Redis, whatever waits.  Raises redis errors."""
     queues = dispatcher.queues
     (found,) = queues.ask([questions.backlog(queues, model.fleet, model.name, _NOBODY)])
-    facts = questions.status_now(queues, model.fleet, Waiting(_NOBODY, 0, model.name, TIER_DEFAULT, _NOBODY))
+    facts = questions.status_now(queues, model.fleet, Waiting(_NOBODY, 0, model.name, PRIORITY_DEFAULT, _NOBODY))
     slots = dispatcher.catalog.snapshot().slots_of(model.name)
     known = found.run_ms is not None and slots > 0
     return Load(

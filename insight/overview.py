@@ -12,7 +12,7 @@ from dispatch.dispatcher import Dispatcher
 from insight import looks
 from insight.last_hour import LastHour, Minute
 from insight.looks import MINUTE_MS
-from jobs.record import TIER_DEFAULT, Job, Waiting
+from jobs.record import PRIORITY_DEFAULT, Job, Waiting
 from jobs.withheld import Withheld
 from registry.catalog import Model
 from registry.values import Server
@@ -115,7 +115,7 @@ def _use(minutes: Sequence[Minute], running: Sequence[Job], slots: int, now_ms: 
 
 def _none_of(model: Model) -> Waiting:
     """A job that there is not: what is asked for concerns the model alone."""
-    return Waiting(_NOBODY, 0, model.name, TIER_DEFAULT, _NOBODY)
+    return Waiting(_NOBODY, 0, model.name, PRIORITY_DEFAULT, _NOBODY)
 
 
 def breakers_of(dispatcher: Dispatcher, models: Sequence[Model]) -> dict[str, tuple[str, int, str]]:

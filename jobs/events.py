@@ -29,7 +29,7 @@ TYPES: dict[State, str] = {
 
 _EVENTS = Rows(events, is_witness=True)
 TRANSITIONS = frozenset(TYPES.values())
-_NOTHING_ELSE: dict[str, Any] = dict.fromkeys(("model", "tenant", "tier", "server", "actor"))
+_NOTHING_ELSE: dict[str, Any] = dict.fromkeys(("model", "tenant", "priority", "server", "actor"))
 _IS_TRANSITION = events.c.actor.is_(None)
 _OF_JOB = Prepared(select(events).where(events.c.job_id == bindparam("job_id"), _IS_TRANSITION).order_by(events.c.id))
 
@@ -44,7 +44,7 @@ class Concerned(Protocol):
     @property
     def tenant(self) -> str: ...
     @property
-    def tier(self) -> int: ...
+    def priority(self) -> int: ...
 
 
 def append(
@@ -57,7 +57,7 @@ def append(
     server: str | None = None,
 ) -> None:
     """Have the event of one transition written before the transaction commits.  `server`: where the job is, or was."""
-    about = {"model": job.model, "tenant": job.tenant, "tier": job.tier, "server": server, "actor": None}
+    about = {"model": job.model, "tenant": job.tenant, "priority": job.priority, "server": server, "actor": None}
     insert(transaction, mark_of(job.id, to, at_ms, attempt, data) | about)
 
 

@@ -60,7 +60,7 @@ jobs = Table(
     Column("model", Text, nullable=False),
     Column("state", Text, nullable=False),
     Column("why", Text, nullable=False),
-    Column("tier", Integer, nullable=False),
+    Column("tier", Integer, key="priority", nullable=False),
     Column("tenant", Text, nullable=False),
     Column("attempt", Integer, nullable=False, server_default="0"),  # starts; the fencing token
     Column("waits", Integer, nullable=False, server_default="0"),  # starts that met no server
@@ -121,7 +121,7 @@ events = Table(
     # release that did not say so.
     Column("model", Text),
     Column("tenant", Text),
-    Column("tier", Integer),
+    Column("tier", Integer, key="priority"),
     Column("server", Text),
     Column("actor", Text),  # who has done it; null: nobody, it is a transition
     Index("ix_events_acts", "id", sqlite_where=_IS_ACT, postgresql_where=_IS_ACT),

@@ -23,7 +23,7 @@ WAITING_COLUMNS = (
     jobs.c.id,
     jobs.c.seq,
     jobs.c.model,
-    jobs.c.tier,
+    jobs.c.priority.label("priority"),
     jobs.c.tenant,
     jobs.c.created_ms,
     jobs.c.constraints.label("constraints"),

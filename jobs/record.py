@@ -11,7 +11,7 @@ import uuid_utils
 from foundation.clock import clock
 from jobs.states import State, Why
 
-TIER_MOST_URGENT, TIER_DEFAULT, TIER_LEAST_URGENT = 1, 5, 9
+PRIORITY_MOST_URGENT, PRIORITY_DEFAULT, PRIORITY_LEAST_URGENT = 1, 5, 9
 
 
 def now_ms() -> int:
@@ -36,7 +36,7 @@ class NewJob:
     id: str
     model: str
     payload: str  # compact JSON
-    tier: int = TIER_DEFAULT
+    priority: int = PRIORITY_DEFAULT
     tenant: str = "default"
     callback_url: str | None = None
     not_before_ms: int | None = None
@@ -67,7 +67,7 @@ class Waiting:
     id: str
     seq: int
     model: str
-    tier: int
+    priority: int
     tenant: str
     created_ms: int = 0
     constraints: str = ""
@@ -107,7 +107,7 @@ class Job:
     model: str
     state: State
     why: Why
-    tier: int
+    priority: int
     tenant: str
     attempt: int
     waits: int
@@ -139,7 +139,7 @@ class Job:
     @property
     def waiting(self) -> Waiting:
         """The part of it that the waiting room must know."""
-        return Waiting(self.id, self.seq, self.model, self.tier, self.tenant, self.created_ms, self.constraints)
+        return Waiting(self.id, self.seq, self.model, self.priority, self.tenant, self.created_ms, self.constraints)
 
     @property
     def attempts(self) -> int:

@@ -85,7 +85,7 @@ def _canceled(step: _Step) -> _Step:
 
 
 def _waiting(row: Row) -> Waiting:
-    return Waiting(row.id, row.seq, row.model, row.tier, row.tenant, row.created_ms, row.constraints)
+    return Waiting(row.id, row.seq, row.model, row.priority, row.tenant, row.created_ms, row.constraints)
 
 
 _NOTE_REMOTE = Prepared(
@@ -110,7 +110,7 @@ _THIS = jobs.c.id == bindparam("p_id")
 _CANCEL_WANTED = Prepared(select(jobs.c.cancel_requested_ms).where(_THIS))
 _BRIEF = Prepared(select(jobs.c.id, jobs.c.seq, jobs.c.state).where(_THIS))
 _WHOLE = Prepared(select(*JOB_COLUMNS).where(_THIS))
-_HEADERS = Prepared(select(jobs.c.model, jobs.c.tier, jobs.c.failures, jobs.c.envelope).where(_THIS))
+_HEADERS = Prepared(select(jobs.c.model, jobs.c.priority, jobs.c.failures, jobs.c.envelope).where(_THIS))
 _DUE = select(jobs.c.seq).where(jobs.c.due_ms <= bindparam("p_now")).order_by(jobs.c.due_ms, jobs.c.seq)
 # In the words of their index, without which it may not be used.  SQLite has to be told what is rare: without statistics
 # it takes all active jobs for few.
@@ -121,7 +121,7 @@ _IS_OVERDUE = {
 }
 # What a new row has from what was asked for, and what it has of its own.
 _ASKED = (
-    *("id", "model", "tier", "tenant", "deadline_ms", "callback_url", "source", "envelope", "payload"),
+    *("id", "model", "priority", "tenant", "deadline_ms", "callback_url", "source", "envelope", "payload"),
     *("constraints", "traceparent", "batch"),
 )
 _asked_of = attrgetter(*_ASKED)
@@ -430,7 +430,7 @@ class Store:
         }
 
     def headers(self, job_id: str) -> tuple[str, int, int, str | None] | None:
-        """(model, tier, failures, envelope): what a task message says about a job."""
+        """(model, priority, failures, envelope): what a task message says about a job."""
         with self.database.read() as connection:
             row = _HEADERS.first(connection, {"p_id": job_id})
         return None if row is None else tuple(row)

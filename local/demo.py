@@ -146,7 +146,7 @@ def _table(jobs: Sequence[Job]) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    titles = ("order", "job", "model", "tier", "status", "attempts", "slot", "waited", "ran")
+    titles = ("order", "job", "model", "priority", "status", "attempts", "slot", "waited", "ran")
     table = Table(*titles, box=SIMPLE_HEAD, padding=0)  # 80 columns hold it
     for column in (0, 3, 5, 7, 8):
         table.columns[column].justify = "right"

@@ -32,7 +32,7 @@ _AFTER = (
         # What the release before has not said.
         jobs.c.model.label("model_now"),
         jobs.c.tenant.label("tenant_now"),
-        jobs.c.tier.label("tier_now"),
+        jobs.c.priority.label("priority_now"),
         jobs.c.server.label("server_now"),
         jobs.c.attempt.label("starts"),
         jobs.c.traceparent,
@@ -64,13 +64,13 @@ _BEGINS_S, _ASK_AGAIN_S = 20.0, 0.01
 class Entry:
     """An event, and what it is told with.  `server`: of the attempt that it belongs to.
 
-    An act has an actor; and of model, tenant and tier only what it concerns, else "" and 0.
+    An act has an actor; and of model, tenant and priority only what it concerns, else "" and 0.
     """
 
     event: Event
     model: str
     tenant: str
-    tier: int
+    priority: int
     server: str | None
     actor: str | None = None
     traceparent: str | None = None
@@ -229,7 +229,7 @@ def _entry(row: Row, data: dict[str, Any], server: str | None) -> Entry:
         event,
         row.model or row.model_now or "",
         row.tenant or row.tenant_now or "",
-        row.tier or row.tier_now or 0,
+        row.priority or row.priority_now or 0,
         row.server or server,
         traceparent=row.traceparent,
         batch=row.batch,

@@ -69,7 +69,7 @@ class ModelConfig(BaseModel):
     policy: Policy = Field(policies.DEFAULT, description=policies.described())
     """Whose turn it is, see `registry/policies.py`."""
     tier_head_start: float = Field(60.0, strict=True, gt=0, le=7 * 86_400)
-    """Seconds that one tier is worth under `aging`."""
+    """Seconds that one step of priority is worth under `aging`."""
     weights: dict[_Tenant, _Share] = Field({}, max_length=_MOST_TENANTS)
     """Tenant -> its share under `fair`; the share of all others is 1.  Kept, without effect, under other policies."""
     tenant_slots: _Slots | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Overtaking = Callable[[int, float], float | None]
-"""Of a tier and of the seconds that one tier is worth: the longest that a job can be overtaken, in seconds.
+"""Of a priority and of the seconds that one step of it is worth: the longest that a job can be overtaken, in seconds.
 
 For so long after its acceptance others may still be accepted that come before it; None: there is no such time.
 """
@@ -19,8 +19,8 @@ class Policy:
     """What is known of a policy without asking it.
 
     `next_is`: whose turn it is.  `longest_wait`: the longest that order can make a job wait, in terms of the load, with
-    `{tier}`, its `{overtaking_s}` and the `{step_s}` of a tier.  `is_by_tenant`: tenants' jobs are not in each other's
-    way, so bounds on what may wait are each tenant's.
+    `{priority}`, its `{overtaking_s}` and the `{step_s}` of a step.  `is_by_tenant`: tenants' jobs are not in each
+    other's way, so bounds on what may wait are each tenant's.
     """
 
     name: str
@@ -29,24 +29,25 @@ class Policy:
     longest_wait: str
     is_by_tenant: bool = False
 
-    def says(self, tier: int, step_s: float) -> str:
-        """`longest_wait` for a tier: a sentence."""
-        return self.longest_wait.format(tier=tier, overtaking_s=self.longest_overtaking_s(tier, step_s), step_s=step_s)
+    def says(self, priority: int, step_s: float) -> str:
+        """`longest_wait` for a priority: a sentence."""
+        overtaking_s = self.longest_overtaking_s(priority, step_s)
+        return self.longest_wait.format(priority=priority, overtaking_s=overtaking_s, step_s=step_s)
 
 
-def _at_once(tier: int, step_s: float) -> float | None:
+def _at_once(priority: int, step_s: float) -> float | None:
     return 0.0
 
 
-def _head_starts(tier: int, step_s: float) -> float | None:
-    return (tier - 1) * step_s
+def _head_starts(priority: int, step_s: float) -> float | None:
+    return (priority - 1) * step_s
 
 
-def _first_tier_at_once(tier: int, step_s: float) -> float | None:
-    return 0.0 if tier == 1 else None
+def _most_urgent_at_once(priority: int, step_s: float) -> float | None:
+    return 0.0 if priority == 1 else None
 
 
-def _never(tier: int, step_s: float) -> float | None:
+def _never(priority: int, step_s: float) -> float | None:
     return None
 
 
@@ -62,17 +63,18 @@ POLICIES = {
         ),
         Policy(
             "priority",
-            "the most urgent tier, 1 to 9, and of it the job that was accepted first",
-            _first_tier_at_once,
-            "A job of tier 1 waits for the work of its tier that was accepted before it, and no longer; all others "
-            "wait for as long as more urgent work keeps coming.",
+            "the most urgent job, from 1 to 9, and of those the one that was accepted first",
+            _most_urgent_at_once,
+            "A job of priority 1 waits for the work of its priority that was accepted before it, and no longer; all "
+            "others wait for as long as more urgent work keeps coming.",
         ),
         Policy(
             "aging",
-            "the job that was accepted first, where each tier is worth a head start of `tier_head_start` seconds",
+            "the job that was accepted first, where each step of priority is worth a head start of `tier_head_start` "
+            "seconds",
             _head_starts,
-            "A job of tier {tier} waits for the work that is accepted until {overtaking_s:g} s after it, and no "
-            "longer; each tier counts {step_s:g} s.",
+            "A job of priority {priority} waits for the work that is accepted until {overtaking_s:g} s after it, and "
+            "no longer; each step counts {step_s:g} s.",
         ),
         Policy(
             "fair",

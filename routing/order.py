@@ -1,6 +1,6 @@
 """Which lane a job waits in.  What a policy decides stands in lua/lib/policies.
 
-A lane holds jobs that are alike for placement and order: same model, constraints, tenant and tier.
+A lane holds jobs that are alike for placement and order: same model, constraints, tenant and priority.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ _READABLE = "/:@+ ~"  # of a tenant's name beside letters, digits and `_.-`; a b
 
 
 def lane(job: Waiting) -> str:
-    """`<tier>|<digest of its constraints>|<tenant>|<model>`."""
-    return f"{job.tier}|{digest(job.constraints)}|{account(job.tenant, job.model)}"
+    """`<priority>|<digest of its constraints>|<tenant>|<model>`."""
+    return f"{job.priority}|{digest(job.constraints)}|{account(job.tenant, job.model)}"
 
 
 def account(tenant: str, model: str) -> str:

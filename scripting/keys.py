@@ -1,6 +1,6 @@
 """The names of all keys in Redis.  They are born here and nowhere else.
 
-A class is a model and what jobs ask of a server; an account is a tenant and a model; a lane is both, and a tier.
+A class is a model and what jobs ask of a server; an account is a tenant and a model; a lane is both, and a priority.
 A kind of server serves the same models and declares the same; a group is a model and the kinds that may run its jobs.
 
 All keys of one fleet carry one hash tag, so that every script also works on a Redis Cluster.  Keys that
@@ -14,8 +14,8 @@ FLEET_KEYS = (
     "classes",  # hash  class -> "<kinds>\n<constraints>", see lua/lib/groups.lua; classes:<class> zset lane -> key
     "groups",  # hash  group -> "", of those that have work; groups:<group> zset class -> key of its first lane
     "kinds",  # hash  kind -> "\n<model>\n…\n@<attribute>=<value>\n…", as its servers' entries end
-    "lanes",  # hash  account -> jobs that wait; lanes:<account> hash mark -> "" of its lanes, each "<tier>|<digest>";
-    # lanes:<lane> zset job@created -> seq
+    "lanes",  # hash  account -> jobs that wait; lanes:<lane> zset job@created -> seq;
+    # lanes:<account> hash mark -> "" of its lanes, each "<priority>|<digest>"
     "rules",  # hash  "model <m>", "account <t>|<m>", "tenant <t>" -> what is configured, see lua/lib/rules.lua
     "free",  # zset  slot -> since when it is free, ms
     "resting",  # zset  slot -> until when it is in cooldown, ms

@@ -18,7 +18,7 @@ class CeleryAnnouncer:
         self._store, self._teller = store, teller
 
     def offered(self, offer: Offer, new: Waiting | None) -> None:
-        wake = partial(self._wake, offer) if new is None else partial(messages.publish, offer, new.tier, failures=0)
+        wake = partial(self._wake, offer) if new is None else partial(messages.publish, offer, new.priority, failures=0)
         publisher().soon(wake)
 
     def ended(self, moved: Moved, *, by_worker: bool) -> None:
@@ -29,5 +29,5 @@ class CeleryAnnouncer:
         """Publish an offer of a job that has waited, and may have run."""
         headers = self._store.headers(offer.job_id)
         if headers is not None:
-            _, tier, failures, _ = headers
-            messages.publish(offer, tier, failures)
+            _, priority, failures, _ = headers
+            messages.publish(offer, priority, failures)

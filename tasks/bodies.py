@@ -55,7 +55,7 @@ def told_of_event(entry: Entry, job: Job | None) -> dict[str, Any]:
         "job_id": event.job_id,
         "model": entry.model,
         "tenant": entry.tenant,
-        "priority": entry.tier,
+        "priority": entry.priority,
         "server": entry.server,
         "attempt": event.attempt,
         "why": event.data.get("why"),

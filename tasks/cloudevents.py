@@ -59,7 +59,8 @@ def told(it: Entry) -> dict[str, Any]:
         "job_id": event.job_id,
         "model": it.model,
         "tenant": it.tenant,
-        "tier": it.tier,
+        "priority": it.priority,
+        "tier": it.priority,  # as it was called before
         "server": it.server,
         "attempt": event.attempt,
         "why": event.data["why"],

@@ -207,7 +207,7 @@ def _options_of(request: Any) -> dict[str, Any]:
     """What a message says, as options of apply_async."""
     time_limit, soft_time_limit = request.timelimit or (None, None)
     return {
-        "priority": _tier_of(request),
+        "priority": _priority_of(request),
         "expires": request.expires,
         "eta": request.eta,
         "time_limit": time_limit,
@@ -234,6 +234,6 @@ def _traceparent(request: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _tier_of(request: Any) -> int | None:
+def _priority_of(request: Any) -> int | None:
     priority = (request.delivery_info or {}).get("priority")
     return priority if priority in range(1, 10) else None

@@ -110,7 +110,7 @@ def read_offer(job_id: str, args: Sequence[Any], headers: Mapping[str, Any] | No
     return Offer(**fields) if right else None
 
 
-def publish(offer: Offer, tier: int, failures: int) -> None:
+def publish(offer: Offer, priority: int, failures: int) -> None:
     """Send the wake-up to the model's queue.  Raises what kombu raises."""
     with celery.producer_or_acquire() as producer:
         celery.amqp.send_task_message(
@@ -118,6 +118,6 @@ def publish(offer: Offer, tier: int, failures: int) -> None:
             TASK,
             build(offer, failures),
             queue=queue_of(offer.model),
-            priority=tier,
+            priority=priority,
             retry=False,  # The offer expires and is made again; nobody shall wait for a broker that is away.
         )

@@ -16,7 +16,7 @@ from dispatch.outcome import Kind, Outcome
 from dispatch.verdict import judge
 from foundation.crash import crash_at
 from jobs import withheld
-from jobs.record import TIER_DEFAULT, Job, Waiting, now_ms
+from jobs.record import PRIORITY_DEFAULT, Job, Waiting, now_ms
 from jobs.states import FINAL, State
 from jobs.store import Error
 from jobs.withheld import Withheld
@@ -86,7 +86,7 @@ def _keep(dispatcher: Dispatcher, fleet: str, leases: Sequence[Lease], rows: Seq
 
 def _restore(dispatcher: Dispatcher, fleet: str, row: Withheld) -> int:
     lease = draining_lease(fleet, row.job_id, row.attempt, row.slot)
-    of = Waiting(lease.job_id, 0, row.model, TIER_DEFAULT, row.tenant)
+    of = Waiting(lease.job_id, 0, row.model, PRIORITY_DEFAULT, row.tenant)
     return dispatcher.leases.restore(fleet, [Restored(lease, of)])
 
 

@@ -23,7 +23,7 @@ def _check(submit: Submit, known: Known) -> Iterable[Question[QueueStatus]]:
 
 def _question(submit: Submit, known: Known, index: int, job: NewJob, ttl_ms: int) -> Question[QueueStatus]:
     model, now_ms = known.catalog.model(job.model), submit.now_ms
-    as_last = Waiting(job.id, 0, job.model, job.tier, job.tenant, now_ms, job.constraints)
+    as_last = Waiting(job.id, 0, job.model, job.priority, job.tenant, now_ms, job.constraints)
 
     def judge(facts: QueueStatus) -> None:
         position = facts.position

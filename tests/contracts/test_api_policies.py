@@ -133,12 +133,12 @@ def test_a_deadline_that_can_hardly_be_met_is_refused_at_once(timed_api: TimedAp
     "config, bounds, sentence",
     [
         ({"policy": "fifo"}, [0] * 9, "A job waits for the work that was accepted before it, and no longer."),
-        ({}, [0] + [None] * 8, "A job of tier 1 waits for the work of its tier that was accepted before it"),
+        ({}, [0] + [None] * 8, "A job of priority 1 waits for the work of its priority that was accepted before it"),
         (
             {"policy": "aging", "tier_head_start": 60.0},
             [60 * n for n in range(9)],
-            "A job of tier 5 waits for the work that is accepted until 240 s after it, and no longer; each tier "
-            "counts 60 s.",
+            "A job of priority 5 waits for the work that is accepted until 240 s after it, and no longer; each "
+            "step counts 60 s.",
         ),
         ({"policy": "fair"}, [None] * 9, "A tenant gets its share of the slots' time by weight"),
     ],
@@ -149,7 +149,7 @@ def test_a_model_states_the_longest_wait_that_its_policy_can_cause(
     api.model(**config)
     shown = api.client.get("/admin/models/zimg").json
     assert list(shown["longest_overtaking_s"].values()) == bounds
-    assert list(shown["longest_overtaking_s"]) == [str(tier) for tier in range(1, 10)]
+    assert list(shown["longest_overtaking_s"]) == [str(priority) for priority in range(1, 10)]
     assert shown["longest_wait"].startswith(sentence)
 
 
@@ -276,10 +276,10 @@ def test_a_tenant_of_half_a_character_is_refused(api: Api) -> None:
     assert answer.json["field"].startswith("weights")
 
 
-@pytest.mark.parametrize("tier", [0, 10, -1, 1.5, "5"])
-def test_a_tier_that_there_is_not_is_refused_with_those_that_there_are(api: Api, tier: Any) -> None:
+@pytest.mark.parametrize("priority", [0, 10, -1, 1.5, "5"])
+def test_a_priority_that_there_is_not_is_refused_with_those_that_there_are(api: Api, priority: Any) -> None:
     api.model()
-    answer = api.submit(priority=tier)
+    answer = api.submit(priority=priority)
     assert (answer.status_code, answer.json["field"]) == (422, "priority")
     assert "from 1 (most urgent) to 9" in answer.json["detail"]
     assert api.stored() == NOTHING

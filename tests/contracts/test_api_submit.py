@@ -26,7 +26,7 @@ def test_a_submitted_job_is_in_the_record_when_it_is_answered(api: Api) -> None:
     job = api.job(answer.json["job_id"])
     assert answer.status_code == 202
     assert answer.headers["Location"] == answer.json["links"]["self"] == f"/queue/jobs/{job.id}"
-    assert (job.state, job.model, job.tier, job.tenant) == (State.QUEUED, "zimg", 2, "default")
+    assert (job.state, job.model, job.priority, job.tenant) == (State.QUEUED, "zimg", 2, "default")
     assert job.payload == '{"prompt":"a cat"}'
     assert job.callback_url == "https://client.example/hook"
     assert job.deadline_ms == job.created_ms + 60_000
@@ -86,10 +86,10 @@ def test_a_moment_that_has_passed_means_now(api: Api, moment: Any) -> None:
     assert api.job(api.submitted(not_before=moment)).state is State.QUEUED
 
 
-@pytest.mark.parametrize("priority, tier", [(None, 5), (False, 5), (True, 1), (1, 1), (9, 9)])
-def test_priority_is_a_tier(api: Api, priority: Any, tier: int) -> None:
+@pytest.mark.parametrize("asked, priority", [(None, 5), (False, 5), (True, 1), (1, 1), (9, 9)])
+def test_a_priority_is_a_number_or_true_for_the_most_urgent(api: Api, asked: Any, priority: int) -> None:
     api.model()
-    assert api.job(api.submitted(priority=priority)).tier == tier
+    assert api.job(api.submitted(priority=asked)).priority == priority
 
 
 def test_not_before_is_a_moment_or_seconds_from_now(api: Api) -> None:
@@ -441,7 +441,7 @@ def test_a_batch_may_come_as_lines(api: Api) -> None:
     api.model()
     lines = b"\n".join([_raw(), b"", _raw(priority=1), b""])
     answer = api.client.post("/queue/submit-batch", data=lines, content_type="application/x-ndjson; charset=utf-8")
-    assert [api.job(job["job_id"]).tier for job in answer.json["jobs"]] == [5, 1]
+    assert [api.job(job["job_id"]).priority for job in answer.json["jobs"]] == [5, 1]
 
 
 BAD_ITEMS: dict[str, tuple[dict[str, Any], str]] = {

@@ -190,12 +190,14 @@ def test_an_event_tells_the_error_and_when_the_retry_comes(store):
 
 
 def test_a_start_gives_the_worker_all_that_it_needs(store):
-    job = a_queued_job(store, payload='{"steps":4}', deadline_ms=LATER, envelope='{"chord":1}', tier=2, tenant="acme")
+    job = a_queued_job(
+        store, payload='{"steps":4}', deadline_ms=LATER, envelope='{"chord":1}', priority=2, tenant="acme"
+    )
     run = store.start(job.id, "gpu1", "gpu1-slot3", "lease-7", T0 + SECOND)
     assert (run.payload, run.envelope, run.deadline_ms) == ('{"steps":4}', '{"chord":1}', LATER)
     assert (run.server, run.slot, run.started_ms) == ("gpu1", "gpu1-slot3", T0 + SECOND)
     assert (run.attempt, run.failures, run.crashes, run.remote_id, run.cancel_requested) == (1, 0, 0, None, False)
-    assert (run.job.id, run.job.seq, run.job.model, run.job.tier, run.job.tenant) == (
+    assert (run.job.id, run.job.seq, run.job.model, run.job.priority, run.job.tenant) == (
         job.id,
         job.seq,
         "zimg",
@@ -221,7 +223,7 @@ def test_two_workers_that_start_one_job_at_once_get_it_once(database, store):
 
 def test_whoever_hears_of_a_job_hears_its_age_and_its_constraints(store):
     """All that order and placement need is in what the waiting room is told, whichever way a job comes to it."""
-    job = a_delayed_job(store, constraints="gpu=A100", tier=2, tenant="acme", now_ms=T0)
+    job = a_delayed_job(store, constraints="gpu=A100", priority=2, tenant="acme", now_ms=T0)
     known = job.waiting
     assert (known.created_ms, known.constraints) == (T0, "gpu=A100")
     assert store.promote_due(LATER) == [known]

@@ -18,7 +18,7 @@ STARTED_OR_ENDED = sorted(set(State) - {State.QUEUED, State.DELAYED})
 
 @pytest.mark.parametrize("state", STARTED_OR_ENDED)
 def test_history_tells_what_a_simulation_needs_of_a_job(store, state):
-    job = a_job_in(store, state, model="flux", tier=2, tenant="acme", constraints="gpu=A100")
+    job = a_job_in(store, state, model="flux", priority=2, tenant="acme", constraints="gpu=A100")
     finished_ms = None if state is State.RUNNING else T0
     told = Past("flux", 2, "acme", "gpu=A100", T0, T0, finished_ms, state)
     assert list(history.read(store.database, T0, T0 + 1)) == [told]
@@ -61,9 +61,9 @@ def test_history_goes_by_the_time_of_acceptance_even_where_the_clocks_disagree(s
 
 
 def test_jobs_of_one_moment_are_told_as_they_were_accepted(store):
-    for tier in (3, 1, 2):
-        a_running_job(store, tier=tier)
-    assert [past.tier for past in history.read(store.database, T0, T0 + 1)] == [3, 1, 2]
+    for priority in (3, 1, 2):
+        a_running_job(store, priority=priority)
+    assert [past.priority for past in history.read(store.database, T0, T0 + 1)] == [3, 1, 2]
 
 
 def test_history_closes_the_gaps_that_removed_jobs_have_left(store):

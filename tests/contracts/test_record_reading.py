@@ -43,5 +43,5 @@ def test_order_1_jobs_are_numbered_as_they_are_accepted(store):
 
 
 def test_a_task_message_can_be_written_without_the_payload(store):
-    job = a_queued_job(store, tier=2, envelope='{"link":1}')
+    job = a_queued_job(store, priority=2, envelope='{"link":1}')
     assert store.headers(job.id) == ("zimg", 2, 0, '{"link":1}')

@@ -36,7 +36,7 @@ def _stored(database: Database) -> tuple[int, int, int]:
 
 
 def test_a_submitted_job_is_queued_with_its_event_and_everything_it_brought(database, store):
-    job = a_job(tier=2, tenant="acme", callback_url="https://c.example/h", deadline_ms=T0 + 9, source="celery")
+    job = a_job(priority=2, tenant="acme", callback_url="https://c.example/h", deadline_ms=T0 + 9, source="celery")
     (accepted,) = store.submit([job], T0)
     row = row_of(database, job.id)
     assert (accepted.id, accepted.seq, accepted.state, accepted.deduplicated) == (job.id, row["seq"], "queued", False)
@@ -53,10 +53,10 @@ def test_a_job_with_a_time_before_which_it_must_not_run_is_delayed(database, sto
 
 
 def test_the_event_of_a_submit_says_what_was_accepted(store, database):
-    (accepted,) = store.submit([a_job(tier=3, tenant="acme")], T0)
+    (accepted,) = store.submit([a_job(priority=3, tenant="acme")], T0)
     (told,) = tail.page(database, 0, 10).entries
     assert (told.event.job_id, told.event.data) == (accepted.id, {"why": "submitted"})
-    assert (told.model, told.tier, told.tenant) == ("zimg", 3, "acme")
+    assert (told.model, told.priority, told.tenant) == ("zimg", 3, "acme")
 
 
 def test_a_batch_is_answered_in_its_own_order(store):

@@ -37,13 +37,13 @@ def test_what_happened_before_is_not_told_and_what_happens_is_told_once(store, f
 
 
 def test_an_event_is_told_with_its_job_and_the_server_of_its_attempt(store, follower):
-    run = a_running_job(store, server="gpu1", tenant="acme", tier=2)
+    run = a_running_job(store, server="gpu1", tenant="acme", priority=2)
     store.settle(run.job.id, 1, Why.SERVER_ERROR, T0, error=Error("server_error", "no"), due_ms=T0 + SECOND)
     store.promote_due(T0 + SECOND)
     store.start(run.job.id, "gpu2", "gpu2/0", "another", T0 + SECOND)
     store.settle(run.job.id, 2, Why.FINISHED, T0 + SECOND, result="{}")
     told = follower.read()
-    assert {(it.model, it.tenant, it.tier) for it in told} == {("zimg", "acme", 2)}
+    assert {(it.model, it.tenant, it.priority) for it in told} == {("zimg", "acme", 2)}
     assert [(it.event.type, it.server) for it in told] == [
         ("job.enqueued", None),
         ("job.started", "gpu1"),

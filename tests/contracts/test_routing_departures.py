@@ -123,7 +123,7 @@ def test_a_dead_job_of_a_removed_model_is_not_queued_again(stage):
 
 def test_order_1_jobs_of_a_renamed_model_start_in_the_order_they_had(stage):
     stage.register()
-    ids = [stage.submit(priority=tier) for tier in (5, 5, 7, 1, 5, 1)]
+    ids = [stage.submit(priority=priority) for priority in (5, 5, 7, 1, 5, 1)]
     stage.offered()
     _rename(stage)
     assert stage.run_all() == [ids[3], ids[5], ids[0], ids[1], ids[4], ids[2]]
@@ -172,7 +172,7 @@ def test_a_worker_that_had_claimed_before_the_name_changed_keeps_its_slot(stage)
 @pytest.mark.parametrize("running", [0, 1])
 def test_a_renaming_that_is_cut_before_redis_hears_of_it_is_completed_by_the_sweep(stage, running):
     stage.register()
-    ids = [stage.submit(priority=tier) for tier in (5, 1, 5, 1)]
+    ids = [stage.submit(priority=priority) for priority in (5, 1, 5, 1)]
     task = stage.start() if running else None
     stage.offered()
     departures.rename_model(stage.database, "zimg", "flux", stage.now, "ops")

@@ -290,7 +290,7 @@ def test_on_another_server_a_job_is_run_anew(stage):
 
 def test_an_emptied_redis_is_rebuilt_in_order_with_the_leases_of_running_jobs(stage):
     stage.register(2)
-    ids = [stage.submit(priority=tier) for tier in (5, 5, 7, 1, 5, 1)]
+    ids = [stage.submit(priority=priority) for priority in (5, 5, 7, 1, 5, 1)]
     one, two = stage.start("w1"), stage.start("w2")
     stage.lose_redis()
     assert stage.renewal(one) is Renewal.UNKNOWN
@@ -354,8 +354,8 @@ def test_a_running_job_whose_lease_is_lost_gets_it_back(stage, fleets_job):
 
 def test_reconcile_leaves_waiting_jobs_where_they_are(stage):
     stage.register(2)
-    for tier in (5, 1, 9, 5, 1, 5, 5):
-        stage.submit(priority=tier)
+    for priority in (5, 1, 9, 5, 1, 5, 5):
+        stage.submit(priority=priority)
     stage.start()
     stage.later(3_000)
     before = stage.room.dump()
@@ -403,8 +403,8 @@ def test_queue_1_the_sweep_brings_in_what_was_accepted_while_redis_was_away(stag
 
 def test_a_sweep_leaves_waiting_jobs_where_they_are(stage):
     stage.register()
-    for tier in (5, 1, 9, 5):
-        stage.submit(priority=tier)
+    for priority in (5, 1, 9, 5):
+        stage.submit(priority=priority)
     before = stage.room.dump()
     for _ in range(4):
         reconcile.sweep(stage.dispatcher)
@@ -436,7 +436,7 @@ def test_a_server_that_is_paused_finishes_what_runs_and_gets_nothing_new(stage, 
 
 def test_a_policy_can_change_while_jobs_wait_and_run(stage):
     stage.register(1, policy="fifo")
-    ids = [stage.submit(priority=tier) for tier in (5, 9, 1, 5, 1)]
+    ids = [stage.submit(priority=priority) for priority in (5, 9, 1, 5, 1)]
     assert _ahead(stage, ids[4]) == 3
     stage.catalog.configure("zimg", {"policy": "priority"}, stage.now)
     reconcile.refresh_fleet(stage.dispatcher, "zimg")
@@ -449,7 +449,7 @@ def test_a_process_with_an_old_catalog_cannot_bring_an_old_policy_back(stage):
     stage.set_state("paused")
     old = stage.a_dispatcher(stage.redis)
     old.catalog.snapshot()
-    ids = [stage.submit(priority=tier) for tier in (9, 1)]
+    ids = [stage.submit(priority=priority) for priority in (9, 1)]
     stage.catalog.configure("zimg", {"policy": "priority"}, stage.now)
     reconcile.refresh_fleet(stage.dispatcher, "zimg")
     old.queues.enqueue("zimg", [_waiting(stage.job(job)) for job in ids], 0)

@@ -228,7 +228,7 @@ def test_options_reach_the_job_by_apply_async_and_by_a_signature(called):
     second = infer.s("zimg", PROMPT).set(**options | {"idempotency_key": "other"}).delay()
     for sent in (first, second):
         job = called.job(sent.id)
-        assert (job.tier, job.tenant, job.constraints) == (2, "acme", "gpu=A100")
+        assert (job.priority, job.tenant, job.constraints) == (2, "acme", "gpu=A100")
 
 
 @sqlite

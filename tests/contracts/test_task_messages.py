@@ -39,7 +39,7 @@ def test_what_the_wake_up_of_a_new_job_says_is_not_read_from_the_record(monkeypa
     sent, publisher = [], Publisher()
     monkeypatch.setattr(announce, "publisher", lambda: publisher)
     monkeypatch.setattr(announce.CeleryAnnouncer, "_wake", lambda _, offer: sent.append("read"))
-    monkeypatch.setattr(messages, "publish", lambda offer, tier, failures: sent.append((offer, tier, failures)))
+    monkeypatch.setattr(messages, "publish", lambda offer, priority, failures: sent.append((offer, priority, failures)))
     announcer = announce.CeleryAnnouncer(None, None)
     announcer.offered(OFFER, Waiting("j1", 1, "zimg", 2, "default"))
     announcer.offered(OFFER, None)

@@ -107,16 +107,16 @@ ROOM = [
         "routing/lua/lib/lanes.lua",
         'or string.format("%.17g", key)',
         "or tostring(key)",
-        (f"{ORDER}test_acceptance_numbers_are_exact_up_to_two_to_the_49_in_every_tier",),
+        (f"{ORDER}test_acceptance_numbers_are_exact_up_to_two_to_the_49_in_every_priority",),
         still=f"{LEASES}test_a_slot_without_a_job_stays_free",
     ),
     Mutant(
-        "tiers are further apart than a number can tell",
+        "priorities are further apart than a number can tell",
         "ORDER-1",
         "routing/lua/lib/order.lua",
-        "TIER_STEP = 2 ^ 49",
-        "TIER_STEP = 2 ^ 53",
-        (f"{ORDER}test_acceptance_numbers_are_exact_up_to_two_to_the_49_in_every_tier",),
+        "PRIORITY_STEP = 2 ^ 49",
+        "PRIORITY_STEP = 2 ^ 53",
+        (f"{ORDER}test_acceptance_numbers_are_exact_up_to_two_to_the_49_in_every_priority",),
         still=f"{LEASES}test_a_slot_without_a_job_stays_free",
     ),
     # -- slots and servers -----------------------------------------------------------------------------------
@@ -165,14 +165,14 @@ ROOM = [
     ),
     # -- policies ----------------------------------------------------------------------------------------------
     Mutant(
-        "aging counts tiers as priority does",
+        "aging counts priorities as the policy of that name does",
         "aging",
         "routing/lua/lib/policies/aging.lua",
-        "function aging.head_key(tier, _, created, rules) return created + tier * rules.head_start end",
-        "function aging.head_key(tier, seq) return tier * TIER_STEP + seq end",
+        "function aging.head_key(priority, _, created, rules) return created + priority * rules.head_start end",
+        "function aging.head_key(priority, seq) return priority * PRIORITY_STEP + seq end",
         (
             f"{PLACES}test_under_aging_nobody_is_overtaken_by_what_came_later_than_the_printed_bound",
-            f"{PLACES}test_under_priority_a_low_tier_starves_and_under_aging_it_does_not",
+            f"{PLACES}test_under_priority_the_least_urgent_starve_and_under_aging_they_do_not",
         ),
         still=f"{LEASES}test_a_slot_without_a_job_stays_free",
     ),
@@ -279,13 +279,13 @@ ROOM = [
         still=f"{LEASES}test_a_slot_without_a_job_stays_free",
     ),
     Mutant(
-        "the tiers of one model starve another model under aging",
+        "the priorities of one model starve another model under aging",
         "aging",
         "routing/lua/lib/policies/aging.lua",
-        "function aging.tier_among_models(_, key, rules, now)\n"
+        "function aging.priority_among_models(_, key, rules, now)\n"
         "  return math.max(math.ceil((key - now) / math.max(rules.head_start, 1)), 1)\n",
-        "function aging.tier_among_models(tier)\n  return tier\n",
-        (f"{TURNS}test_under_aging_a_models_last_tier_is_not_starved_by_another_models_first_one",),
+        "function aging.priority_among_models(priority)\n  return priority\n",
+        (f"{TURNS}test_under_aging_a_models_last_priority_is_not_starved_by_another_models_first_one",),
         still=f"{LEASES}test_a_slot_without_a_job_stays_free",
     ),
     Mutant(

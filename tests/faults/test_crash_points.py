@@ -425,7 +425,7 @@ def _out_of_order(case: Aftermath, found: dict[str, Job], trails: dict[str, list
             continue
         span = sum(last < trail[0].id for last in breaks)
         if span == sum(last < first.id for last in breaks):
-            undisturbed.setdefault((job.model, job.tier, span), []).append((job.seq, first.data["offer"], job.id))
+            undisturbed.setdefault((job.model, job.priority, span), []).append((job.seq, first.data["offer"], job.id))
     for lane in undisturbed.values():
         for (_, earlier, one), (_, later, other) in pairwise(sorted(lane)):
             if earlier > later:

@@ -101,11 +101,11 @@ def test_redis_vanishes_and_every_job_runs_once_in_its_turn(town: Town, gone: Ca
     model, gate = town.model(1), town.gate()
     running = town.submit(model, gate)
     town.sent(model)
-    waiting = [town.submit(model, 0.02, priority=tier) for tier in (5, 9, 1, 5)]
+    waiting = [town.submit(model, 0.02, priority=priority) for priority in (5, 9, 1, 5)]
 
     assert town.stack.valkey is not None
     with outage(town.stack.valkey):
-        waiting += [town.submit(model, 0.02, priority=tier) for tier in (1, 5, 5, 5)]
+        waiting += [town.submit(model, 0.02, priority=priority) for priority in (1, 5, 5, 5)]
         if gone is not _flushed:
             eventually(_passed(LEASE_S), "leases would have expired", every_s=0.1)
 
@@ -118,9 +118,9 @@ def test_redis_vanishes_and_every_job_runs_once_in_its_turn(town: Town, gone: Ca
     if gone in (_flushed, _lost):
         assert ran == in_turn, "an emptied room is filled before it opens"
     else:  # Who was accepted meanwhile comes with the next sweep: behind none of its own lane.
-        tiers = {job.id: job.tier for job in jobs}
-        for tier in (1, 5, 9):
-            assert [it for it in ran if tiers[it] == tier] == [it for it in in_turn if tiers[it] == tier]  # ORDER-1
+        priority = {job.id: job.priority for job in jobs}
+        for of in (1, 5, 9):
+            assert [it for it in ran if priority[it] == of] == [it for it in in_turn if priority[it] == of]  # ORDER-1
 
 
 def test_a_script_that_ran_although_its_client_gave_up_is_not_sent_again(stage: Stage, valkey: Valkey) -> None:

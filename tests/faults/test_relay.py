@@ -78,7 +78,7 @@ def all_ids(database: Database) -> list[int]:
 
 
 def test_every_event_reaches_the_stream_in_order_as_a_cloudevent_that_the_sdk_reads(database, store, valkey):
-    job = an_ended_job(store, tenant="acme", tier=2)
+    job = an_ended_job(store, tenant="acme", priority=2)
     relay = a_relay(database, valkey)
     assert relay.turn() == 3
     found = Reader(valkey).events()
@@ -92,6 +92,7 @@ def test_every_event_reaches_the_stream_in_order_as_a_cloudevent_that_the_sdk_re
         "job_id": job.id,
         "model": "zimg",
         "tenant": "acme",
+        "priority": 2,
         "tier": 2,
         "server": "gpu1",
         "attempt": 1,

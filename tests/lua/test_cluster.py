@@ -63,8 +63,8 @@ class _Strict(Scripts):
         return self.redis.eval(_STRICT + assemble(it.script), len(it.keys), *it.keys, *args)
 
 
-def _b(job_id: str, seq: int, tier: int = 5) -> Job:
-    return a(job_id, seq, tier, FLEET, constraints="gpu=A100")
+def _b(job_id: str, seq: int, priority: int = 5) -> Job:
+    return a(job_id, seq, priority, FLEET, constraints="gpu=A100")
 
 
 def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):

@@ -9,8 +9,8 @@ SMALL, LARGE = Server("small", attributes={"memory": 40}), Server("large", attri
 POLICIES = pytest.mark.parametrize("policy", ["priority", "fair"])
 
 
-def asks(job: str, seq: int, memory: int, tenant: str = "default", tier: int = 5):
-    return a(job, seq, tier, tenant=tenant, constraints=f"memory>={memory}")
+def asks(job: str, seq: int, memory: int, tenant: str = "default", priority: int = 5):
+    return a(job, seq, priority, tenant=tenant, constraints=f"memory>={memory}")
 
 
 def calls_of(room: Room, act) -> int:
@@ -56,13 +56,13 @@ def test_the_turn_among_many_constraints_is_that_of_the_policy(room):
     jobs = [asks(f"x{n}", n, 1 + n % 7, f"t{n % 2}", 1 + n * 5 % 9) for n in range(30)]
     room.enqueue(*jobs)
     room.later(1000)
-    assert room.drain() == [job.id for job in sorted(jobs, key=lambda job: (job.tier, job.seq))]
+    assert room.drain() == [job.id for job in sorted(jobs, key=lambda job: (job.priority, job.seq))]
 
 
 def test_under_fair_the_urgent_job_of_a_tenant_comes_first_whatever_its_others_ask_for(room):
     room.configure(policy="fair").with_servers(LARGE)
     room.rest("large", 1000)
-    room.enqueue(*[asks(f"x{n}", n, 1 + n) for n in range(20)], asks("urgent", 99, 40, tier=1))
+    room.enqueue(*[asks(f"x{n}", n, 1 + n) for n in range(20)], asks("urgent", 99, 40, priority=1))
     room.later(1000)
     assert room.drain()[0] == "urgent"
 

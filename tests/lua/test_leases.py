@@ -122,7 +122,7 @@ def test_a_worker_that_goes_on_with_the_next_job_needs_no_room(room):
 
 def test_the_oldest_open_offer_is_taken_before_any_newer_job(room):
     room.with_slots(3)
-    room.enqueue(a("j1", 1), a("j2", 2), a("j3", 3), a("urgent", 4, tier=1), limit=2)
+    room.enqueue(a("j1", 1), a("j2", 2), a("j3", 3), a("urgent", 4, priority=1), limit=2)
     first = room.offer(1, room=0, claimant="w1")
     assert [(it.job, it.owner, room.lease_of(it.job)["owner"]) for it in first] == [("urgent", "w1", "w1")]
     assert room.expiry_of("urgent") == room.now + LEASE_MS

@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.room import Job, Room, Server, a
 
-TIER_STEP = 1 << 49
-LARGEST_SEQ = TIER_STEP - 1
+PRIORITY_STEP = 1 << 49
+LARGEST_SEQ = PRIORITY_STEP - 1
 
 
 def ids(jobs: list[Job]) -> list[str]:
@@ -26,33 +26,33 @@ def test_jobs_of_a_lane_are_offered_in_the_order_of_acceptance(room):
 
 
 @pytest.mark.parametrize("policy", ["fifo", "priority"])
-def test_the_policy_decides_whether_the_tier_or_the_acceptance_counts(room, policy):
+def test_the_policy_decides_whether_the_priority_or_the_acceptance_counts(room, policy):
     draw = random.Random(11)
-    jobs = [a(f"j{seq}", seq, tier=draw.randint(1, 9)) for seq in range(1, 60)]
+    jobs = [a(f"j{seq}", seq, priority=draw.randint(1, 9)) for seq in range(1, 60)]
     room.configure(policy=policy)
     room.enqueue(*draw.sample(jobs, len(jobs)))
     room.with_slots(1)
-    by_tier = sorted(jobs, key=lambda job: (job.tier, job.seq))
-    assert room.drain() == ids(jobs if policy == "fifo" else by_tier)
+    by_priority = sorted(jobs, key=lambda job: (job.priority, job.seq))
+    assert room.drain() == ids(jobs if policy == "fifo" else by_priority)
 
 
 def test_three_priority_jobs_accepted_30_microseconds_apart_stay_in_order(room):
-    jobs = [a(name, LARGEST_SEQ - 2 + n, tier=1) for n, name in enumerate("zyx")]
+    jobs = [a(name, LARGEST_SEQ - 2 + n, priority=1) for n, name in enumerate("zyx")]
     room.enqueue(*reversed(jobs))
     room.with_slots(1)
     assert room.drain() == ["z", "y", "x"]
 
 
 @pytest.mark.parametrize("policy", ["fifo", "priority"])
-@pytest.mark.parametrize("tier", [1, 5, 9])
-def test_acceptance_numbers_are_exact_up_to_two_to_the_49_in_every_tier(room, tier, policy):
+@pytest.mark.parametrize("priority", [1, 5, 9])
+def test_acceptance_numbers_are_exact_up_to_two_to_the_49_in_every_priority(room, priority, policy):
     numbers = [1, 2, (1 << 48) + 1, LARGEST_SEQ - 1, LARGEST_SEQ]
-    jobs = [a(f"j{n}", n, tier) for n in numbers]
+    jobs = [a(f"j{n}", n, priority) for n in numbers]
     room.configure(policy=policy)
     room.enqueue(*reversed(jobs))
     for job in jobs:
         assert room.seq_of(job) == job.seq
-    assert room.key_of(jobs[0].lane) == (0 if policy == "fifo" else tier * TIER_STEP) + 1
+    assert room.key_of(jobs[0].lane) == (0 if policy == "fifo" else priority * PRIORITY_STEP) + 1
     room.with_slots(1)
     seen = []
     offers = room.offer(1)
@@ -66,8 +66,8 @@ def test_acceptance_numbers_are_exact_up_to_two_to_the_49_in_every_tier(room, ti
     assert seen == ids(jobs)
 
 
-def test_the_largest_number_of_a_tier_still_comes_before_the_smallest_of_the_next(room):
-    jobs = [a(f"t{tier}{end}", seq, tier) for tier in range(1, 10) for end, seq in (("a", 1), ("b", LARGEST_SEQ))]
+def test_the_largest_number_of_a_priority_still_comes_before_the_smallest_of_the_next(room):
+    jobs = [a(f"t{it}{end}", seq, it) for it in range(1, 10) for end, seq in (("a", 1), ("b", LARGEST_SEQ))]
     room.enqueue(*random.Random(3).sample(jobs, len(jobs)))
     room.with_slots(1)
     assert room.drain() == ids(jobs)
@@ -83,16 +83,16 @@ def test_a_job_that_comes_back_stands_where_it_stood(room):
 
 def test_a_job_that_comes_back_into_an_empty_lane_makes_the_lane_again(room):
     room.with_slots(1)
-    (offer,) = room.enqueue(a("alone", 7, tier=3))
+    (offer,) = room.enqueue(a("alone", 7, priority=3))
     assert room.lanes() == [] and room.client.hlen(room.key("lanes")) == 0
     room.release(offer, "", back=True, limit=0)
     assert room.lane_of("3||default|zimg") == ["alone"]
-    assert room.key_of("3||default|zimg") == 3 * TIER_STEP + 7
+    assert room.key_of("3||default|zimg") == 3 * PRIORITY_STEP + 7
 
 
 def test_a_delayed_job_returns_with_its_priority_and_its_number(room):
-    room.enqueue(a("late", 9, tier=5), a("less urgent", 1, tier=6))
-    room.enqueue(a("retried", 4, tier=5))  # its time has come
+    room.enqueue(a("late", 9, priority=5), a("less urgent", 1, priority=6))
+    room.enqueue(a("retried", 4, priority=5))  # its time has come
     room.with_slots(1)
     assert room.drain() == ["retried", "late", "less urgent"]
 
@@ -159,7 +159,7 @@ def test_a_waiting_job_can_be_withdrawn_and_leaves_nothing(room):
 
 def test_withdrawing_the_head_lets_the_next_job_decide_the_lanes_place(room):
     room.configure(policy="fifo")
-    room.enqueue(a("h", 1), a("x", 5), a("other", 3, tier=2))
+    room.enqueue(a("h", 1), a("x", 5), a("other", 3, priority=2))
     room.withdraw(a("h", 1))
     room.with_slots(1)
     assert room.drain() == ["other", "x"]
@@ -201,7 +201,7 @@ def test_position_counts_the_jobs_of_the_model_that_come_first(room, policy):
     jobs = [a(f"j{seq}", seq, draw.randint(1, 9)) for seq in range(1, 40)]
     room.configure(policy=policy)
     room.enqueue(*jobs, a("foreign", 0, 1, "flux"))
-    key = {"fifo": lambda job: job.seq, "priority": lambda job: (job.tier, job.seq)}[policy]
+    key = {"fifo": lambda job: job.seq, "priority": lambda job: (job.priority, job.seq)}[policy]
     before = room.dump()
     for ahead, job in enumerate(sorted(jobs, key=key)):
         assert room.position(job) == ["waiting", ahead]
@@ -232,7 +232,7 @@ def test_a_change_of_policy_reorders_a_hundred_lanes_and_loses_no_job(room):
         room.configure(model, policy="priority", affinity=0)
     assert {lane: room.lane_of(lane) for lane in room.lanes()} == inside
     room.with_servers(Server("gpu", 1, models=tuple(models)))
-    assert room.drain() == ids(sorted(jobs, key=lambda job: (job.tier, job.seq)))
+    assert room.drain() == ids(sorted(jobs, key=lambda job: (job.priority, job.seq)))
 
 
 def test_a_job_that_returns_after_a_change_of_policy_does_not_bring_the_old_policy_back(room):

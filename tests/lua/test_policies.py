@@ -22,7 +22,7 @@ def _with_policies_of_tests(monkeypatch):
 
 
 def mixed(count: int, seed: int = 1, tenants: int = 5) -> list[Job]:
-    """Jobs of all tiers and several tenants, one accepted every 100 ms."""
+    """Jobs of all priorities and several tenants, one accepted every 100 ms."""
     draw = random.Random(seed)
     return [
         a(f"j{seq}", seq, draw.randint(1, 9), tenant=f"t{draw.randrange(tenants)}", created=START_MS + 100 * seq)
@@ -192,8 +192,8 @@ def test_a_policy_that_only_another_release_knows_counts_as_none_until_another_i
     jobs = mixed(60)
     room.configure(policy="of-tomorrow", tier_head_start=1)
     room.enqueue(*jobs)
-    by_tier = [room.position(job)[1] for job in sorted(jobs, key=lambda job: (job.tier, job.seq))]
-    assert by_tier == list(range(60))
+    by_priority = [room.position(job)[1] for job in sorted(jobs, key=lambda job: (job.priority, job.seq))]
+    assert by_priority == list(range(60))
     room.configure(policy="fifo").with_slots(1)
     assert room.drain() == ids(jobs)
 
@@ -220,7 +220,7 @@ def test_under_aging_nobody_is_overtaken_by_what_came_later_than_the_printed_bou
     for _ in range(300):
         for _ in range(draw.choice([0, 0, 1, 1, 1, 2, 5])):
             seq += 1
-            # A steady stream of the most urgent, and few others: under strict tiers those would starve.
+            # A steady stream of the most urgent, and few others: under strict priorities those would starve.
             job = a(f"j{seq}", seq, 1 if draw.random() < 0.7 else draw.randint(2, 9), created=room.now)
             jobs[job.id] = job
             offers += room.enqueue(job)
@@ -231,15 +231,15 @@ def test_under_aging_nobody_is_overtaken_by_what_came_later_than_the_printed_bou
         room.later(draw.randint(1, 800))
     place = {job: n for n, job in enumerate(started)}
     for late in jobs.values():
-        bound_s = longest_overtaking_s(late.tier, config)
+        bound_s = longest_overtaking_s(late.priority, config)
         assert bound_s is not None
         if late.id in place:
             before = [jobs[job] for job in started[: place[late.id]]]
             assert all(job.created <= late.created + bound_s * SECOND for job in before)
 
 
-def test_under_priority_a_low_tier_starves_and_under_aging_it_does_not(room):
-    """Shows that the test above can fail: the same load under strict tiers."""
+def test_under_priority_the_least_urgent_starve_and_under_aging_they_do_not(room):
+    """Shows that the test above can fail: the same load under strict priorities."""
     for policy, starves in (("priority", True), ("aging", False)):
         here = Room(room.client, prefix=policy).configure(policy=policy, tier_head_start=1).with_slots(1)
         offers = here.enqueue(a("busy", 1, 1), a("low", 2, 9, created=here.now))
@@ -252,7 +252,7 @@ def test_under_priority_a_low_tier_starves_and_under_aging_it_does_not(room):
         assert ("low" not in started) is starves
 
 
-def test_fifo_and_the_first_tier_of_priority_are_overtaken_by_nothing():
+def test_fifo_and_the_most_urgent_of_priority_are_overtaken_by_nothing():
     assert longest_overtaking_s(9, ModelConfig(policy="fifo")) == 0
     assert longest_overtaking_s(1, ModelConfig(policy="priority")) == 0
     assert longest_overtaking_s(2, ModelConfig(policy="priority")) is None
@@ -293,7 +293,7 @@ def test_under_fair_each_tenant_gets_slot_time_by_its_weight(room):
     assert max(shares.values()) - min(shares.values()) <= 0.08 * max(shares.values())
 
 
-def test_under_fair_tiers_count_inside_a_tenant_only(room):
+def test_under_fair_priorities_count_inside_a_tenant_only(room):
     room.configure(policy="fair")
     room.enqueue(*[a(f"urgent{n}", n, 1, tenant="loud") for n in range(1, 20)])
     room.enqueue(a("late", 50, 9, tenant="quiet"), a("later", 51, 2, tenant="quiet"))

@@ -197,7 +197,7 @@ def test_what_concerns_one_server_looks_at_few_of_a_thousand(room, act):
 
 
 def test_slot_2_a_job_is_found_however_many_lanes_before_it_have_no_slot(room):
-    room.enqueue(*[a(f"no{tier}-{n}", n, tier, f"m{n}") for n in range(40) for tier in range(1, 9)])
+    room.enqueue(*[a(f"no{priority}-{n}", n, priority, f"m{n}") for n in range(40) for priority in range(1, 9)])
     room.with_slots(1)
     assert [it.job for it in room.enqueue(a("j", 1000, 9))] == ["j"]
 

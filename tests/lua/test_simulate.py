@@ -44,7 +44,7 @@ class Plain:
             self.go_on(arrival.at_ms)
             self.clock(arrival.at_ms)
             job = Waiting(
-                str(number), number, arrival.model, arrival.tier, arrival.tenant, arrival.at_ms, arrival.constraints
+                str(number), number, arrival.model, arrival.priority, arrival.tenant, arrival.at_ms, arrival.constraints
             )
             for offer in self.enqueue(job):
                 claimed = self.leases.claim(offer, "w1")

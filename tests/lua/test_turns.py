@@ -37,8 +37,8 @@ def scarce(room: Room) -> Room:
     return room
 
 
-def rare(job: str, seq: int, tenant: str, tier: int = 5) -> Job:
-    return a(job, seq, tier, tenant=tenant, constraints="gpu=A100")
+def rare(job: str, seq: int, tenant: str, priority: int = 5) -> Job:
+    return a(job, seq, priority, tenant=tenant, constraints="gpu=A100")
 
 
 def others_go_on(room: Room) -> None:
@@ -202,7 +202,7 @@ def test_a_job_that_is_gone_leaves_no_time_behind_for_the_next_one(room):
     assert [step(room)[0] for _ in range(7)] == ["j"] * 6 + ["n"]
 
 
-def test_under_aging_a_models_last_tier_is_not_starved_by_another_models_first_one(room):
+def test_under_aging_a_models_last_priority_is_not_starved_by_another_models_first_one(room):
     aging = {"policy": "aging", "tier_head_start": 1.0, "affinity": 0}
     share(room, aging, aging)
     room.enqueue(a("first", 1, 1, "m0", created=room.now), a("low", 2, 9, "m1", created=room.now))
@@ -210,11 +210,11 @@ def test_under_aging_a_models_last_tier_is_not_starved_by_another_models_first_o
         room.enqueue(a(f"j{n}", n, 1, "m0", created=room.now))
         if step(room) == "low":
             break
-    # Of tier 9 it waits for what is accepted until eight head starts after it.
+    # Of priority 9 it waits for what is accepted until eight head starts after it.
     assert 7 * SECOND <= room.now - START_MS <= 9 * SECOND
 
 
-def test_under_fair_tiers_of_one_model_do_not_count_against_those_of_another(room):
+def test_under_fair_priorities_of_one_model_do_not_count_against_those_of_another(room):
     fair = {"policy": "fair", "affinity": 0}
     share(room, fair, fair)
     room.enqueue(a("first", 1, 1, "m0"), a("low", 2, 9, "m1"), *[a(f"j{n}", n, 1, "m0") for n in range(3, 50)])
@@ -255,7 +255,7 @@ def test_the_position_among_very_many_lanes_is_estimated_well(room, policy, coun
     jobs = crowd(count, policy)
     room.configure(policy=policy).sync(COMMON, RARE)
     room.enqueue(*jobs, limit=0)
-    place = {"fifo": lambda job: job.seq, "priority": lambda job: (job.tier, job.seq)}[policy]
+    place = {"fifo": lambda job: job.seq, "priority": lambda job: (job.priority, job.seq)}[policy]
     order = sorted(jobs, key=place)
     for n in range(0, len(order), len(order) // 7):
         assert abs(room.position(order[n])[1] - n) <= 0.05 * len(order), order[n]

@@ -119,13 +119,15 @@ class PoliciesMachine(RuleBasedStateMachine):
     @rule(
         model=chosen(MODELS),
         tenant=chosen(TENANTS),
-        tier=chosen((1, 5, 9)),
+        priority=chosen((1, 5, 9)),
         constraints=chosen(CONSTRAINTS),
         count=st.integers(1, 3),
         limit=chosen((0, 8, 8)),
     )
-    def enqueue(self, model, tenant, tier, constraints, count, limit):
-        self._took(self.room.enqueue(*[self._job(model, tenant, tier, constraints) for _ in range(count)], limit=limit))
+    def enqueue(self, model, tenant, priority, constraints, count, limit):
+        self._took(
+            self.room.enqueue(*[self._job(model, tenant, priority, constraints) for _ in range(count)], limit=limit)
+        )
         self.filled = limit > 0
 
     @rule()
@@ -295,9 +297,9 @@ class PoliciesMachine(RuleBasedStateMachine):
     def _check_indexes(self, at: Standing, lanes: dict[str, Any]) -> None:
         by_class, marks = defaultdict(set), defaultdict(set)
         for lane in lanes:
-            tier, digest, tenant, model = lane.split("|")
+            priority, digest, tenant, model = lane.split("|")
             by_class[f"{digest}|{model}"].add(lane)
-            marks[f"{tenant}|{model}"].add(f"{tier}|{digest}")
+            marks[f"{tenant}|{model}"].add(f"{priority}|{digest}")
         assert {name: set(at.scores(f"classes:{name}")) for name in at.below("classes:")} == by_class
         assert {name: text.split("\n")[1] for name, text in at.hash("classes").items()} == {
             name: CONSTRAINTS[name[0] != "|"] for name in by_class
@@ -337,9 +339,9 @@ class PoliciesMachine(RuleBasedStateMachine):
             case "fifo":
                 assert key == head.seq
             case "priority":
-                assert key == head.tier * SHARE + head.seq
+                assert key == head.priority * SHARE + head.seq
             case "aging":
-                assert key == head.created + head.tier * 1000
+                assert key == head.created + head.priority * 1000
             case _:
                 virtual = float(at.hash(f"stats:model:{model}").get("virtual", 0))
                 tag = at.scores(f"tags:{model}").get(tenant, 0)
@@ -348,7 +350,7 @@ class PoliciesMachine(RuleBasedStateMachine):
                 assert key <= was[0] or tag > was[1], "whoever is charged nothing keeps its turn"
                 self.turns[lane] = key, tag
                 siblings = [at.scores(f"classes:{digest}|{model}").get(f"{n}{lane[1:]}", key) for n in range(1, 10)]
-                assert set(siblings) == {key}, "tiers count inside a tenant"
+                assert set(siblings) == {key}, "priorities count inside a tenant"
 
     def _check_virtual_time(self, at: Standing) -> None:
         """It never goes back while jobs wait under fair."""
@@ -382,9 +384,9 @@ class PoliciesMachine(RuleBasedStateMachine):
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
-    def _job(self, model: str, tenant: str, tier: int, constraints: str) -> Job:
+    def _job(self, model: str, tenant: str, priority: int, constraints: str) -> Job:
         self.names += 1
-        job = Job(f"j{self.names}", self.names, tier, model, tenant, self.room.now, constraints)
+        job = Job(f"j{self.names}", self.names, priority, model, tenant, self.room.now, constraints)
         self.jobs[job.id] = job
         return job
 

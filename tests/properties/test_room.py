@@ -111,7 +111,7 @@ class Model:
         free = sorted(self.free, key=lambda slot: (self.free[slot], slot))
         taken = Counter(self.server(lease.slot) for lease in self.leases.values())
         loaded = dict(self.loaded)
-        for job in sorted(self.waiting.values(), key=lambda job: (job.tier, job.seq)):
+        for job in sorted(self.waiting.values(), key=lambda job: (job.priority, job.seq)):
             able = [slot for slot in free if job.model in MODELS[self.server(slot)]]
             if len(due) < limit and able:
                 slot = min(able, key=lambda slot: self._score(self.server(slot), job.model, taken, loaded))
@@ -156,9 +156,9 @@ class RoomMachine(RuleBasedStateMachine):
         self._open()
         return multiple()
 
-    @rule(target=known, tier=st.integers(1, 9), model=st.sampled_from(("zimg", "zimg", "flux")), limit=limits)
-    def enqueue(self, tier, model, limit):
-        job = Job(f"j{len(self.jobs)}", len(self.jobs) + 1, tier, model)
+    @rule(target=known, priority=st.integers(1, 9), model=st.sampled_from(("zimg", "zimg", "flux")), limit=limits)
+    def enqueue(self, priority, model, limit):
+        job = Job(f"j{len(self.jobs)}", len(self.jobs) + 1, priority, model)
         self.jobs.append(job)
         return self._enqueue([job], limit)
 
@@ -331,12 +331,14 @@ class RoomMachine(RuleBasedStateMachine):
         by_lane: dict[str, list[Job]] = {}
         for job in model.waiting.values():
             by_lane.setdefault(job.lane, []).append(job)
-        # ORDER-1: inside a lane by acceptance, lanes by tier and acceptance
+        # ORDER-1: inside a lane by acceptance, lanes by priority and acceptance
         lanes = {lane: [job.id for job in sorted(jobs, key=lambda job: job.seq)] for lane, jobs in by_lane.items()}
         assert stands.lanes == lanes
         assert stands.order == [
             lane
-            for _, lane in sorted((min((job.tier, job.seq) for job in jobs), lane) for lane, jobs in by_lane.items())
+            for _, lane in sorted(
+                (min((job.priority, job.seq) for job in jobs), lane) for lane, jobs in by_lane.items()
+            )
         ]
         assert stands.free == model.free and stands.resting == model.resting
         assert stands.slots == {lease.slot: job for job, lease in model.leases.items()}

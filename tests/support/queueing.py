@@ -1,4 +1,4 @@
-"""A queue for whole simulated days: Poisson arrivals, slots, tiers, outages.  Runs in a second, by a seed.
+"""A queue for whole simulated days: Poisson arrivals, slots, priorities, outages.  Runs in a second, by a seed.
 
     outcomes = simulate(Load(rate=lambda ms: 0.0004, peak=0.0004, run_ms=exponential(20_000)), seed=1, forecaster)
 
@@ -36,7 +36,7 @@ class Forecaster(Protocol):
 class Load:
     """What comes, and what serves it.  `peak`: an upper bound of `rate`; `slots`: (from when, how many), …
 
-    A job's order key is `tier × step + number`, as in routing/order.py: a large step is strict priority,
+    A job's order key is `priority × step + number`, as in routing/order.py: a large step is strict priority,
     a small one lets a job overtake those that came up to so many numbers before it.
     """
 
@@ -44,7 +44,7 @@ class Load:
     peak: float
     run_ms: Duration
     slots: tuple[tuple[float, int], ...] = ((0, 8),)
-    tier: Callable[[random.Random], int] = lambda draw: 5
+    priority: Callable[[random.Random], int] = lambda draw: 5
     step: int = 1 << 49
     batch: Callable[[random.Random], int] = lambda draw: 1
     days: int = 1
@@ -56,7 +56,7 @@ class Outcome:
 
     came_ms: int
     waited_ms: int
-    tier: int
+    priority: int
     promised: Estimate | None
     at_once: bool
 
@@ -100,13 +100,13 @@ class _Queue:
 
     def submit(self, now: float) -> None:
         self.jobs += 1
-        tier = self.load.tier(self.draw)
-        key = (tier * self.load.step + self.jobs, self.jobs)
+        priority = self.load.priority(self.draw)
+        key = (priority * self.load.step + self.jobs, self.jobs)
         promised, at_once = None, len(self.running) < self.slots and not self.waiting
         if not at_once:
             ahead = bisect_left(self.waiting, key)
             promised = self.forecaster.promise(str(self.jobs), ahead, self.slots, self.mean(now), round(now))
-        self.came[self.jobs] = (round(now), tier, promised, at_once)
+        self.came[self.jobs] = (round(now), priority, promised, at_once)
         insort(self.waiting, key)
 
     def mean(self, now: float) -> float | None:
@@ -125,8 +125,8 @@ class _Queue:
     def first_start(self, job: int, now_ms: int) -> None:
         if job not in self.came:
             return
-        came, tier, promised, at_once = self.came.pop(job)
-        self.outcomes.append(Outcome(came, now_ms - came, tier, promised, at_once))
+        came, priority, promised, at_once = self.came.pop(job)
+        self.outcomes.append(Outcome(came, now_ms - came, priority, promised, at_once))
         if promised is not None:
             self.forecaster.started(str(job), now_ms)
 

@@ -57,7 +57,7 @@ class Job:
 
     id: str
     seq: int
-    tier: int = 5
+    priority: int = 5
     model: str = "zimg"
     tenant: str = "default"
     created: int = START_MS
@@ -66,7 +66,7 @@ class Job:
     @property
     def lane(self) -> str:
         return order.lane(
-            Waiting(self.id, self.seq, self.model, self.tier, self.tenant, self.created, self.constraints)
+            Waiting(self.id, self.seq, self.model, self.priority, self.tenant, self.created, self.constraints)
         )
 
     @property

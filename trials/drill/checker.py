@@ -31,7 +31,7 @@ class Receipt:
 
     job_id: str
     model: str
-    tier: int
+    priority: int
     sent_ns: int
     answered_ns: int
 
@@ -188,7 +188,7 @@ def overtaken(receipts: Iterable[Receipt], runs: Iterable[Run], record: Mapping[
     lanes: dict[tuple[str, int], list[Receipt]] = defaultdict(list)
     for receipt in receipts:
         if receipt.job_id in first:
-            lanes[(receipt.model, receipt.tier)].append(receipt)
+            lanes[(receipt.model, receipt.priority)].append(receipt)
     return [one for lane in lanes.values() for one in _overtaken_in(lane, first, record)]
 
 

@@ -119,7 +119,7 @@ class Clients:
         while not self._stop.is_set() and time.monotonic_ns() - sent_ns < _PATIENCE_S * 1e9:
             answer = self._ask(session, body, headers, order)
             if answer.job_id is not None:
-                self._accepted(Receipt(answer.job_id, order.model, order.tier, sent_ns, time.monotonic_ns()), order)
+                self._accepted(Receipt(answer.job_id, order.model, order.priority, sent_ns, time.monotonic_ns()), order)
                 if answer.deduplicated and denied:
                     self._note(self.lies, f"order {order.number} was stored as {answer.job_id}, answered: {denied}")
                 return
@@ -135,7 +135,7 @@ class Clients:
             self.gave_up.append(order.number)
 
     def _body(self, order: Order) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": order.model, "payload": order.payload, "priority": order.tier}
+        body: dict[str, Any] = {"model": order.model, "payload": order.payload, "priority": order.priority}
         if order.hooked:
             body["callback_url"] = self._hook(order.number)
         if order.expires_s is not None:  # Once for all tries: a key stands for one body.

@@ -14,7 +14,7 @@ _LONG_S = 16.0  # a lease that is not renewed has been taken away by then, and t
 _LONG_EVERY = 100
 _FAILS_EVERY = 50
 _HOOKED_EVERY = 4
-_TIERS = (5, 5, 5, 1, 9)
+_PRIORITIES = (5, 5, 5, 1, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Order:
     number: int
     at_s: float
     model: str
-    tier: int
+    priority: int
     payload: Mapping[str, Any]
     hooked: bool = False
     """Its end shall be told to a receiver."""
@@ -58,14 +58,14 @@ def orders(
     at_once = round(count * burst)
     found = []
     for number in range(count):
-        model, tier = chance.choice(models), chance.choice(_TIERS)
+        model, priority = chance.choice(models), chance.choice(_PRIORITIES)
         run_s = chance.uniform(*_RUN_S) * stretch
         payload: dict[str, Any] = {"number": number, "seconds": _LONG_S if number in longs else round(run_s, 3)}
         if chance.randrange(_FAILS_EVERY) == 0:
             payload["fails"] = 1
         late = max(number - at_once, 0) / max(count - at_once, 1)
         hooked = hooks and number % _HOOKED_EVERY == 0
-        found.append(Order(number, round(late * seconds * 0.8, 3), model, tier, payload, hooked))
+        found.append(Order(number, round(late * seconds * 0.8, 3), model, priority, payload, hooked))
     return found
 
 
@@ -83,7 +83,7 @@ def masses(
             number=first + mass * size + one,
             at_s=at_s,
             model=chance.choice(models),
-            tier=min(_TIERS),
+            priority=min(_PRIORITIES),
             payload={"number": first + mass * size + one, "seconds": round(chance.uniform(*_MASS_RUN_S), 3)},
             hooked=hooks and one % _HOOKED_EVERY == 0,
             expires_s=until_s,

@@ -91,7 +91,9 @@ def _joined(outages: Sequence[Outage]) -> list[Outage]:
 
 
 def _waiting(number: int, arrival: Arrival) -> Waiting:
-    return Waiting(str(number), number, arrival.model, arrival.tier, arrival.tenant, arrival.at_ms, arrival.constraints)
+    return Waiting(
+        str(number), number, arrival.model, arrival.priority, arrival.tenant, arrival.at_ms, arrival.constraints
+    )
 
 
 def _job(number: int, arrival: Arrival, runs: Sequence[Ran]) -> Job:
@@ -101,7 +103,7 @@ def _job(number: int, arrival: Arrival, runs: Sequence[Ran]) -> Job:
         number,
         arrival.model,
         arrival.tenant,
-        arrival.tier,
+        arrival.priority,
         arrival.at_ms,
         last.start_ms if last else None,
         last.end_ms if last else None,
@@ -121,8 +123,8 @@ def _check(scenario: Scenario) -> None:
             )
         if arrival.run_ms < 1:
             raise Wrong(f"Job {number} runs for {arrival.run_ms} ms: give it at least 1.")
-        if not 1 <= arrival.tier <= 9:
-            raise Wrong(f"Job {number} has tier {arrival.tier}: tiers go from 1, the most urgent, to 9.")
+        if not 1 <= arrival.priority <= 9:
+            raise Wrong(f"Job {number} has priority {arrival.priority}: priorities go from 1, the most urgent, to 9.")
         if before is not None and arrival.at_ms < before:
             raise Wrong(f"Job {number} arrives before the one that stands before it: sort the arrivals by time.")
         before = arrival.at_ms

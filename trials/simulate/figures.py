@@ -99,7 +99,7 @@ def figures(outcome: Outcome) -> Figures:
         sum(job.lost_ms > 0 for job in jobs),
         swaps(jobs),
         _grouped(jobs, late, lambda job: job.model),
-        _grouped(jobs, late, lambda job: job.tier),
+        _grouped(jobs, late, lambda job: job.priority),
         _grouped(jobs, late, lambda job: classes[job.tenant]),
         _series(outcome, slots),
     )

@@ -21,7 +21,7 @@ class Past:
     """A job that has started or ended, as far as order and placement are concerned.  `started_ms`: its last start."""
 
     model: str
-    tier: int
+    priority: int
     tenant: str
     constraints: str
     created_ms: int

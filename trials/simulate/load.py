@@ -39,8 +39,8 @@ def arrivals(plan: Plan, slots: int | None = None) -> list[Arrival]:
     chance, lengths = random.Random(f"{plan.seed} kinds"), random.Random(f"{plan.seed} lengths")
     found = []
     for at, tenant, model in merge(_steady(plan, rate), _bursts(plan), key=lambda it: it[0]):
-        name, who, tier = model or mix.draw(chance), tenant or tenants.draw(chance), tiers.draw(chance)
-        found.append(Arrival(BEGIN_MS + int(at * 1000), name, run_ms(models[name], lengths), who, tier))
+        name, who, priority = model or mix.draw(chance), tenant or tenants.draw(chance), tiers.draw(chance)
+        found.append(Arrival(BEGIN_MS + int(at * 1000), name, run_ms(models[name], lengths), who, priority))
     return found
 
 

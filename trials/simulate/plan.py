@@ -114,7 +114,7 @@ class Plan(_Part):
     @model_validator(mode="after")
     def _relations(self) -> "Plan":
         if not self.models or not self.tiers:
-            raise ValueError("a load needs at least one model and one tier")
+            raise ValueError("a load needs at least one model and one priority")
         models = {model.name for model in self.models}
         servers = {server.name for server in self.fleet()}
         if len(models) < len(self.models) or len(servers) < len(self.fleet()):

@@ -6,7 +6,7 @@ Times are integers, milliseconds since the epoch, simulated; their names end in 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jobs.record import TIER_DEFAULT
+from jobs.record import PRIORITY_DEFAULT
 from registry.catalog import Snapshot
 
 
@@ -22,7 +22,7 @@ class Arrival:
     model: str
     run_ms: int
     tenant: str = "default"
-    tier: int = TIER_DEFAULT
+    priority: int = PRIORITY_DEFAULT
     constraints: str = ""
 
 
@@ -66,7 +66,7 @@ class Job:
     number: int  # of its acceptance
     model: str
     tenant: str
-    tier: int
+    priority: int
     arrival_ms: int
     start_ms: int | None
     end_ms: int | None

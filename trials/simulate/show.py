@@ -91,7 +91,7 @@ def _groups(found: Sequence[Figures]) -> Iterator[tuple[str, list[Waits | None]]
     for kind in ("tiers", "models", "tenants"):
         names = sorted({name for figures in found for name in getattr(figures, kind)})
         for name in names if len(names) > 1 else ():
-            label = f"tier {name}" if kind == "tiers" else f"{name} tenants" if kind == "tenants" else str(name)
+            label = f"priority {name}" if kind == "tiers" else f"{name} tenants" if kind == "tenants" else str(name)
             yield label, [getattr(figures, kind).get(name) for figures in found]
 
 

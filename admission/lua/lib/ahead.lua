@@ -62,8 +62,8 @@ end
 local function count_by_account(waiting, seq, rules, policy)
   local own = 0
   for _, lane in ipairs(lanes_within(waiting)) do
-    if lane.tier < waiting.tier then own = own + redis.call("ZCARD", lane_key(lane.name)) end
-    if lane.tier == waiting.tier then own = own + count_accepted_before(lane, seq) end
+    if lane.priority < waiting.priority then own = own + redis.call("ZCARD", lane_key(lane.name)) end
+    if lane.priority == waiting.priority then own = own + count_accepted_before(lane, seq) end
   end
   local turn = policy.account_key(waiting) + own * policy.account_step(waiting.account, rules)
   local jobs, turns, others = {}, {}, 0
@@ -83,7 +83,7 @@ end
 local function count_ahead(waiting, seq, created)
   local rules, policy = rules_of(waiting.model), policy_of(waiting.model)
   if policy.account_key then return count_by_account(waiting, seq, rules, policy) end
-  local key = policy.head_key(waiting.tier, tonumber(seq), created, rules)
+  local key = policy.head_key(waiting.priority, tonumber(seq), created, rules)
   local others, own = 0, 0
   for _, found in ipairs(lanes_before(waiting, key)) do
     others = others + policy.count_before(found[1], waiting, seq, key, rules) * found[2]
@@ -99,7 +99,7 @@ end
 -- How many jobs come before one that waits, or, `as_last`, before one that would come in now, and the mean slot time of
 -- the model's runs in ms, false: not known; nil: it does not wait.
 local function place_of(lane, job, created, as_last)
-  local seq = as_last and exact(TIER_STEP - 1) or redis.call("ZSCORE", lane_key(lane.name), member_of(job, created))
+  local seq = as_last and exact(PRIORITY_STEP - 1) or redis.call("ZSCORE", lane_key(lane.name), member_of(job, created))
   if not seq then return nil end
   local run_ms = math.floor(number_in_field(stats_key("model", lane.model), "run_ms"))
   return count_ahead(lane, seq, tonumber(created)), run_ms > 0 and run_ms

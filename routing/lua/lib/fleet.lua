@@ -22,11 +22,11 @@ local function server_of(slot) return string.match(slot, "^(.*)%-slot%d+$") end
 -- Order keys are integers below 2^53; tostring() would round them to 14 digits.
 local function exact(number) return string.format("%.0f", number) end
 
--- A lane `<tier>|<digest>|<tenant>|<model>`: its class is `<digest>|<model>`, its account `<tenant>|<model>`.
+-- A lane `<priority>|<digest>|<tenant>|<model>`: its class is `<digest>|<model>`, its account `<tenant>|<model>`.
 local function read_lane(lane)
-  local tier, digest, tenant, model = string.match(lane, "^(%d)|(%w*)|([^|]*)|([^|]*)$")
-  return { name = lane, tier = tonumber(tier), mark = tier .. "|" .. digest, digest = digest, tenant = tenant,
-    model = model, class = digest .. "|" .. model, account = tenant .. "|" .. model }
+  local priority, digest, tenant, model = string.match(lane, "^(%d)|(%w*)|([^|]*)|([^|]*)$")
+  return { name = lane, priority = tonumber(priority), mark = priority .. "|" .. digest, digest = digest,
+    tenant = tenant, model = model, class = digest .. "|" .. model, account = tenant .. "|" .. model }
 end
 
 -- Waiting jobs stand in their lane with the moment of their acceptance, which `aging` counts from.

@@ -60,10 +60,11 @@ local function group_of(class)
   return kinds and kinds ~= NOWHERE and kinds .. "|" .. model_of(class) or nil, constraints
 end
 
--- In a group's index a class stands as `<tier of its first lane>|<class>`: of equal keys the more urgent comes first.
+-- In a group's index a class stands as `<priority of its first lane>|<class>`: of equal keys the more urgent comes
+-- first.
 local function leave_group(group, class)
   local names = {}
-  for tier = 1, 9 do names[tier] = tier .. "|" .. class end
+  for priority = 1, 9 do names[priority] = priority .. "|" .. class end
   redis.call("ZREM", group_key(group), unpack(names))
 end
 

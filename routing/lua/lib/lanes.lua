@@ -26,7 +26,7 @@ local function key_of(lane, member, seq)
   if obstacle(lane.tenant, lane.account, rules) then return BLOCKED end
   if policy.account_key then return policy.account_key(lane) end
   local _, created = read_member(member)
-  return policy.head_key(lane.tier, tonumber(seq), created, rules)
+  return policy.head_key(lane.priority, tonumber(seq), created, rules)
 end
 
 local function key_text(key) return key == BLOCKED and "+inf" or string.format("%.17g", key) end

@@ -62,10 +62,11 @@ local function is_any_left(servers)
   return servers.left > 0
 end
 
--- Where the job at the head of a model's first lane stands among those of other models: by tier, then acceptance.
+-- Where the job at the head of a model's first lane stands among those of other models: by priority, then acceptance.
 local function turn_of(lane, model, now)
-  local tier = policy_of(model.name).tier_among_models(read_lane(lane.name).tier, lane.key, model.rules, now)
-  return tier * TIER_STEP + tonumber(redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")[2])
+  local own, policy = read_lane(lane.name).priority, policy_of(model.name)
+  local priority = policy.priority_among_models(own, lane.key, model.rules, now)
+  return priority * PRIORITY_STEP + tonumber(redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")[2])
 end
 
 -- The models of these groups whose jobs may be offered now, in the order of their turn, each with the first lane of its

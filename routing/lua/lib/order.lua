@@ -3,12 +3,13 @@
 --
 -- Whose turn it is: the smallest key of a model's lanes is next.  Inside a lane order is always that of acceptance
 -- (ORDER-1).  A policy has one of two kinds of keys:
---   head_key(tier, seq, created, rules)   from the job at a lane's head, times in ms; in a tier it rises with `seq`
+--   head_key(priority, seq, created, rules)   from the job at a lane's head, times in ms; of equal priority it rises
+--                                         with `seq`
 --   account_key(lane)                     from what the account has had: the same for its lanes of a class, in which
---                                         the more urgent tier comes first
+--                                         the more urgent comes first
 --   account_step(account, rules)          how much later that is with each of the account's jobs that starts
--- Among models that share a server the lower (tier, acceptance) comes first:
---   tier_among_models(tier, key, rules, now)   the tier that a model's first job has there
+-- Among models that share a server the lower (priority, acceptance) comes first:
+--   priority_among_models(priority, key, rules, now)   the priority that a model's first job has there
 -- Where a job stands:
 --   count_before(other, lane, seq, key, rules)   jobs of the lane `other` that come before one of `lane`, which would
 --                                         have this key at its head; not asked if keys are of accounts
@@ -22,9 +23,9 @@ local policies = {
   default = nil, -- of models for which none is configured, or one that only another release knows
 }
 
--- 2^49 jobs may be accepted before a key could leak into the next tier; nine tiers stay below 2^53.
-local TIER_STEP = 2 ^ 49
-local TIER_OF_ALL = 5 -- where tiers do not count
+-- 2^49 jobs may be accepted before a key could leak into the next priority; nine priorities stay below 2^53.
+local PRIORITY_STEP = 2 ^ 49
+local PRIORITY_OF_ALL = 5 -- where priorities do not count
 
 local function policy_called(name) return policies[name] or policies.default end
 local function policy_of(model) return policy_called(rules_of(model).policy) end
@@ -38,7 +39,7 @@ local function count_below(lane, key, rules)
     local middle = math.floor((low + high) / 2)
     local found = redis.call("ZRANGE", lane_key(lane.name), middle, middle, "WITHSCORES")
     local _, created = read_member(found[1])
-    if head_key(lane.tier, tonumber(found[2]), created, rules) < key then low = middle + 1 else high = middle end
+    if head_key(lane.priority, tonumber(found[2]), created, rules) < key then low = middle + 1 else high = middle end
   end
   return low
 end
@@ -47,10 +48,10 @@ end
 local function new_policy(name)
   local policy = {}
 
-  function policy.tier_among_models(tier) return tier end
+  function policy.priority_among_models(priority) return priority end
 
   function policy.count_before(other, lane, seq, key, rules)
-    if other.tier == lane.tier then return count_accepted_before(other, seq) end
+    if other.priority == lane.priority then return count_accepted_before(other, seq) end
     return count_below(other, key, rules)
   end
 

@@ -12,8 +12,8 @@ from registry.policies import Policy
 from tests.support.room import FRAGMENTS
 
 ROWS = (
-    Policy("doubling", "as aging, each tier worth twice the last", lambda tier, step_s: (2**tier - 2) * step_s, ""),
-    Policy("rounds", "the tenant that has had the fewest runs", lambda tier, step_s: None, "", is_by_tenant=True),
+    Policy("doubling", "as aging, each step worth twice the last", lambda at, step_s: (2**at - 2) * step_s, ""),
+    Policy("rounds", "the tenant that has had the fewest runs", lambda priority, step_s: None, "", is_by_tenant=True),
 )
 
 

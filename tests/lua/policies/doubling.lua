@@ -1,4 +1,4 @@
--- doubling: what was accepted first is next, where each tier waits twice as long as the one before it.
+-- doubling: what was accepted first is next, where each priority waits twice as long as the one before it.
 local doubling = new_policy("doubling")
 
-function doubling.head_key(tier, _, created, rules) return created + 2 ^ tier * rules.head_start end
+function doubling.head_key(priority, _, created, rules) return created + 2 ^ priority * rules.head_start end

@@ -32,7 +32,7 @@ def a_row() -> Job:
         model="zimg",
         state=State.QUEUED,
         why=Why.SUBMITTED,
-        tier=5,
+        priority=5,
         tenant="default",
         created_ms=T0,
         source="rest",

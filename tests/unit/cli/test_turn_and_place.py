@@ -271,12 +271,12 @@ def test_a_model_is_shown_with_its_longest_wait(api: HTTPServer) -> None:
         "waiting": 3,
         "load": {"mean_run_s": 60.0, "work_s": 90.0, "limit": None, "breaker": "closed", "breaker_until": None},
         "longest_overtaking_s": {"1": 0.0},
-        "longest_wait": "A job of tier 5 waits for …",
+        "longest_wait": "A job of priority 5 waits for …",
     }
     config = {"model": "zimg", "config": {"policy": "aging", "max_retries": 50}, "overrides": {"policy": "aging"}}
     answers(api, "GET", "/admin/models/zimg", model)
     answers(api, "GET", "/admin/model-configs/zimg", config)
     shown = run("models", "show", "zimg").stdout
-    assert "A job of tier 5 waits for …\nWhat waits at present is about 90 s of work for its slots.\n" in shown
+    assert "A job of priority 5 waits for …\nWhat waits at present is about 90 s of work for its slots.\n" in shown
     assert "policy *" in shown and "gpu1, gpu2" in shown
     assert json.loads(run("models", "show", "zimg", "--json").stdout) == model | config

@@ -22,8 +22,8 @@ MS = 1_000_000
 WELL = ("job.enqueued", "job.started", "job.completed")
 
 
-def receipt(job_id: str, sent_ms: int, tier: int = 5, model: str = "zimg") -> Receipt:
-    return Receipt(job_id, model, tier, sent_ms * MS, (sent_ms + 1) * MS)
+def receipt(job_id: str, sent_ms: int, priority: int = 5, model: str = "zimg") -> Receipt:
+    return Receipt(job_id, model, priority, sent_ms * MS, (sent_ms + 1) * MS)
 
 
 def run(job_id: str, start_ms: int, end_ms: int, slot: int = 0, server: str = "a", **fields: object) -> Run:
@@ -31,9 +31,9 @@ def run(job_id: str, start_ms: int, end_ms: int, slot: int = 0, server: str = "a
 
 
 def clean() -> Evidence:
-    """Three jobs of one lane on a server with two slots, and a fourth of another tier that went first."""
+    """Three jobs of one lane on a server with two slots, and a fourth of another priority that went first."""
     return Evidence(
-        receipts=[receipt("j1", 0), receipt("j2", 2), receipt("j3", 4), receipt("j4", 6, tier=1)],
+        receipts=[receipt("j1", 0), receipt("j2", 2), receipt("j3", 4), receipt("j4", 6, priority=1)],
         runs=[run("j1", 10, 20), run("j2", 11, 25, slot=1), run("j4", 20, 22), run("j3", 22, 30)],
         record={name: Recorded(State.COMPLETED, WELL) for name in ("j1", "j2", "j3", "j4")},
         slots={"a": 2},

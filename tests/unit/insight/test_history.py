@@ -26,7 +26,7 @@ def _part(seconds: float) -> list[int]:
 
 
 def test_a_jobs_wait_and_run_are_counted_from_its_events(database: Database, store: Store) -> None:
-    job = a_queued_job(store, tier=2)
+    job = a_queued_job(store, priority=2)
     run = a_start(store, job.id, now_ms=T0 + 3 * SECOND)
     store.settle(job.id, run.attempt, Why.FINISHED, T0 + 23 * SECOND, result="{}")
     found = _counted(database)

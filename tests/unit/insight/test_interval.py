@@ -81,8 +81,8 @@ DAYS = {
     "overload at noon, narrow": _noon(0.4, 1.3, lognormal(MEAN, 0.3)),
     "overload at noon, bimodal": _noon(0.4, 1.3, bimodal(5_000, 80_000, 0.8)),
     "bursts of 60": _steady(0.75 / 6.9, batch=lambda draw: 60 if draw.random() < 0.1 else 1),
-    "three tiers": _noon(0.5, 1.15, lognormal(MEAN, 0.5), tier=lambda draw: draw.choice(_URGENT_QUARTER)),
-    "aging": _noon(0.5, 1.15, lognormal(MEAN, 0.5), tier=lambda draw: draw.choice(_URGENT_QUARTER), step=30),
+    "three priorities": _noon(0.5, 1.15, lognormal(MEAN, 0.5), priority=lambda draw: draw.choice(_URGENT_QUARTER)),
+    "aging": _noon(0.5, 1.15, lognormal(MEAN, 0.5), priority=lambda draw: draw.choice(_URGENT_QUARTER), step=30),
     "all servers away for an hour": _steady(0.8, slots=_OUTAGE),
     "half of them away for an hour": _steady(0.8, slots=_HALF_OUTAGE),
     "durations that change": _steady(0.9, _drifting),
@@ -104,9 +104,9 @@ def test_over_a_day_the_interval_holds_for_88_to_92_percent_of_the_jobs_that_wai
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_tier_that_starves_by_day_is_learned_in_the_first_and_right_from_then_on(seed):
+def test_a_priority_that_starves_by_day_is_learned_in_the_first_and_right_from_then_on(seed):
     """Over noon the urgent ones fill all slots for hours: nobody who has not seen a day can know."""
-    load = _noon(0.4, 1.3, lognormal(MEAN, 0.5), tier=lambda draw: draw.choice(_MOSTLY_URGENT), days=3)
+    load = _noon(0.4, 1.3, lognormal(MEAN, 0.5), priority=lambda draw: draw.choice(_MOSTLY_URGENT), days=3)
     outcomes = simulate(load, seed, Remembering())
     first = [it for it in outcomes if it.came_ms < DAY]
     assert coverage(first) >= 85

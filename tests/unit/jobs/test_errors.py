@@ -35,7 +35,7 @@ def test_an_error_carries_its_facts():
 
 
 def test_an_invalid_job_names_the_field():
-    assert InvalidJob("tier", "must be 1 to 9").facts == {"field": "tier"}
+    assert InvalidJob("priority", "must be 1 to 9").facts == {"field": "priority"}
 
 
 def test_what_may_be_tried_again_says_when():

@@ -17,16 +17,16 @@ def _event(type_: str, attempt: int, at_ms: int = T0, **data: object) -> Event:
 
 def test_values_that_are_handed_around_cannot_be_changed():
     with pytest.raises(FrozenInstanceError):
-        a_job().tier = 1
+        a_job().priority = 1
 
 
 def test_a_job_is_its_row():
     assert {field.name for field in fields(Job)} | {"sent_ms"} == set(jobs.c.keys())
 
 
-def test_a_new_job_is_in_the_middle_tier_and_the_default_tenants():
+def test_a_new_job_is_of_the_middle_priority_and_the_default_tenants():
     job = NewJob(id="j", model="zimg", payload="{}")
-    assert (job.tier, job.tenant, job.source, job.not_before_ms) == (5, "default", "rest", None)
+    assert (job.priority, job.tenant, job.source, job.not_before_ms) == (5, "default", "rest", None)
 
 
 def test_a_job_knows_its_part_for_the_waiting_room():
@@ -42,7 +42,7 @@ def test_a_job_knows_its_part_for_the_waiting_room():
             "id": "j",
             "seq": 7,
             "model": "zimg",
-            "tier": 2,
+            "priority": 2,
             "tenant": "acme",
             "created_ms": T0,
             "constraints": "gpu=A100",

@@ -24,8 +24,8 @@ EXACT = 1 << 53  # integers below it are exact in a Redis score
 def test_jobs_that_are_alike_for_placement_and_order_share_a_lane_and_others_do_not():
     cases = itertools.product((1, 2), "ab", (1, 2), "tu", ("", "gpu=A100"))
     lanes = {
-        order.lane(Waiting("x", seq, model, tier, tenant, 0, constraints))
-        for seq, model, tier, tenant, constraints in cases
+        order.lane(Waiting("x", seq, model, priority, tenant, 0, constraints))
+        for seq, model, priority, tenant, constraints in cases
     }
     assert len(lanes) == 16
 
@@ -34,8 +34,8 @@ def test_jobs_that_are_alike_for_placement_and_order_share_a_lane_and_others_do_
 @pytest.mark.parametrize("model", ["zimg", "org/model.v2:latest", "a-slot3", "x@y+z"])
 def test_a_lane_has_four_parts_whatever_its_tenant_is_called(tenant, model):
     lane = order.lane(Waiting("id", 1, model, 7, tenant))
-    tier, digest, name, last = lane.split("|")
-    assert (tier, digest, last) == ("7", "", model)
+    priority, digest, name, last = lane.split("|")
+    assert (priority, digest, last) == ("7", "", model)
     assert "\n" not in lane and (name == tenant) is (tenant in ("acme", "two words", ""))
 
 

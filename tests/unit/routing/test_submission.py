@@ -38,7 +38,7 @@ def nested(levels: int, kind: type = list) -> dict[str, Any]:
 
 def test_the_least_that_can_be_asked_for_gets_the_defaults():
     job = prepared()
-    assert (job.model, job.payload, job.tier, job.tenant) == ("zimg", '{"prompt":"a cat"}', 5, "default")
+    assert (job.model, job.payload, job.priority, job.tenant) == ("zimg", '{"prompt":"a cat"}', 5, "default")
     assert (job.not_before_ms, job.deadline_ms, job.callback_url, job.idempotency_key) == (None, None, None, None)
     assert len(job.id) == 36 and prepared().id != job.id
 
@@ -46,7 +46,7 @@ def test_the_least_that_can_be_asked_for_gets_the_defaults():
 def test_everything_that_was_asked_for_is_in_the_job():
     asked = {"tenant": "acme", "callback_url": "https://c/h", "priority": 2, "ttl_s": 90.5, "delay_s": 10, "id": "j-1"}
     job = prepared(**asked, idempotency_key="k", source="task", envelope="{}")
-    assert (job.tenant, job.callback_url, job.tier, job.id) == ("acme", "https://c/h", 2, "j-1")
+    assert (job.tenant, job.callback_url, job.priority, job.id) == ("acme", "https://c/h", 2, "j-1")
     assert (job.deadline_ms, job.not_before_ms) == (NOW + 90_500, NOW + 10_000)
     assert (job.idempotency_key, job.source, job.envelope) == ("k", "task", "{}")
 
@@ -56,9 +56,9 @@ def test_a_moment_may_be_named_instead_of_a_delay():
     assert prepared(not_before_ms=NOW - 1).not_before_ms is None, "it has passed"
 
 
-@pytest.mark.parametrize(("priority", "tier"), [(None, 5), (False, 5), (True, 1), (1, 1), (5, 5), (9, 9)])
-def test_a_priority_is_a_tier(priority, tier):
-    assert prepared(priority=priority).tier == tier
+@pytest.mark.parametrize(("asked", "priority"), [(None, 5), (False, 5), (True, 1), (1, 1), (5, 5), (9, 9)])
+def test_a_priority_is_a_number_or_true_for_the_most_urgent(asked, priority):
+    assert prepared(priority=asked).priority == priority
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def poisson(seed: int, jobs: int, per_s: float, mean_s: float, tenants: int = 1,
     found, now = [], 0.0
     for _ in range(jobs):
         now += chance.expovariate(per_s)
-        tenant, tier = f"t{chance.randrange(tenants)}", chance.randint(1, tiers)
-        found.append(at(now, max(chance.expovariate(1 / mean_s), 0.001), tenant=tenant, tier=tier))
+        tenant, priority = f"t{chance.randrange(tenants)}", chance.randint(1, tiers)
+        found.append(at(now, max(chance.expovariate(1 / mean_s), 0.001), tenant=tenant, priority=priority))
     return found
 
 

@@ -35,7 +35,7 @@ def test_one_table_compares_policies():
     assert (done.exit_code, done.stderr) == (0, "")
     rows = [line.split() for line in done.stdout.splitlines()]
     assert ["fifo", "priority"] in rows
-    for label in ("jobs", "p99", "longest", "tier", "heavy"):
+    for label in ("jobs", "p99", "longest", "priority", "heavy"):
         assert next(row for row in rows if row[:1] == [label])
     assert "seed 1" in done.stdout.splitlines()[0]
 

@@ -69,7 +69,7 @@ def test_the_same_scenario_has_the_same_outcome(play, policy):
 
 
 def test_priority_lets_the_more_urgent_go_first(play):
-    arrivals = [at(0), at(1, tier=9), at(2, tier=5), at(3, tier=1)]
+    arrivals = [at(0), at(1, priority=9), at(2, priority=5), at(3, priority=1)]
     assert starts(play(a_scenario(arrivals, a_catalog(policy="priority"))).jobs) == [0, 30, 20, 10]
 
 
@@ -155,7 +155,7 @@ def test_a_server_that_is_paused_gets_nothing(play):
     [
         ({"arrivals": [at(0, model="gone")]}, "Job 1 asks for model 'gone'; the fleet has zimg"),
         ({"arrivals": [at(0, 0)]}, "Job 1 runs for 0 ms"),
-        ({"arrivals": [at(0, tier=10)]}, "Job 1 has tier 10"),
+        ({"arrivals": [at(0, priority=10)]}, "Job 1 has priority 10"),
         ({"arrivals": [at(1), at(0)]}, "Job 2 arrives before"),
         ({"outages": [Outage("gone", 0, 1)]}, "no server 'gone'"),
         ({"outages": [Outage("gpu1", 5, 5)]}, "ends before it begins"),

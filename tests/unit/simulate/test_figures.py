@@ -83,8 +83,12 @@ def test_a_tenant_without_a_backlog_is_entitled_to_nothing():
     assert figures(an_outcome(*jobs)).jain is None
 
 
-def test_waits_are_grouped_by_tier_model_and_class_of_tenant():
-    jobs = [a_job(1, 0, 10, tier=1), a_job(2, 0, 30, tier=9), a_job(3, 0, 50, tier=9, start_ms=None, end_ms=None)]
+def test_waits_are_grouped_by_priority_model_and_class_of_tenant():
+    jobs = [
+        a_job(1, 0, 10, priority=1),
+        a_job(2, 0, 30, priority=9),
+        a_job(3, 0, 50, priority=9, start_ms=None, end_ms=None),
+    ]
     found = figures(an_outcome(*jobs))
     assert (found.waits.jobs, found.waits.never, found.waits.mean, found.waits.longest) == (3, 1, 20, 30)
     assert (found.tiers[1].p50, found.tiers[9].jobs, found.tiers[9].never) == (10, 2, 1)

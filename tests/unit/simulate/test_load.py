@@ -58,7 +58,7 @@ def test_tenants_are_unequal_by_zipfs_law():
 def test_shares_of_tenants_tiers_and_models_can_be_named():
     models = [{"name": "a", "share": 3}, {"name": "b"}]
     found = load.arrivals(plan(shares={"x": 9, "y": 1}, tiers={2: 1, 7: 4}, models=models, rate=20_000, duration="1h"))
-    for kind, value, share in (("tenant", "x", 0.9), ("tier", 7, 0.8), ("model", "a", 0.75)):
+    for kind, value, share in (("tenant", "x", 0.9), ("priority", 7, 0.8), ("model", "a", 0.75)):
         assert sum(getattr(it, kind) == value for it in found) / len(found) == pytest.approx(share, rel=0.05)
 
 

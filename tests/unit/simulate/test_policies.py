@@ -15,7 +15,7 @@ def bursty(seed: int, jobs: int, span_s: float, tiers: int = 9) -> list[Arrival]
     chance = random.Random(seed)
     bursts = [chance.uniform(0, span_s) for _ in range(max(jobs // 50, 1))]
     times = sorted(chance.choice(bursts) + chance.expovariate(1 / 20) for _ in range(jobs))
-    return [at(time, chance.lognormvariate(1, 1.2) + 0.001, tier=chance.randint(1, tiers)) for time in times]
+    return [at(time, chance.lognormvariate(1, 1.2) + 0.001, priority=chance.randint(1, tiers)) for time in times]
 
 
 # -- aging -----------------------------------------------------------------------------------------------------
@@ -24,14 +24,15 @@ def bursty(seed: int, jobs: int, span_s: float, tiers: int = 9) -> list[Arrival]
 def worst_overtaking_ms(jobs: Sequence[Job], step_ms: int) -> float:
     """By how much the bound of `aging` is missed at worst, ms; below 0: it is kept.
 
-    The bound: a job of tier t is not overtaken by one of tier u that was accepted more than (t - u) steps later.
+    The bound: a job of priority t is not overtaken by one of priority u that was accepted more than (t - u)
+    steps later.
     """
     worst = float("-inf")
     before: list[Job] = []
     for job in sorted(jobs, key=lambda job: job.turn):
         for other in before:
             if other.start_ms >= job.arrival_ms:
-                worst = max(worst, other.arrival_ms - job.arrival_ms - (job.tier - other.tier) * step_ms)
+                worst = max(worst, other.arrival_ms - job.arrival_ms - (job.priority - other.priority) * step_ms)
         before.append(job)
     return worst
 
@@ -51,7 +52,7 @@ def test_aging_makes_use_of_the_head_start(play):
     jobs = play(a_scenario(bursty(5, 1500, 1000), catalog)).jobs
     assert -5000 < worst_overtaking_ms(jobs, 30_000) <= 0
     assert any(
-        other.turn < job.turn and other.tier < job.tier and other.arrival_ms > job.arrival_ms + 100 * SECOND
+        other.turn < job.turn and other.priority < job.priority and other.arrival_ms > job.arrival_ms + 100 * SECOND
         for job in jobs
         for other in jobs[job.number : job.number + 400]
     )
@@ -74,7 +75,7 @@ def unequal(seed: int, tenants: int, least: int) -> list[Arrival]:
     times = sorted(chance.uniform(0, 60) for _ in who)
     chance.shuffle(who)
     return [
-        at(time, chance.lognormvariate(2.3, 0.6) + 0.001, tenant=tenant, tier=chance.randint(1, 9))
+        at(time, chance.lognormvariate(2.3, 0.6) + 0.001, tenant=tenant, priority=chance.randint(1, 9))
         for time, tenant in zip(times, who, strict=True)
     ]
 

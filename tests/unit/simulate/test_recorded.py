@@ -41,10 +41,10 @@ def read(database: Database, **window: int):
 
 
 def test_what_the_record_knows_comes_back_as_arrivals(database, store):
-    ran(store, 0, 0, 10, tenant="a", tier=1)
-    ran(store, 5, 20, 30, tenant="b", tier=9)
+    ran(store, 0, 0, 10, tenant="a", priority=1)
+    ran(store, 5, 20, 30, tenant="b", priority=9)
     found = read(database)
-    assert [(it.at_ms - T0, it.run_ms, it.tenant, it.tier, it.model) for it in found.arrivals] == [
+    assert [(it.at_ms - T0, it.run_ms, it.tenant, it.priority, it.model) for it in found.arrivals] == [
         (0, 10_000, "a", 1, "zimg"),
         (5000, 30_000, "b", 9, "zimg"),
     ]

@@ -177,14 +177,22 @@ def _followers(served: Served) -> int:
 
 
 def test_a_jobs_stream_tells_it_from_the_beginning_and_ends_with_it(served: Served) -> None:
-    run = a_running_job(served.store, tenant="local", tier=2)
+    run = a_running_job(served.store, tenant="local", priority=2)
     reader = Reader(served.ask(f"/queue/jobs/{run.job.id}/stream"))
     assert (reader.status, reader.headers["content-type"]) == (200, "text/event-stream")
     assert (reader.headers["cache-control"], reader.headers["x-accel-buffering"]) == ("no-store", "no")
     assert [reader.next().type, reader.next().type] == ["job.enqueued", "job.started"]
     served.store.settle(run.job.id, 1, Why.FINISHED, T0, result="{}")
     told = reader.next()
-    expected = {"job_id": run.job.id, "model": "zimg", "tenant": "local", "tier": 2, "server": "gpu1", "attempt": 1}
+    expected = {
+        "job_id": run.job.id,
+        "model": "zimg",
+        "tenant": "local",
+        "priority": 2,
+        "tier": 2,
+        "server": "gpu1",
+        "attempt": 1,
+    }
     assert told.type == "job.completed"
     assert told.data == expected | {"why": "finished", "at": "2027-01-15T08:00:00.000Z"}
     assert list(reader.events()) == []

@@ -57,7 +57,7 @@ end
 -- more.
 function fair.account_key(lane)
   local since, siblings = virtual_time(lane.model), {}
-  for tier = 1, 9 do siblings[tier] = tier .. "|" .. lane.digest .. "|" .. lane.account end
+  for priority = 1, 9 do siblings[priority] = priority .. "|" .. lane.digest .. "|" .. lane.account end
   for _, key in ipairs(redis.call("ZMSCORE", class_key(lane.class), unpack(siblings))) do
     if key then since = math.min(since, tonumber(key)) end
   end
@@ -70,8 +70,8 @@ function fair.account_step(account, rules)
   return math.max(run_ms, 1) / weight
 end
 
--- Tiers that say nothing of other tenants' jobs say nothing of other models' either.
-function fair.tier_among_models() return TIER_OF_ALL end
+-- Priorities that say nothing of other tenants' jobs say nothing of other models' either.
+function fair.priority_among_models() return PRIORITY_OF_ALL end
 
 function fair.charge_offer(lane, number)
   local stats, start = stats_key("model", lane.model), start_tag(lane.tenant, lane.model)

@@ -1,8 +1,8 @@
--- fifo: what was accepted first is next, whatever its tier.
+-- fifo: what was accepted first is next, whatever its priority.
 local fifo = new_policy("fifo")
 
 function fifo.head_key(_, seq) return seq end
 
-function fifo.tier_among_models() return TIER_OF_ALL end
+function fifo.priority_among_models() return PRIORITY_OF_ALL end
 
 function fifo.count_before(other, _, seq) return count_accepted_before(other, seq) end

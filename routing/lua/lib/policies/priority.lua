@@ -1,10 +1,10 @@
--- priority: strict tiers.  Of the most urgent tier that waits, what was accepted first is next.
-local priority = new_policy("priority")
-policies.default = priority
+-- priority: strict.  Of the most urgent that waits, what was accepted first is next.
+local by_priority = new_policy("priority")
+policies.default = by_priority
 
-function priority.head_key(tier, seq) return tier * TIER_STEP + seq end
+function by_priority.head_key(priority, seq) return priority * PRIORITY_STEP + seq end
 
-function priority.count_before(other, lane, seq)
-  if other.tier == lane.tier then return count_accepted_before(other, seq) end
-  return other.tier < lane.tier and redis.call("ZCARD", lane_key(other.name)) or 0
+function by_priority.count_before(other, lane, seq)
+  if other.priority == lane.priority then return count_accepted_before(other, seq) end
+  return other.priority < lane.priority and redis.call("ZCARD", lane_key(other.name)) or 0
 end

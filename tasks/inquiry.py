@@ -30,7 +30,7 @@ class Inquiry:
         self._store, self._leases = store, leases
         self._asked: dict[Watch, bool] = {}  # and whether Redis does not know its lease
         self._lock = threading.Lock()
-        self._pause = threading.Event()
+        self._ended = threading.Event()
         self._aside = Aside("inquiry", self._answer)
 
     def ask(self, watches: Collection[Watch], *, doubted: bool = False) -> None:
@@ -42,6 +42,10 @@ class Inquiry:
             for watch in watches:
                 self._asked[watch] = doubted or self._asked.get(watch, False)
         self._aside.ask()
+
+    def end(self) -> None:
+        """What the record has not said by now is asked for no more."""
+        self._ended.set()
 
     def look(self, asked: dict[Watch, bool]) -> None:
         """Tell runs, each with whether its lease is doubted, what the record says.  Raises RecordUnavailable."""
@@ -58,7 +62,8 @@ class Inquiry:
             self.look(asked)
         except RecordUnavailable as error:
             log.warning("inquiry_postponed", runs=len(asked), error=str(error))
-            self._pause.wait(_ASK_AGAIN_S)
+            if self._ended.wait(_ASK_AGAIN_S):
+                return
             for watch, doubted in asked.items():
                 self.ask([watch], doubted=doubted)
 

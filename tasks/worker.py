@@ -555,6 +555,12 @@ class Worker:
         """The pool stops, whoever wants that: all runs have their time to end, or are handed back."""
         self.drain()  # Of a signal Celery has told already, of anything else not.
         self.engine.wait()
+        self.close()
+
+    def close(self) -> None:
+        """End its threads; what is still under way is left where it is."""
+        self.heartbeat.end()
+        self.inquiry.end()
         self.engine.close()
 
 

@@ -24,6 +24,7 @@ pytest_plugins = (
     "tests.fixtures.town",
 )
 _MEMORY, _ROOM_BYTES = Path("/dev/shm"), 2 << 30
+_WORKERS_THREADS = {"engine", "heartbeat", "inquiry"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,6 +56,17 @@ def _own_logging() -> Iterator[None]:
     root.setLevel(level)
     structlog.configure(**before)
     threading.excepthook = hook
+
+
+@pytest.fixture(autouse=True)
+def _own_workers() -> Iterator[None]:
+    """No worker outlives its test: it would go on asking the record and Redis, and log it, in those that follow."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        if thread.name in _WORKERS_THREADS:
+            thread.join(20)
+            assert not thread.is_alive(), f"a worker's thread {thread.name!r} was left behind"
 
 
 @pytest.fixture(autouse=True)

@@ -84,7 +84,7 @@ def test_its_job_costs_a_retry_and_says_why(stored: Api) -> None:
     worker.heartbeat.end()
     run = OwnRun(task, worker.heartbeat.add(task.lease), Shown())
     outcome = asyncio.run_coroutine_threadsafe(worker._outcome(run), worker.engine.loop).result(30)
-    worker.engine.close()
+    worker.close()
     assert isinstance(outcome, Outcome)
     assert (outcome.kind, outcome.code) == (Kind.RETRY, "misconfigured")
     assert "poll_endpoint_template" in outcome.message

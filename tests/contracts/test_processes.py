@@ -36,7 +36,7 @@ def worker(api: Api) -> Iterator[Worker]:
     made = Worker(api.dispatcher, wiring.leases(), wiring.workers(), wiring.telling(), capacity=4)
     made.heartbeat.end()
     yield made
-    made.engine.close()
+    made.close()
 
 
 def _a_process(role: str, **facts: Any) -> Alive:

@@ -42,6 +42,14 @@ RUN = [
         ("tests/unit/test_aside.py::test_work_for_which_no_thread_could_be_had_is_done_when_it_is_asked_for_again",),
     ),
     Mutant(
+        "a worker that has ended goes on asking the record",
+        "LEASE-3",
+        "tasks/inquiry.py",
+        "            if self._ended.wait(_ASK_AGAIN_S):\n                return\n",
+        "            self._ended.wait(_ASK_AGAIN_S)\n",
+        (f"{RUNS}test_a_worker_that_has_ended_asks_the_record_no_more",),
+    ),
+    Mutant(
         "the record is asked for a run that is only being started",
         "LEASE-3",
         "tasks/inquiry.py",

@@ -80,7 +80,7 @@ def a_worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(module, "now_ms", lambda: stage.now)
     stage.worker = found  # type: ignore[attr-defined]
     yield found
-    found.engine.close()
+    found.close()
 
 
 def run(stage: Stage) -> Any:

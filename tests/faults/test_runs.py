@@ -312,6 +312,23 @@ def test_while_the_record_is_away_no_lease_is_taken_for_lost(stage, worker, monk
     assert not hold.lost
 
 
+def test_a_worker_that_has_ended_asks_the_record_no_more(stage, worker, monkeypatch):
+    stage.register()
+    job_id = stage.submit()
+    _begun(stage, worker)
+    _forgotten(stage, job_id)
+    monkeypatch.undo()
+    monkeypatch.setattr(stage.store, "briefs", _away)
+    asked, wait = threading.Event(), worker.inquiry._ended.wait
+    monkeypatch.setattr(worker.inquiry._ended, "wait", lambda _: (asked.set(), wait(20))[1])
+    worker.heartbeat.beat()
+    assert asked.wait(10), "it asks again in a while"
+    asked.clear()
+    worker.close()
+    eventually(lambda: not worker.inquiry._aside._at_it)
+    assert not asked.is_set()
+
+
 def test_leases_are_renewed_in_time_though_the_database_is_silent(stage, worker, monkeypatch):
     stage.register(2)
     stage.submit(), stage.submit()

@@ -203,8 +203,7 @@ def _of(kind: type[Beginner], stage: Stage, capacity: int = 3) -> Iterator[Any]:
     stage.dispatcher.leases = leases
     found = kind(stage.dispatcher, leases, Workers(leases.scripts), Telling(leases.scripts), capacity=capacity)
     yield found
-    found.heartbeat.end()  # It would go on in the tests after this one, whose record is another.
-    found.engine.close()
+    found.close()  # It would go on in the tests after this one, whose record is another.
 
 
 @pytest.fixture(autouse=True)
@@ -674,8 +673,7 @@ def test_a_worker_whose_heartbeat_is_dead_ends(
     other.heartbeat._thread = worker.heartbeat._thread
     monkeypatch.setattr(other.heartbeat, "beat", _dies)
     assert ended.wait(10)
-    other.heartbeat.end()
-    other.engine.close()
+    other.close()
 
 
 def _dies() -> None:
@@ -756,9 +754,9 @@ def test_a_pool_that_stops_takes_nothing_more_whoever_stops_it(
     stage.submit()
     hold = worker.heartbeat.add(Lease("zimg", "one", "lease", worker.owner, "gpu-slot0"))
     worker.look()
-    monkeypatch.setattr(worker.engine, "close", lambda: None)
-
-    worker.end()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "close", lambda: None)  # So that it can still be asked below.
+        worker.end()
 
     assert worker.look() == 0 and worker.room == 0 and worker.claimant == ""
     eventually(lambda: hold.stop)

@@ -7,10 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+import structlog
+from redis.exceptions import RedisError
+
 from jobs.record import Waiting
 from routing import order
 from routing.queues import Entry, Offer, Offering, Queues
-from scripting.scripts import Command
+from scripting.scripts import Call, Command
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +134,49 @@ def position(queues: Queues, fleet: str, job: Waiting) -> Position | None:
     return None if queues.away else status_now(queues, fleet, job).position
 
 
-def enter(queues: Queues, fleet: str, job: Waiting) -> tuple[list[Offer], Position]:
-    """`Queues.enqueue` of one new job, and where it stands then, in one step."""
-    command = _scripts(queues).enter(fleet, offering=queues.usual_offering(), entry=Entry(order.lane(job), job))
-    made, ahead, run_ms = queues.put_in(command)
-    made = queues.with_the_rest(fleet, made)
-    offered = ahead is None or any(offer.job_id == job.id for offer in made)
-    return made, OFFERED if offered or ahead is None else Position(ahead, run_ms)
+class Entering:
+    """`Queues.enqueue` of one new job, and where it stands then: one step of Redis', and two of ours, between which
+    nobody waits for it.
+
+    `asked`: the job, and the fleet whose room was asked to take it; None: none was, as Redis is away.
+    """
+
+    def __init__(self, queues: Queues) -> None:
+        """All that must be waited for before Redis can be asked."""
+        self._queues = queues
+        self._call: Call | None = None
+        self._failed: RedisError | None = None
+        self.asked: tuple[str, Waiting] | None = None
+        if not queues.away:
+            try:
+                self._offering = queues.usual_offering()
+                self._call = Call(queues.scripts)
+            except RedisError as error:
+                queues.note_away()
+                log.warning("room_away", error=str(error))
+
+    def ask(self, fleet: str, job: Waiting) -> None:
+        """Have the room of this fleet take it.  Waits for nothing, and what goes wrong is raised by `answer`."""
+        if self._call is None or self._queues.is_away(fleet):
+            return
+        self.asked = fleet, job
+        entry = Entry(order.lane(job), job)
+        try:
+            self._call.ask(_scripts(self._queues).enter(fleet, offering=self._offering, entry=entry))
+        except RedisError as error:
+            self._failed = error
+
+    def answer(self) -> tuple[list[Offer], Position]:
+        """What was offered with it, and where it stands.  Raises redis errors."""
+        if self._failed is not None:
+            raise self._failed
+        assert self.asked is not None and self._call is not None
+        fleet, job = self.asked
+        made, ahead, run_ms = self._queues.taken_in(self._call.answer())
+        made = self._queues.with_the_rest(fleet, made)
+        offered = ahead is None or any(offer.job_id == job.id for offer in made)
+        return made, OFFERED if offered or ahead is None else Position(ahead, run_ms)
+
+    def close(self) -> None:
+        if self._call is not None:
+            self._call.close()

@@ -7,30 +7,25 @@ upkeep.reconcile brings Redis to it; nothing here waits for that.
 import random
 import secrets
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import structlog
 from redis.exceptions import RedisError
 
-from admission import placement, questions
+from admission import placement
 from admission.admission import Admission
 from admission.gates.placed import is_matched
-from admission.questions import Position
+from admission.questions import Entering, Position
 from admission.submission import Submission, UrlCheck, naming, prepare
 from audit import acts
 from dispatch import retry
 from dispatch.verdict import Verdict
 from foundation.crash import crash_at
-from foundation.errors import (
-    Conflict,
-    InvalidJob,
-    JobNotFound,
-    TooMany,
-    UnknownModel,
-)
+from foundation.errors import Conflict, InvalidJob, JobNotFound, TooMany, UnknownModel
 from jobs import withheld
 from jobs.names import NameClosed
 from jobs.record import Accepted, NewJob, Run, Waiting, now_ms
@@ -49,6 +44,8 @@ log = structlog.get_logger(__name__)
 
 DRAINING = "draining"
 """Owner of the leases of slots that are withheld."""
+
+_Committed: TypeAlias = Callable[[Sequence[NewJob], Sequence[Accepted], int], object]
 
 
 class Announcer(Protocol):
@@ -75,11 +72,6 @@ class Receipt:
     waiting: Waiting
     notice: str | None = None
     position: Position | None = None
-
-    @property
-    def comes_in(self) -> bool:
-        """Whether the job goes into the room now."""
-        return self.accepted.state is State.QUEUED and not self.accepted.deduplicated
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,33 +125,36 @@ class Dispatcher:
         Raises InvalidJob (its fact `index` says which of them), UnknownModel, TooMany, IdempotencyConflict,
         RecordUnavailable.
         """
-        receipts = self._accept(asked, tenant)
-        self.enqueue([receipt.waiting for receipt in receipts if receipt.comes_in], new=True)
+        receipts = self._accept(asked, tenant, lambda *_: crash_at("submit_committed"))
+        self.enqueue([receipt.waiting for receipt in receipts if receipt.accepted.comes_in], new=True)
         return receipts
 
     def submit_one(self, asked: Submission, tenant: Tenant | None = None) -> Receipt:
-        """The same of one job, whose receipt also says where it stands in the room."""
-        (receipt,) = self._accept([asked], tenant)
-        return replace(receipt, position=self._enter(receipt.waiting)) if receipt.comes_in else receipt
+        """The same of one job, whose receipt also says where it stands in the room.
 
-    def _accept(self, asked: Sequence[Submission], tenant: Tenant | None) -> list[Receipt]:
+        Redis is asked when the job is committed, and works while the disk is waited for.
+        """
+        with closing(Entering(self.queues)) as entering:
+            (receipt,) = self._accept([asked], tenant, partial(self._ask_in, entering))
+            return replace(receipt, position=self._enter(entering)) if receipt.accepted.comes_in else receipt
+
+    def _accept(self, asked: Sequence[Submission], tenant: Tenant | None, committed: _Committed) -> list[Receipt]:
         """Write them down; once more with the catalog as it is, if a model was closed or renamed since it was read."""
         self.catalog.snapshot()  # With it the common time is heard.
         try:
-            return self._write_down(asked, tenant)
+            return self._write_down(asked, tenant, committed)
         except NameClosed:
             self.catalog.refresh()
-            return self._write_down(asked, tenant)
+            return self._write_down(asked, tenant, committed)
 
-    def _write_down(self, asked: Sequence[Submission], tenant: Tenant | None) -> list[Receipt]:
+    def _write_down(self, asked: Sequence[Submission], tenant: Tenant | None, committed: _Committed) -> list[Receipt]:
         now = now_ms()
         new = []
         for index, one in enumerate(asked):
             with naming(index):
                 new.append(prepare(one, self.catalog.meant(one.model, now), self._check_url, now))
         notices = self._admit(new, tenant, now)
-        accepted = self.store.submit(new, now)
-        crash_at("submit_committed")
+        accepted = self.store.submit(new, now, lambda found: committed(new, found, now))
         return [self._receipt(*parts, now) for parts in zip(new, accepted, notices, strict=True)]
 
     def _admit(self, new: Sequence[NewJob], tenant: Tenant | None, now_ms: int) -> list[str | None]:
@@ -181,8 +176,7 @@ class Dispatcher:
         known = self.store.get(accepted.id) if accepted.deduplicated else None
         if known is not None:
             return Receipt(accepted, known.waiting, notice)
-        waiting = Waiting(job.id, accepted.seq, job.model, job.priority, job.tenant, now_ms, job.constraints)
-        return Receipt(accepted, waiting, notice)
+        return Receipt(accepted, _waiting(job, accepted, now_ms), notice)
 
     def enqueue(self, waiting: Sequence[Waiting], *, new: bool = False) -> None:
         """Put queued jobs into the room, and publish what that offers.  Failures are left to the reconciler.
@@ -193,35 +187,42 @@ class Dispatcher:
         by_fleet: dict[str, list[Waiting]] = defaultdict(list)
         for job in waiting:
             model = snapshot.models.get(job.model)
-            if model is not None:  # Of one that was renamed just now the sweep brings it in, by its new name.
+            # Else the sweep brings it in; of one that was renamed just now by its new name.
+            if model is not None and not self.queues.is_away(model.fleet):
                 by_fleet[model.fleet].append(job)
         for fleet, jobs in by_fleet.items():
-            with self._at_room(fleet, len(jobs)) as is_there:
-                if is_there:
-                    offers = self.queues.enqueue(fleet, jobs)
-                    crash_at("submit_enqueued")
-                    self.publish(offers, jobs if new else ())
-                    crash_at("offer_published")
-
-    def _enter(self, job: Waiting) -> Position | None:
-        """Put one new job into the room, and publish what that offers; where it stands, None: the room is away."""
-        model = self.catalog.snapshot().models.get(job.model)
-        if model is None:  # It went just now.
-            return None
-        with self._at_room(model.fleet, 1) as is_there:
-            if is_there:
-                offers, position = questions.enter(self.queues, model.fleet, job)
+            with self._at_room(fleet, len(jobs)):
+                offers = self.queues.enqueue(fleet, jobs)
                 crash_at("submit_enqueued")
-                self.publish(offers, [job])
+                self.publish(offers, jobs if new else ())
                 crash_at("offer_published")
-                return position
+
+    def _ask_in(self, entering: Entering, new: Sequence[NewJob], accepted: Sequence[Accepted], now_ms: int) -> None:
+        """Have one new job taken into the room, unless it, or its model, is not for that."""
+        crash_at("submit_committed")
+        job = _waiting(new[0], accepted[0], now_ms)
+        model = self.catalog.known().models.get(job.model)
+        if accepted[0].comes_in and model is not None:
+            entering.ask(model.fleet, job)
+
+    def _enter(self, entering: Entering) -> Position | None:
+        """Publish what was offered with the new job; where it stands, None: the room is away."""
+        if entering.asked is None:
+            return None
+        fleet, job = entering.asked
+        with self._at_room(fleet, 1):
+            offers, position = entering.answer()
+            crash_at("submit_enqueued")
+            self.publish(offers, [job])
+            crash_at("offer_published")
+            return position
         return None
 
     @contextmanager
-    def _at_room(self, fleet: str, jobs: int) -> Iterator[bool]:
-        """Whether a fleet's room is there to take jobs; if it does not answer, they are left to the reconciler."""
+    def _at_room(self, fleet: str, jobs: int) -> Iterator[None]:
+        """If a fleet's room does not answer, jobs are left to the reconciler."""
         try:
-            yield not self.queues.is_away(fleet)
+            yield
         except RedisError as error:
             # A Redis that does not answer costs its time-out once, not at every submit.
             self.queues.note_away(fleet, error)
@@ -474,6 +475,10 @@ class Dispatcher:
                 raise JobNotFound(f"There is no job {job_id!r}.", job_id=job_id)
             raise Conflict(f"Job {job_id!r} is {job.state}; only a dead job can be retried.", status=job.state)
         self.enqueue([waiting])
+
+
+def _waiting(job: NewJob, accepted: Accepted, now_ms: int) -> Waiting:
+    return Waiting(job.id, accepted.seq, job.model, job.priority, job.tenant, now_ms, job.constraints)
 
 
 def draining_lease(fleet: str, job_id: str, attempt: int, slot: str) -> Lease:

@@ -59,6 +59,11 @@ class Accepted:
     state: State
     deduplicated: bool = False
 
+    @property
+    def comes_in(self) -> bool:
+        """Whether the job goes into the room now."""
+        return self.state is State.QUEUED and not self.deduplicated
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:

@@ -6,7 +6,7 @@ transaction.  What may follow what is read from states.TRANSITIONS and nowhere e
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Protocol, TypeAlias
@@ -26,6 +26,7 @@ from jobs.states import State, Why, edge
 from jobs.withheld import Withholding
 
 Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are named at the statements
+Committed: TypeAlias = Callable[[list[Accepted]], object]
 
 _MAX_ERROR = 2000
 _MOST_UNHEARD = 10_000  # Each is asked again soon, unless its worker ends.
@@ -148,10 +149,11 @@ class Store:
 
     # -- accepting -------------------------------------------------------------------------------------------
 
-    def submit(self, new: Sequence[NewJob], now_ms: int) -> list[Accepted]:
+    def submit(self, new: Sequence[NewJob], now_ms: int, committed: Committed | None = None) -> list[Accepted]:
         """Accept all of `new` or none of them; one answer each, in order.
 
         A job whose id, or (tenant, Idempotency-Key) within the window, is known already is not accepted again.
+        `committed`: as in Database.write.
         Raises IdempotencyConflict when the id or the key came with another request, NameClosed, RecordUnavailable.
         """
 
@@ -166,7 +168,7 @@ class Store:
                     return conflict
             return accepted
 
-        return self.database.write(unit)
+        return self.database.write(unit, committed=committed)
 
     def knows(self, new: Sequence[NewJob], now_ms: int) -> bool:
         """Whether each of these has an Idempotency-Key that was used within the window."""

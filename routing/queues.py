@@ -134,7 +134,8 @@ class Queues:
         """Put queued jobs in their lanes and offer up to `limit`.  A job that is there already stays as it is."""
         made: list[Offer] = []
         for start in range(0, max(len(jobs), 1), _CHUNK):
-            made += self.put_in(self.entering(fleet, jobs[start : start + _CHUNK], limit - len(made))).offers
+            entering = self.entering(fleet, jobs[start : start + _CHUNK], limit - len(made))
+            made += self.taken_in(self.scripts.run(entering)).offers
         return self.with_the_rest(fleet, made, limit)
 
     def with_the_rest(self, fleet: str, made: list[Offer], limit: int = _OFFERS) -> list[Offer]:
@@ -150,9 +151,8 @@ class Queues:
         """How offers are made with jobs that come in."""
         return offering(self._settings, self._room() if limit else 0, limit)
 
-    def put_in(self, command: Command[T]) -> T:
-        """Run what puts jobs in: Redis is there again, if it was away."""
-        answer = self.scripts.run(command)
+    def taken_in(self, answer: T) -> T:
+        """What Redis says to jobs that came in: it is there again, if it was away."""
         self._away_until.clear()
         return answer
 
@@ -192,7 +192,7 @@ class Queues:
 
     def fill(self, fleet: str, jobs: Sequence[Waiting]) -> int:
         """Put queued jobs in their lanes and offer none; answers how many were missing."""
-        return self.put_in(self.entering(fleet, jobs, 0)).added
+        return self.taken_in(self.scripts.run(self.entering(fleet, jobs, 0))).added
 
     def withdraw(self, fleet: str, job: Waiting) -> Withdrawn:
         """Take a job out: "withdrawn"; "freed": its open offer is gone, too; "asked": its holder is told; "absent"."""

@@ -128,7 +128,9 @@ def _place(receipt: Receipt) -> Place:
     if receipt.accepted.state is not State.QUEUED:
         return Place()
     places = context().places
-    return places.on_entry(receipt.waiting, receipt.position) if receipt.comes_in else places.of(receipt.waiting)
+    return (
+        places.on_entry(receipt.waiting, receipt.position) if receipt.accepted.comes_in else places.of(receipt.waiting)
+    )
 
 
 def _links(job_id: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ import pytest
 from app.reading import WHOLE
 from jobs.record import now_ms
 from jobs.states import State
+from scripting.scripts import Call
 from tests.support.api import NOTHING, Api
 from upkeep import reconcile
 
@@ -43,11 +44,13 @@ def test_a_submit_asks_the_room_once_and_its_answer_says_where_the_job_stands(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api.register(slots=1)
+    api.submitted()  # Redis knows the script.
     asked: list[str] = []
+    ask = Call.ask
+    monkeypatch.setattr(Call, "ask", lambda self, command: asked.append(command.target.script) or ask(self, command))
     scripts = api.dispatcher.queues.scripts
-    run = scripts.run
-    monkeypatch.setattr(scripts, "run", lambda command: asked.append(command.target.script) or run(command))
-    assert [api.submit().json["position"] for _ in range(3)] == [None, 1, 2]
+    monkeypatch.setattr(scripts, "run_all", lambda commands: asked.append("more") or [])
+    assert [api.submit().json["position"] for _ in range(3)] == [1, 2, 3]
     assert asked == ["enter"] * 3
 
 

@@ -20,6 +20,38 @@ KEPT = [
         postgres=True,
     ),
     Mutant(
+        "who is told of a commit keeps others from the disk",
+        "JOB-2",
+        "database/db.py",
+        """                batch[0].tell()  # Ours; those of others would keep the disk waiting.
+            finally:
+                self._secure_and_wake(batch)
+""",
+        """                batch[0].tell()
+                self._secure_and_wake(batch)
+            finally:
+                pass
+""",
+        (f"{DB}test_who_is_told_of_a_commit_and_fails_at_it_keeps_nobody_from_the_disk",),
+        still=f"{DB}test_who_asks_for_it_is_told_when_all_see_it_and_before_the_disk_is_waited_for",
+    ),
+    Mutant(
+        "what is not stored is told as committed",
+        "JOB-2",
+        "database/db.py",
+        "        if self.done and self.error is None:\n            tell,",
+        "        if self.done:\n            tell,",
+        (f"{DB}test_each_who_shares_a_commit_is_told_once_and_of_what_is_refused_nobody",),
+    ),
+    Mutant(
+        "Redis waits until the disk has a job",
+        "time",
+        "database/db.py",
+        "                batch[0].tell()  # Ours; those of others would keep the disk waiting.\n",
+        "                pass\n",
+        (f"{DB}test_who_asks_for_it_is_told_when_all_see_it_and_before_the_disk_is_waited_for",),
+    ),
+    Mutant(
         "an answer does not wait for the disk",
         "JOB-2",
         "database/db.py",

@@ -6,6 +6,15 @@ _HEADERS = "tests/house/test_lua_headers.py::"
 
 SCRIPTS = [
     Mutant(
+        "an answer that nobody heard is the next one's",
+        "ORDER-1",
+        "scripting/scripts.py",
+        "        if self._asked is not None:\n",
+        "        if False:\n",
+        ("tests/lua/test_scripts.py::test_an_answer_that_nobody_heard_is_not_taken_for_the_next",),
+        still="tests/lua/test_scripts.py::test_a_call_in_two_steps_is_answered_also_by_a_redis_that_forgot_the_scripts",
+    ),
+    Mutant(
         "a process starts whose calls are not what the headers say",
         "LEASE-4",
         "scripting/signatures.py",

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from jobs.states import State, Why
 from routing import queues
 from routing.leases import Renewal
 from scripting.keys import Keys
-from scripting.scripts import connect
+from scripting.scripts import Call, connect
 from tasks import maintenance
 from tests.support.postgres import Postgres
 from tests.support.stack import eventually
@@ -179,6 +180,36 @@ def test_a_redis_that_does_not_answer_is_waited_for_once_and_not_at_every_submit
     assert len(asked) == 1
     reconcile.reconcile(stage.dispatcher)
     assert stage.run_all() == [receipt.accepted.id for receipt in receipts]
+
+
+def test_redis_takes_a_job_in_while_the_disk_is_waited_for(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.register()
+    stage.dispatcher.submit_one(stage.a())  # It has the slot, and Redis knows the script.
+    seen: list[Any] = []
+    is_there = partial(eventually, stage.room.waiting, "it is in the room", 5, 0.01)
+    monkeypatch.setattr(stage.database._writer, "sync", lambda: seen.append(is_there()))
+    receipt = stage.dispatcher.submit_one(stage.a())
+    assert seen == [[receipt.accepted.id]]
+    assert receipt.position is not None and receipt.position.ahead == 0
+
+
+def test_a_redis_that_does_not_answer_keeps_no_submit_from_the_disk(
+    stage: Stage, valkey: Valkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its own nor those that share its commit: they are on it before anybody waits for Redis in vain."""
+    monkeypatch.setattr(queues, "_AWAY_S", 60.0)
+    stage.register()
+    impatient = stage.a_dispatcher(connect(valkey.url, 0.2))
+    assert impatient.submit_one(stage.a()).position
+    synced = stage.database._writer.sync
+    steps: list[str] = []
+    monkeypatch.setattr(stage.database._writer, "sync", lambda: (steps.append("the disk"), synced()))
+    answer = Call.answer
+    monkeypatch.setattr(Call, "answer", lambda call: steps.append("waits") or answer(call))
+    with frozen(valkey):
+        receipts = [impatient.submit_one(stage.a()) for _ in range(3)]
+    assert [receipt.position for receipt in receipts] == [None] * 3
+    assert steps == ["the disk", "waits", "the disk", "the disk"]
 
 
 @pytest.fixture

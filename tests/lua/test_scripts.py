@@ -1,6 +1,7 @@
 """How scripts are put together and run."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from redis.exceptions import ResponseError
 
 from routing.config import RoutingSettings
 from routing.queues import Queues
+from routing.workers import Workers
 from scripting.keys import FORMAT, Keys
 from scripting.scripts import (
+    Call,
     Scripts,
     assemble,
     connect,
@@ -59,6 +62,26 @@ def test_a_redis_that_forgot_the_scripts_is_told_them_again(client: Redis):
     client.function_flush()
     assert len(depths_of(room.scripts, ["zimg", "flux"])) == 2
     assert room.offer() == []
+
+
+def test_a_call_in_two_steps_is_answered_also_by_a_redis_that_forgot_the_scripts(client: Redis):
+    scripts = Scripts(client, Keys("test"))
+    workers = Workers(scripts)
+    workers.say("w1", 7)
+    client.function_flush()
+    for _ in range(2):
+        with closing(Call(scripts)) as call:
+            call.ask(workers.looking())
+            assert call.answer() == 7
+
+
+def test_an_answer_that_nobody_heard_is_not_taken_for_the_next(client: Redis):
+    scripts = Scripts(client, Keys("test"))
+    workers = Workers(scripts)
+    workers.say("w1", 6)
+    with closing(Call(scripts)) as unheard:
+        unheard.ask(workers.looking())
+    assert workers.say("w1", 7) == 7
 
 
 def test_what_a_call_remembers_is_gone_with_the_next(client: Redis):

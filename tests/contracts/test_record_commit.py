@@ -23,43 +23,13 @@ from jobs.models import jobs as jobs_table
 from jobs.states import State, Why
 from jobs.store import Store
 from tests.support.builders import T0, a_job, a_queued_job, a_running_job, at_once, eventually, row_of, trail_of
+from tests.support.groups import held, in_one_group
 
 Act = Callable[[], Any]
 
 
 class Crash(BaseException):
     """Ends the thread that leads, as Ctrl-C or a soft time limit would."""
-
-
-@contextmanager
-def _held(database: Database) -> Iterator[None]:
-    """One unit holds the lead for as long as the block lasts; all others line up behind it."""
-    began, go_on = threading.Event(), threading.Event()
-
-    def hold(_: Transaction) -> None:
-        began.set()
-        assert go_on.wait(30)
-
-    holder = threading.Thread(target=lambda: database.write(hold))
-    holder.start()
-    assert began.wait(30)
-    try:
-        yield
-    finally:
-        go_on.set()
-        holder.join(30)
-
-
-def _in_one_group(database: Database, *acts: Act, before: Act = lambda: None) -> list[Any]:
-    """Have all acts wait for one commit, in this order, then do `before`; their results or exceptions."""
-    results: list[Future[Any]] = []
-    with ThreadPoolExecutor(len(acts)) as pool:
-        with _held(database):
-            for act in acts:
-                results.append(pool.submit(act))
-                eventually(lambda: len(database._line) == len(results))
-            before()
-        return [result.exception(30) or result.result() for result in results]
 
 
 @contextmanager
@@ -104,7 +74,7 @@ def test_two_processes_that_write_much_lose_and_double_nothing(database, store):
 
 def test_those_who_wait_share_one_commit_and_get_their_own_results(database):
     with _commits(database) as seen:
-        results = _in_one_group(database, *[lambda n=n: database.write(lambda _: n) for n in range(6)])
+        results = in_one_group(database, *[lambda n=n: database.write(lambda _: n) for n in range(6)])
     assert results == [0, 1, 2, 3, 4, 5]
     assert len(seen) == 2  # the holder's, and theirs
 
@@ -112,7 +82,7 @@ def test_those_who_wait_share_one_commit_and_get_their_own_results(database):
 def test_no_more_than_a_batch_share_a_commit_and_the_rest_follow(database, store, monkeypatch):
     monkeypatch.setattr("database.db._LARGEST_BATCH", 4)
     with _commits(database) as seen:
-        answers = _in_one_group(database, *[lambda: store.submit([a_job()], T0)[0].seq for _ in range(10)])
+        answers = in_one_group(database, *[lambda: store.submit([a_job()], T0)[0].seq for _ in range(10)])
     assert len(set(answers)) == 10
     assert len(seen) == 1 + 3
 
@@ -127,7 +97,7 @@ def test_nobody_is_answered_before_the_commit(database, store):
 
     results: list[Future[Any]] = []
     with ThreadPoolExecutor(3) as pool:
-        with _held(database):
+        with held(database):
             results += [pool.submit(store.submit, [a_job()], T0) for _ in range(3)]
             eventually(lambda: len(database._line) == 3)
             event.listen(database.engine, "commit", look_before_commit)
@@ -140,7 +110,7 @@ def test_nobody_is_answered_before_the_commit(database, store):
 
 def test_a_unit_that_fails_spoils_nothing_for_its_neighbours(database, store):
     before, after = a_job(), a_job()
-    first, bad, last = _in_one_group(
+    first, bad, last = in_one_group(
         database,
         lambda: store.submit([before], T0)[0].id,
         lambda: database.write(lambda _: _raise(ZeroDivisionError("mine"))),
@@ -153,7 +123,7 @@ def test_a_unit_that_fails_spoils_nothing_for_its_neighbours(database, store):
 def test_a_key_that_is_refused_costs_its_neighbours_no_commit_of_their_own(database, store):
     store.submit([a_job(idempotency_key="k", fingerprint="one")], T0)
     with _commits(database) as seen:
-        first, refused, last = _in_one_group(
+        first, refused, last = in_one_group(
             database,
             lambda: store.submit([a_job()], T0),
             lambda: store.submit([a_job(idempotency_key="k", fingerprint="two")], T0),
@@ -166,7 +136,7 @@ def test_a_key_that_is_refused_costs_its_neighbours_no_commit_of_their_own(datab
 
 def test_a_unit_whose_sql_fails_spoils_nothing_for_its_neighbours(database, store):
     broken = text("INSERT INTO no_such_table VALUES (1)")
-    first, bad, last = _in_one_group(
+    first, bad, last = in_one_group(
         database,
         lambda: len(store.submit([a_job()], T0)),
         lambda: database.write(lambda tx: tx.connection.execute(broken)),
@@ -185,7 +155,7 @@ def test_a_unit_whose_event_cannot_be_written_spoils_nothing_for_its_neighbours(
         tx.connection.execute(insert(counters), {"name": "spoiled", "value": 1})
         note(tx, None, "t", T0, {})
 
-    moved, bad, accepted = _in_one_group(
+    moved, bad, accepted = in_one_group(
         database,
         lambda: store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}"),
         lambda: database.write(spoil),
@@ -200,7 +170,7 @@ def test_a_unit_whose_event_cannot_be_written_spoils_nothing_for_its_neighbours(
 
 def test_job_2_a_transition_keeps_its_one_event_when_a_later_unit_of_its_group_fails(database, store):
     run = a_running_job(store, callback_url="https://c.example/h")
-    moved, _ = _in_one_group(
+    moved, _ = in_one_group(
         database,
         lambda: store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}"),
         lambda: database.write(lambda _: _raise(ZeroDivisionError())),
@@ -211,7 +181,7 @@ def test_job_2_a_transition_keeps_its_one_event_when_a_later_unit_of_its_group_f
 
 def test_of_two_transitions_of_one_job_in_one_group_only_the_first_counts(database, store):
     job = a_queued_job(store)
-    first, second, third = _in_one_group(
+    first, second, third = in_one_group(
         database,
         lambda: store.start(job.id, "gpu1", "gpu1-slot0", "l1", T0),
         lambda: store.start(job.id, "gpu2", "gpu2-slot0", "l2", T0),
@@ -230,7 +200,7 @@ def test_a_leader_that_is_interrupted_leaves_nobody_waiting_or_wrongly_answered(
         except Crash as crash:
             return crash
 
-    crashed, neighbour = _in_one_group(database, lead, lambda: store.submit([a_job()], T0))
+    crashed, neighbour = in_one_group(database, lead, lambda: store.submit([a_job()], T0))
     assert isinstance(crashed, Crash)
     assert type(neighbour) is RecordUnavailable
     assert _count(database, jobs_table) == 0
@@ -252,7 +222,7 @@ def test_a_leader_that_is_interrupted_while_it_is_tried_alone_takes_no_neighbour
         except Crash as crash:
             return crash
 
-    crashed, (neighbour,) = _in_one_group(database, lead, lambda: store.submit([a_job()], T0))
+    crashed, (neighbour,) = in_one_group(database, lead, lambda: store.submit([a_job()], T0))
     assert isinstance(crashed, Crash)
     assert store.get(neighbour.id).state == "queued"
 
@@ -397,7 +367,7 @@ def test_a_group_that_cannot_begin_is_refused_as_a_whole_and_does_not_wait_once_
     store = Store(impatient)
     answers: list[Future[Any]] = []
     with ThreadPoolExecutor(6) as pool:
-        with _held(impatient):
+        with held(impatient):
             answers += [pool.submit(store.submit, [a_job()], T0) for _ in range(6)]
             eventually(lambda: len(impatient._line) == 6)
             monkeypatch.setattr(impatient, "_commit", lock_out)
@@ -418,7 +388,7 @@ def test_a_group_that_loses_its_database_half_way_does_not_wait_once_for_each(da
         raise OperationalError("SELECT 1", {}, Exception("connection reset"))
 
     acts = [lambda: database.write(lose)] + [lambda: store.submit([a_job()], T0)] * 5
-    errors = _in_one_group(database, *acts)
+    errors = in_one_group(database, *acts)
     assert [type(error) for error in errors] == [RecordUnavailable] * 6
     assert begins == [True]
 

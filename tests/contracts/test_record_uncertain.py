@@ -17,8 +17,8 @@ from insight import listing
 from jobs.models import events
 from jobs.states import State, Why
 from jobs.store import Store
-from tests.contracts.test_record_commit import _in_one_group
 from tests.support.builders import T0, a_job, a_queued_job, a_running_job, at_once, eventually, trail_of
+from tests.support.groups import in_one_group
 from tests.support.silence import Network, between
 
 # A new connection is given two seconds at least.
@@ -96,7 +96,7 @@ def test_a_group_whose_answer_was_lost_is_answered_from_one_commit_and_never_run
     acts = [*settles, lambda: far.database.write(counted)]
     holding = lambda: setattr(network, "loses", True)  # noqa: E731
     event.listen(far.database.engine, "rollback", lambda _: pytest.fail("a group was undone"))
-    *settled, count = _in_one_group(far.database, *acts, before=holding)
+    *settled, count = in_one_group(far.database, *acts, before=holding)
     assert [moved.to for moved in settled] == [near.get(run.job.id).state for run in runs]
     assert all(len(trail_of(near, run.job.id)) == 3 for run in runs)
     assert (count, len(times)) == ("counted", 1)
@@ -333,7 +333,7 @@ def test_one_that_waits_for_a_locked_row_takes_no_neighbour_down(postgres_url, n
     store, held = Store(database), a_queued_job(near)
     with near.database.engine.begin() as somebody:
         somebody.execute(text("SELECT 1 FROM jobs WHERE id = :id FOR UPDATE"), {"id": held.id})
-        waiting, *others = _in_one_group(
+        waiting, *others = in_one_group(
             database,
             lambda: store.start(held.id, "gpu1", "gpu1-slot0", "l", T0),
             *[lambda: store.submit([a_job()], T0)] * 4,

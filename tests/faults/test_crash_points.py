@@ -38,8 +38,9 @@ from jobs.states import FINAL, TRANSITIONS, Budget, State, Why
 from jobs.store import Store
 from outbox.messages import message_id
 from outbox.tables import receivers
-from tests.faults.conftest import REPO, Aftermath, Lane, Oracle, ended
+from tests.faults.lanes import Aftermath, Lane, Oracle, ended
 from tests.faults.life import SLOTS, read_lines
+from tests.support.stack import REPO
 from upkeep import ledger
 
 Case = tuple[str, ...]

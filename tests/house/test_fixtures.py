@@ -26,8 +26,8 @@ def _having(pattern: str) -> set[str]:
     }
 
 
-def test_nobody_imports_fixtures_or_hands_them_on() -> None:
-    hidden = re.compile(r"^tests\.fixtures\.(?!__doc__$)")
+def test_nobody_imports_fixtures_or_what_has_tests_or_hands_them_on() -> None:
+    hidden = re.compile(r"^tests\.fixtures\.(?!__doc__$)|^tests\.(\w+\.)*(conftest|test_\w+)\.")
     found = [f"{path.relative_to(REPO)}: {name}" for path in TESTS for name in _imports(path) if hidden.search(name)]
     assert found == []
     assert _having(r"^__all__\b") == set()

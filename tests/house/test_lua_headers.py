@@ -33,6 +33,7 @@ from scripting.scripts import (
 )
 from scripting.signatures import caller, locals_of, signature
 from tasks.sinks.event_stream import StreamScripts
+from tests.house.lua_text import FUNCTION, body, called_functions, header, included
 from upkeep.rooms import RoomScripts
 
 # Every other command counts as writing.
@@ -71,20 +72,7 @@ _NOT_ANSWERS = _FIELDS | frozenset(
     }  # parts of a score, answered by their place
 )
 
-_FUNCTION = r"(?:local function |function \w+\.)(\w+)"  # of a fragment, or of a policy
-
 every_script = pytest.mark.parametrize("name", names())
-
-
-def header(name: str) -> str:
-    found = re.match(r"--\[\[(.*?)\]\]", source(name), re.DOTALL)
-    assert found, f"{name}.lua does not begin with a header"
-    return found[1]
-
-
-def body(name: str) -> str:
-    """The script's own lines, without header and comments."""
-    return re.sub(r"--[^\n]*", "", source(name).split("]]", 1)[1])
 
 
 def words_of(name: str) -> set[str]:
@@ -97,28 +85,8 @@ def words_of(name: str) -> set[str]:
     }
 
 
-def included(name: str) -> list[str]:
-    """The fragments that a script includes, in order."""
-    return re.findall(r"@include (lib/\w+)", source(name))
-
-
 def commands(text: str) -> set[str]:
     return set(re.findall(r'redis\.p?call\(\s*"([A-Z]+)"', text))
-
-
-def called_functions(name: str) -> str:
-    """The script with those of its fragments' functions, and of policies' decisions, that it reaches."""
-    text = body(name)
-    fragments = "".join(re.sub(r"--[^\n]*", "", fragment(f)) for f in included(name))
-    functions: dict[str, str] = {}
-    one_line, more = r"[^\n]* end$", r".*?^end$"
-    for function, lines in re.findall(rf"^{_FUNCTION}\([^)]*\)({one_line}|{more})", fragments, re.S | re.M):
-        functions[function] = functions.get(function, "") + lines + "\n"
-    reached: set[str] = set()
-    while fresh := {f for f in functions if f not in reached and re.search(rf"\b{f}\(", text)}:
-        reached |= fresh
-        text += "".join(f"{functions[f]}\n" for f in fresh)
-    return text
 
 
 @every_script
@@ -305,7 +273,7 @@ def test_an_invariant_that_a_header_cites_is_one(name):
 @every_script
 def test_every_fragment_that_is_included_is_used(name):
     for one in included(name):
-        functions = re.findall(rf"^{_FUNCTION}", fragment(one), re.MULTILINE)
+        functions = re.findall(rf"^{FUNCTION}", fragment(one), re.MULTILINE)
         later = "".join(fragment(other) for other in included(name) if other != one)
         assert any(f in body(name) + later for f in functions) or one == "lib/fleet", f"{one} is not needed"
 

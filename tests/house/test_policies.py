@@ -11,7 +11,7 @@ import pytest
 
 from registry.policies import DEFAULT, POLICIES
 from scripting.scripts import names, source
-from tests.house.test_rules import REPO, name_of, product_files, python_files
+from tests.house.tree import REPO, name_of, product_files, python_files
 
 FOLDER = REPO / "routing" / "lua" / "lib" / "policies"
 TABLE = "registry/policies.py"

@@ -22,7 +22,7 @@ from scripting.scripts import (
     names,
     source,
 )
-from tests.house.test_lua_headers import called_functions
+from tests.house.lua_text import called_functions
 from tests.support.room import CLOCK, FRAGMENTS, Room, a
 from tests.support.valkey import Valkey
 from upkeep.rooms import depths, depths_of

@@ -16,7 +16,7 @@ from registry.catalog import Catalog
 from registry.config import ModelConfig
 from registry.secrets import Secret
 from registry.tenants import Tenants
-from tests.migrations.test_migrations import _schema
+from tests.migrations.schema import schema_of
 from tests.support.builders import T0, a_queued_job
 from upkeep import ledger
 
@@ -261,7 +261,7 @@ def test_a_step_that_ended_while_it_built_an_index_is_taken_again(_empty_postgre
 
 def test_going_back_leads_to_the_schema_before_and_keeps_what_it_can_hold(empty_url, engine):
     with engine.connect() as connection:
-        schema = _schema(connection)
+        schema = schema_of(connection)
     _use(engine)
     content = _content(engine)
     migrate.upgrade(empty_url)
@@ -276,7 +276,7 @@ def test_going_back_leads_to_the_schema_before_and_keeps_what_it_can_hold(empty_
     database.close()
     _go_back(empty_url, "0001")
     with engine.connect() as connection:
-        assert _schema(connection) == schema
+        assert schema_of(connection) == schema
     after = _content(engine)
     overrides = {row["name"]: orjson.loads(row.pop("overrides")) for row in after["models"]}
     assert overrides == {"zimg": {"max_retries": 5}, "flux": {"policy": "fifo"}}

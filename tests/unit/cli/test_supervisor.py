@@ -13,7 +13,7 @@ import pytest
 from local.children import Role
 from local.errors import Stopped, UpError
 from local.supervisor import how_it_ended, restart_delay_s
-from tests.unit.cli.conftest import Bench, lives, until
+from tests.unit.cli.bench import Bench, lives, until
 
 # Says its number, then stays, and leaves a trace when it is asked to end.
 STAYS = 'echo $$ >> {0}.pids; trap "echo {0} >> ended; exit" TERM; while :; do sleep 0.02; done'

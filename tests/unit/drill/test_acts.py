@@ -17,8 +17,7 @@ from werkzeug import Request, Response
 
 from local.guardian import Guardian
 from tests.support.valkey import Valkey
-from tests.unit.drill.conftest import Listener
-from tests.unit.drill.test_proxy import hears_nothing
+from tests.unit.drill.sockets import Listener, hears_nothing
 from trials.drill import acts
 from trials.drill.acts import ACTS, NotNow
 from trials.drill.faults import Saboteur, Struck

@@ -3,21 +3,8 @@ import time
 
 import pytest
 
-from tests.unit.drill.conftest import Listener
+from tests.unit.drill.sockets import Listener, hears_nothing
 from trials.drill.proxy import Cut, Door, Later, Proxy, Way
-
-_A_MOMENT_S = 0.2
-
-
-def hears_nothing(connection: socket.socket) -> bool:
-    """That nothing comes is seen by waiting for it, and by nothing else."""
-    connection.settimeout(_A_MOMENT_S)
-    try:
-        return connection.recv(4096) is None
-    except TimeoutError:
-        return True
-    finally:
-        connection.settimeout(5)
 
 
 @pytest.fixture

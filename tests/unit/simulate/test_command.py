@@ -19,7 +19,7 @@ from jobs.states import Why
 from jobs.store import Store
 from registry.catalog import Catalog
 from tests.support.builders import a_queued_job, a_start
-from tests.unit.cli.conftest import until
+from tests.unit.cli.bench import until
 from tests.unit.simulate.scenarios import POLICIES
 
 pytestmark = pytest.mark.usefixtures("simulator")

@@ -1,0 +1,237 @@
+"""Inference servers that write down what they ran, and lanes in which lives are lived (tests/faults/life.py)."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from database.db import Database
+from jobs.models import events, jobs
+from tests.faults import life as a_life
+from tests.support.stack import REPO
+from tests.support.valkey import Valkey
+
+_RUNS_FOR_S = 0.03  # a polled job
+
+
+class Oracle(ThreadingHTTPServer):
+    """An inference server and a client's receiver in one, which remember everything."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.lock = threading.Lock()
+        self.clear()
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def clear(self) -> None:
+        with self.lock:
+            self.asked: Counter[str] = Counter()  # job -> how often it came
+            self.runs: Counter[str] = Counter()  # job -> how often it was really run
+            self.hooks: list[tuple[str, dict[str, Any]]] = []
+            self.events: list[tuple[str, dict[str, Any]]] = []
+            self.until: dict[str, tuple[str, float]] = {}  # remote id -> job, when it ends
+            self.most_at_once = 0
+
+    def run(self, job: str, payload: dict[str, Any], polled: bool) -> tuple[int, dict[str, Any]]:
+        with self.lock:
+            self.asked[job] += 1
+            if self.asked[job] <= payload.get("times", 0):
+                return (503, {}) if payload["do"] == "busy" else (500, {"status": "error"})
+            if payload["do"] == "invalid":
+                return 422, {"status": "error"}
+            self.runs[job] += 1
+            if not polled:
+                return 200, {"status": "success", "result": {"job": job}}
+            remote = f"r-{job}-{self.runs[job]}"
+            self.until[remote] = job, time.monotonic() + payload.get("seconds", _RUNS_FOR_S)
+            self.most_at_once = max(self.most_at_once, len(self._running()))
+            return 200, {"status": "processing", "job_id": remote}
+
+    def status(self, remote: str) -> tuple[int, dict[str, Any]]:
+        with self.lock:
+            job, until = self.until.get(remote, ("", 0.0))
+        if not job:
+            return 404, {"status": "not_found"}
+        return 200, {"status": "processing" if time.monotonic() < until else "completed", "result": {"job": job}}
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        with self.lock:
+            running = self._running()
+        return 200, {"active_jobs": len(running), "job_ids": running}
+
+    def _running(self) -> list[str]:
+        now = time.monotonic()
+        return [job for job, until in self.until.values() if until > now]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1  # Head and body in one packet.
+    server: Oracle
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        if self.path == "/hook":
+            with self.server.lock:
+                self.server.hooks.append((self.headers["webhook-id"], body))
+            self._answer(200, {})
+        elif self.path == "/events":
+            with self.server.lock:
+                self.server.events.append((self.headers["webhook-id"], body))
+            self._answer(200, {})
+        elif self.path.startswith("/cancel/"):
+            self._answer(404, {"status": "not_found"})
+        else:
+            polled = self.path == f"/{a_life.ASYNC}"
+            self._answer(*self.server.run(self.headers["X-Job-Id"], body, polled))
+
+    def do_GET(self) -> None:
+        self._answer(*(self.server.health() if self.path == "/health" else self.server.status(self.path[8:])))
+
+    def _answer(self, status: int, body: dict[str, Any]) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # Whoever asked has died.
+            super().handle()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@dataclass
+class Ended:
+    """How one life ended, and what it left: the last event's number, and the runs that it was at."""
+
+    life: str
+    code: int
+    last_event: int
+    running: dict[str, str | None]  # job -> the server's own id of it
+
+
+@dataclass
+class Aftermath:
+    """All that can be known of a case when its last life is over."""
+
+    home: Path
+    record: str  # its URL
+    oracle: Oracle
+    ended: list[Ended] = field(default_factory=list)
+    passed: dict[str, int] = field(default_factory=dict)  # points, by the first life, if it was not cut short
+    log: str = ""
+
+    def report(self, life: str = "last") -> dict[str, Any]:
+        """What a life said that was not cut short."""
+        return json.loads((self.home / f"report-{life}.json").read_text())
+
+
+class Lane:
+    """A place where one case at a time is lived: a database of the Valkey, an oracle, a nursery.
+
+    `fresh_record` makes an empty record for the case that lives in a folder, and answers its URL.
+    """
+
+    def __init__(self, number: int, valkey: Valkey, fresh_record: Callable[[Path], str]) -> None:
+        self.redis_url = f"{valkey.url.removesuffix('/0')}/{number}"
+        self.oracle = Oracle()
+        self._fresh_record = fresh_record
+        self._record = ""
+        self._valkey = valkey
+        self._number = number
+        self._nursery: subprocess.Popen[str] | None = None
+
+    def live(self, home: Path, crashes: list[str]) -> Aftermath:
+        """Live one life for each of `crashes`, a story that dies there, and a last one that only recovers."""
+        self.prepare(home)
+        self.oracle.clear()
+        case = Aftermath(home, self._record, self.oracle)
+        for n, crash in enumerate(crashes):
+            case.ended.append(self._one(home, f"life{n}", "story", crash))
+        case.ended.append(self._one(home, "last", "recover", ""))
+        if case.ended[0].code == 0:
+            case.passed = case.report(case.ended[0].life)["passed"]
+        case.log = (home / "log").read_text()[-3000:]
+        return case
+
+    def prepare(self, home: Path) -> None:
+        """A fresh record, an empty Redis."""
+        home.mkdir(parents=True, exist_ok=True)
+        self._record = self._fresh_record(home)
+        self._flush()
+
+    def env(self, home: Path, name: str, crash: str) -> dict[str, str]:
+        return {
+            **a_life.SETTINGS,
+            "SLOTKEEPER_HOME": str(home),
+            "SLOTKEEPER_DATABASE_URL": self._record,
+            "SLOTKEEPER_REDIS_URL": self.redis_url,
+            "SLOTKEEPER_CRASH_AT": crash,
+            "LIFE_NAME": name,
+            "LIFE_SERVER": self.oracle.url,
+        }
+
+    def close(self) -> None:
+        self.oracle.shutdown()
+        if self._nursery is not None and self._nursery.stdin is not None:
+            self._nursery.stdin.close()
+            self._nursery.wait(30)
+
+    def _one(self, home: Path, name: str, step: str, crash: str) -> Ended:
+        return ended(self._record, name, self._born(step, self.env(home, name, crash)))
+
+    def _born(self, step: str, env: dict[str, str]) -> int:
+        if self._nursery is None:
+            clean = {name: value for name, value in os.environ.items() if not name.startswith("SLOTKEEPER_")}
+            command = [sys.executable, "-m", "tests.faults.life", "nursery"]
+            self._nursery = subprocess.Popen(
+                command, cwd=REPO, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        assert self._nursery.stdin is not None and self._nursery.stdout is not None
+        self._nursery.stdin.write(json.dumps({"step": step, "env": env}) + "\n")
+        self._nursery.stdin.flush()
+        return int(self._nursery.stdout.readline())
+
+    def _flush(self) -> None:
+        with self._valkey.client() as connection:
+            connection.select(self._number)
+            connection.flushdb()
+
+
+def ended(record: str, life: str, code: int) -> Ended:
+    """Look at the record as a life has left it."""
+    with closing(Database(record)) as database, database.read() as connection:
+        last = connection.execute(events.select().order_by(events.c.id.desc()).limit(1)).first()
+        running = connection.execute(jobs.select().where(jobs.c.state == "running")).all()
+        return Ended(life, code, last.id if last else 0, {row.id: row.remote_id for row in running})
+
+
+@contextmanager
+def free_lanes(lanes: Iterable[Lane]) -> Iterator["SimpleQueue[Lane]"]:
+    free: SimpleQueue[Lane] = SimpleQueue()
+    with ExitStack() as stack:
+        for lane in lanes:
+            stack.callback(lane.close)
+            free.put(lane)
+        yield free

@@ -7,7 +7,7 @@ import pytest
 from tasks.servers import presets
 from tasks.wiring import workers
 from tests.support.api import Api, TimedApi
-from tests.unit.servers.scripted import Scripted, Seen, answer, refused_url
+from tests.support.scripted import Scripted, Seen, answer, refused_url
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tasks.descriptions import Misconfigured, Unfit, merged, server_for, whole
 from tasks.servers import Call, Description, presets
 from tasks.wiring import catalog, database
 from tests.support.api import Api
-from tests.unit.servers.scripted import Scripted, answer
+from tests.support.scripted import Scripted, answer
 
 CONFIG = "/admin/model-configs/zimg"
 RULE = {"if": {"status": 200}, "then": "done"}

@@ -15,7 +15,7 @@ from tasks.servers import Call
 from tasks.servers.answers import clean
 from tasks.wiring import catalog, database
 from tests.support.api import Api
-from tests.unit.servers.scripted import Scripted, answer
+from tests.support.scripted import Scripted, answer
 
 VALUE = 'the "very" \\secret/ !'
 NAMES_IT = {"description": {"submit": {"body": {"in": "{{payload}}", "key": "{{secret/KEY}}"}}}}

@@ -12,7 +12,7 @@ import pytest
 
 from dispatch.outcome import Kind, Outcome
 from tasks.servers import Call, Description, HealthKind, Server, compile_plan, for_model, new_session
-from tests.unit.servers.scripted import Scripted, Seen, answer
+from tests.support.scripted import Scripted, Seen, answer
 
 JOB = Call("job-1", 1, {"prompt": "a cat"}, callback_url="http://me/cb", deadline_s=5.0)
 RESULT = {"image": "x"}

@@ -3,16 +3,15 @@
 import json
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import requests
 
 from reference_server.server import ReferenceServer, ServeConfig
+from tests.support.scripted import Scripted, Seen, answer
 from tests.support.stack import _BIN, Stack, eventually, free_port
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -65,25 +64,15 @@ def _stranger(ports: dict[str, int]) -> Iterator[tuple[int, dict[str, str]]]:
     """A web server of somebody else: its port, and what its page was told, in the end."""
     told: dict[str, str] = {}
 
-    class Pages(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html")
-            self.end_headers()
-            self.wfile.write(PAGE.replace("PORTS", json.dumps(ports)).replace("NAME", "evil.test").encode())
+    def says(seen: Seen) -> bytes:
+        if seen.method == "GET":
+            page = PAGE.replace("PORTS", json.dumps(ports)).replace("NAME", "evil.test")
+            return answer(page.encode(), Content_Type="text/html")
+        told.update(seen.json)
+        return answer(b"", 204)
 
-        def do_POST(self) -> None:
-            told.update(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_address[1], told
-        server.shutdown()
+    with Scripted(says) as server:
+        yield server.port, told
 
 
 @contextmanager

@@ -11,8 +11,8 @@ import pytest
 import requests
 
 from tests.support.http_api import HttpApi
+from tests.support.scripted import Act, Scripted, Seen, answer, reset
 from tests.support.stack import Stack, eventually
-from tests.unit.servers.scripted import Act, Scripted, Seen, answer, reset
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

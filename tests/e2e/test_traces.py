@@ -5,16 +5,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
 
 from tests.support.http_api import HttpApi
+from tests.support.scripted import Scripted, Seen, answer
 from tests.support.stack import REPO, RefServer, Stack, eventually
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed")
-from tests.support.collector import Collector, collector
+from tests.support.collector import Collector
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -23,60 +22,41 @@ _JOB = ["job", "submit"]
 _TRY = ["wait", "attempt", "exchange", "settle"]
 
 
-class Outside:
+class Outside(Scripted):
     """An inference server that fails once, then is silent until it may answer; and whom webhooks tell."""
 
     def __init__(self) -> None:
+        super().__init__(self._says)
         self.attempts: list[str] = []  # the traceparent of each
         self.hooks: list[str] = []
         self.silent, self.may_answer = threading.Event(), threading.Event()
-        outside = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"]))
-                status, said = outside.answer(self.path, self.headers["traceparent"])
-                body = json.dumps(said).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-
-    def answer(self, path: str, traceparent: str) -> tuple[int, dict[str, Any]]:
-        if path == "/hook":
+    def _says(self, seen: Seen) -> bytes:
+        if seen.method == "GET":
+            return answer(b"", 404)
+        traceparent = seen.headers["traceparent"]
+        if seen.path == "/hook":
             self.hooks.append(traceparent)
-            return 200, {}
+            return answer({})
         self.attempts.append(traceparent)
         if len(self.attempts) == 1:
-            return 500, {"status": "failed", "error": "once"}
+            return answer({"status": "failed", "error": "once"}, 500)
         if len(self.attempts) == 2:
             self.silent.set()
             self.may_answer.wait(120)
-        return 200, {"status": "success", "result": {}}
+        return answer({"status": "success", "result": {}})
 
 
 @pytest.fixture
 def outside() -> Iterator[Outside]:
-    found = Outside()
-    thread = threading.Thread(target=found.server.serve_forever, daemon=True)
-    thread.start()
-    yield found
-    found.may_answer.set()
-    found.server.shutdown()
-    found.server.server_close()
+    with Outside() as found:
+        yield found
+        found.may_answer.set()
 
 
 @pytest.fixture(scope="module")
 def receiver() -> Iterator[Collector]:
-    with collector() as found:
+    with Collector() as found:
         yield found
 
 
@@ -85,7 +65,7 @@ def stack(receiver: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iter
     env = {
         "SLOTKEEPER_WEBHOOK_ALLOW": "127.0.0.1/32",
         "SLOTKEEPER_EVENTS_TO": "redis,otlp",
-        "SLOTKEEPER_EVENTS_OTLP_ENDPOINT": receiver.endpoint,
+        "SLOTKEEPER_EVENTS_OTLP_ENDPOINT": receiver.url,
     }
     with Stack(tmp_path_factory.mktemp("traced"), env) as running:
         running.maintenance()
@@ -208,11 +188,11 @@ def test_no_job_waits_for_a_collector_that_takes_nothing_and_it_is_told_afterwar
 ) -> None:
     trace_id, given = _given("3")
     receiver.status = 401
-    before = receiver.asked
+    before = len(receiver.seen)
     body = {"model": model, "payload": {"seconds": 0.01}}
     answer = api.call("POST", "/queue/submit", json=body, headers={"traceparent": given})
     assert api.ended(answer.json()["job_id"])["status"] == "completed"
-    eventually(lambda: receiver.asked > before, "the collector is asked, and refuses")
+    eventually(lambda: len(receiver.seen) > before, "the collector is asked, and refuses")
     receiver.status = 200
     whole(receiver, trace_id, [*_JOB, *_TRY], [SPAN])
 

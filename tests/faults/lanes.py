@@ -8,9 +8,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -18,30 +17,24 @@ from typing import Any
 from database.db import Database
 from jobs.models import events, jobs
 from tests.faults import life as a_life
+from tests.support.scripted import Scripted, Seen, answer
 from tests.support.stack import REPO
 from tests.support.valkey import Valkey
 
 _RUNS_FOR_S = 0.03  # a polled job
 
 
-class Oracle(ThreadingHTTPServer):
+class Oracle(Scripted):
     """An inference server and a client's receiver in one, which remember everything."""
 
-    daemon_threads = True
-    request_queue_size = 64
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.lock = threading.Lock()
+        super().__init__(self._says)
+        self._lock = threading.Lock()
         self.clear()
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
     def clear(self) -> None:
-        with self.lock:
+        with self._lock:
+            self.seen.clear()
             self.asked: Counter[str] = Counter()  # job -> how often it came
             self.runs: Counter[str] = Counter()  # job -> how often it was really run
             self.hooks: list[tuple[str, dict[str, Any]]] = []
@@ -49,76 +42,46 @@ class Oracle(ThreadingHTTPServer):
             self.until: dict[str, tuple[str, float]] = {}  # remote id -> job, when it ends
             self.most_at_once = 0
 
-    def run(self, job: str, payload: dict[str, Any], polled: bool) -> tuple[int, dict[str, Any]]:
-        with self.lock:
-            self.asked[job] += 1
-            if self.asked[job] <= payload.get("times", 0):
-                return (503, {}) if payload["do"] == "busy" else (500, {"status": "error"})
-            if payload["do"] == "invalid":
-                return 422, {"status": "error"}
-            self.runs[job] += 1
-            if not polled:
-                return 200, {"status": "success", "result": {"job": job}}
-            remote = f"r-{job}-{self.runs[job]}"
-            self.until[remote] = job, time.monotonic() + payload.get("seconds", _RUNS_FOR_S)
-            self.most_at_once = max(self.most_at_once, len(self._running()))
-            return 200, {"status": "processing", "job_id": remote}
+    def _says(self, seen: Seen) -> bytes:
+        _, place, *name = seen.path.split("/", 2)
+        with self._lock:
+            match place:
+                case "hook" | "events":
+                    told = self.hooks if place == "hook" else self.events
+                    told.append((seen.headers["webhook-id"], seen.json))
+                    return answer({})
+                case "cancel":
+                    return answer({"status": "not_found"}, 404)
+                case "health":
+                    return answer({"active_jobs": len(self._running()), "job_ids": self._running()})
+                case "status":
+                    return self._status(*name)
+                case _:
+                    return self._run(seen.headers["x-job-id"], seen.json, polled=place == a_life.ASYNC)
 
-    def status(self, remote: str) -> tuple[int, dict[str, Any]]:
-        with self.lock:
-            job, until = self.until.get(remote, ("", 0.0))
+    def _run(self, job: str, payload: dict[str, Any], *, polled: bool) -> bytes:
+        self.asked[job] += 1
+        if self.asked[job] <= payload.get("times", 0):
+            return answer({}, 503) if payload["do"] == "busy" else answer({"status": "error"}, 500)
+        if payload["do"] == "invalid":
+            return answer({"status": "error"}, 422)
+        self.runs[job] += 1
+        if not polled:
+            return answer({"status": "success", "result": {"job": job}})
+        remote = f"r-{job}-{self.runs[job]}"
+        self.until[remote] = job, time.monotonic() + payload.get("seconds", _RUNS_FOR_S)
+        self.most_at_once = max(self.most_at_once, len(self._running()))
+        return answer({"status": "processing", "job_id": remote})
+
+    def _status(self, remote: str) -> bytes:
+        job, until = self.until.get(remote, ("", 0.0))
         if not job:
-            return 404, {"status": "not_found"}
-        return 200, {"status": "processing" if time.monotonic() < until else "completed", "result": {"job": job}}
-
-    def health(self) -> tuple[int, dict[str, Any]]:
-        with self.lock:
-            running = self._running()
-        return 200, {"active_jobs": len(running), "job_ids": running}
+            return answer({"status": "not_found"}, 404)
+        return answer({"status": "processing" if time.monotonic() < until else "completed", "result": {"job": job}})
 
     def _running(self) -> list[str]:
         now = time.monotonic()
         return [job for job, until in self.until.values() if until > now]
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    wbufsize = -1  # Head and body in one packet.
-    server: Oracle
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
-        if self.path == "/hook":
-            with self.server.lock:
-                self.server.hooks.append((self.headers["webhook-id"], body))
-            self._answer(200, {})
-        elif self.path == "/events":
-            with self.server.lock:
-                self.server.events.append((self.headers["webhook-id"], body))
-            self._answer(200, {})
-        elif self.path.startswith("/cancel/"):
-            self._answer(404, {"status": "not_found"})
-        else:
-            polled = self.path == f"/{a_life.ASYNC}"
-            self._answer(*self.server.run(self.headers["X-Job-Id"], body, polled))
-
-    def do_GET(self) -> None:
-        self._answer(*(self.server.health() if self.path == "/health" else self.server.status(self.path[8:])))
-
-    def _answer(self, status: int, body: dict[str, Any]) -> None:
-        text = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def handle(self) -> None:
-        with suppress(ConnectionError):  # Whoever asked has died.
-            super().handle()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 @dataclass
@@ -155,7 +118,7 @@ class Lane:
 
     def __init__(self, number: int, valkey: Valkey, fresh_record: Callable[[Path], str]) -> None:
         self.redis_url = f"{valkey.url.removesuffix('/0')}/{number}"
-        self.oracle = Oracle()
+        self.oracle = Oracle().__enter__()
         self._fresh_record = fresh_record
         self._record = ""
         self._valkey = valkey
@@ -193,7 +156,7 @@ class Lane:
         }
 
     def close(self) -> None:
-        self.oracle.shutdown()
+        self.oracle.__exit__()
         if self._nursery is not None and self._nursery.stdin is not None:
             self._nursery.stdin.close()
             self._nursery.wait(30)

@@ -25,7 +25,7 @@ from tests.support.builders import CALLBACK, SECOND, T0, a_queued_job, a_start, 
 otlp = pytest.importorskip("tasks.sinks.otlp", reason="the extra otel is not installed")
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
 
-from tests.support.collector import collector  # noqa: E402
+from tests.support.collector import Collector  # noqa: E402
 from tests.support.stack import free_port  # noqa: E402
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -36,7 +36,7 @@ SAID = ("attempt", "attempts", "job_id", "model", "server", "state", "tenant", "
 
 @pytest.fixture
 def receiver() -> Iterator[Any]:
-    with collector() as found:
+    with Collector() as found:
         yield found
 
 
@@ -117,7 +117,7 @@ def test_a_trace_that_its_client_does_not_want_sampled_is_not_told(database, sto
 
 
 def test_a_receiver_that_refuses_delays_the_traces_alone_and_gets_all_afterwards(database, store, receiver):
-    relay = a_relay(database, otlp.Receiver(receiver.endpoint))
+    relay = a_relay(database, otlp.Receiver(receiver.url))
     job = a_tried_job(store)
     receiver.status = 403
     with pytest.raises(otlp.SinkAway):
@@ -197,7 +197,7 @@ def test_a_job_that_was_tried_without_end_has_a_trace_that_ends(database, store)
 
 
 def test_a_job_whose_spans_are_refused_for_good_is_left_out_and_no_other(database, store, receiver):
-    relay = a_relay(database, otlp.Receiver(receiver.endpoint))
+    relay = a_relay(database, otlp.Receiver(receiver.url))
     jobs = [an_ended_job(store) for _ in range(9)]
     traces = [trace_of(job.id, None).id for job in jobs]
     receiver.poison = traces[4]
@@ -218,7 +218,7 @@ def test_a_job_of_which_the_record_is_spoiled_is_left_out_and_no_other(database,
 
 
 def test_spans_that_cannot_be_sent_are_left_out_and_no_others(database, store, receiver):
-    relay = a_relay(database, otlp.Receiver(receiver.endpoint))
+    relay = a_relay(database, otlp.Receiver(receiver.url))
     sink: Any = relay._sink
     sink._exporter._exporter._max_request_size = 1200
     for model in ("m", "n" * 600, "o"):
@@ -249,14 +249,14 @@ def test_a_receiver_that_is_away_is_not_told_and_is_told_when_it_is_back(databas
     with pytest.raises(otlp.SinkAway, match="does not answer"):
         relay.turn()
     sink: Any = relay._sink
-    sink._exporter = otlp.Receiver(f"{receiver.endpoint}/v1/traces")
+    sink._exporter = otlp.Receiver(f"{receiver.url}/v1/traces")
     relay.turn()
     assert len(receiver.spans) == 6
 
 
 def test_an_answer_that_comes_drop_by_drop_is_not_waited_for(database, store, receiver):
     receiver.goes_on = threading.Event()
-    relay = a_relay(database, otlp.Receiver(receiver.endpoint))
+    relay = a_relay(database, otlp.Receiver(receiver.url))
     an_ended_job(store)
     relay.turn()
     assert len(receiver.spans) == 6 and not receiver.goes_on.is_set()
@@ -265,7 +265,7 @@ def test_an_answer_that_comes_drop_by_drop_is_not_waited_for(database, store, re
 
 @pytest.mark.parametrize("status", [302, 401, 404, 500])
 def test_what_a_person_can_mend_loses_no_trace(database, store, receiver, status):
-    relay = a_relay(database, otlp.Receiver(receiver.endpoint))
+    relay = a_relay(database, otlp.Receiver(receiver.url))
     an_ended_job(store)
     receiver.status = status
     with pytest.raises(otlp.SinkAway):

@@ -3,8 +3,6 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from click.testing import CliRunner
 
 from cli.__main__ import main
 from reference_server import ReferenceServer, ServeConfig, gated
+from tests.support.scripted import Scripted, Seen, answer
 from trials.conform.checks import CHECKS, Check
 from trials.conform.run import Ended, Unfit, Verdict, conform, judge
 from trials.conform.stage import Served
@@ -24,38 +23,17 @@ Edit = Callable[[str, int, dict[str, Any]], tuple[int, dict[str, Any]]]
 def lying(edit: Edit, **options: Any) -> Iterator[Served]:
     """The reference server, whose answers are changed on their way: edit(path, status, body)."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def says(seen: Seen) -> bytes:
+        names = ("x-source", "x-job-id", "x-attempt", "idempotency-key")
+        headers = {name: seen.headers[name] for name in names if name in seen.headers}
+        there = requests.request(seen.method, server.url + seen.path, data=seen.body, headers=headers, timeout=30)
+        status, said = edit(seen.path, there.status_code, there.json())
+        again = {name: there.headers[name] for name in ("Retry-After",) if name in there.headers}
+        return answer(said, status, **again)
 
-        def do(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            names = ("X-Source", "X-Job-Id", "X-Attempt", "Idempotency-Key")
-            headers = {name: self.headers[name] for name in names if self.headers[name]}
-            there = requests.request(self.command, server.url + self.path, data=body, headers=headers, timeout=30)
-            status, said = edit(self.path, there.status_code, there.json())
-            text = json.dumps(said).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            if "Retry-After" in there.headers:
-                self.send_header("Retry-After", there.headers["Retry-After"])
-            self.end_headers()
-            self.wfile.write(text)
-
-        do_GET = do_POST = do
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ReferenceServer(gated.model, ServeConfig(port=0, **{"slots": 2, **options})) as server:
-        proxy = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        proxy.daemon_threads = True
-        Thread(target=proxy.serve_forever, daemon=True).start()
-        try:
-            mode = "async" if options.get("asynchronous") else "sync"
-            yield Served(f"http://127.0.0.1:{proxy.server_address[1]}", mode)
-        finally:
-            proxy.shutdown()
-            proxy.server_close()
+    config = ServeConfig(port=0, **{"slots": 2, **options})
+    with Scripted(says) as proxy, ReferenceServer(gated.model, config) as server:
+        yield Served(proxy.url, "async" if options.get("asynchronous") else "sync")
 
 
 def the(name: str) -> Check:

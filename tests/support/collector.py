@@ -1,46 +1,39 @@
 """A receiver of traces by OTLP over HTTP, which keeps what it is told."""
 
+import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from tests.support.scripted import Act, Scripted, Seen, answer, hang_up
 
-class Collector:
+
+class Collector(Scripted):
     """`status`: what it answers.  `poison`: the id, in hex, of a trace for which it refuses a whole request.
 
     `goes_on`: until when the end of an answer is waited for.
     """
 
     def __init__(self) -> None:
+        super().__init__(self._says)
         self.status, self.poison = 200, ""
         self.goes_on: threading.Event | None = None
         self.spans: list[Span] = []
-        self.asked = 0
-        collector = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                collector.asked += 1
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                self.send_response(collector.take(self.path, body))
-                self.send_header("Content-Length", "0" if collector.goes_on is None else "1")
-                self.end_headers()
-                if collector.goes_on is not None:
-                    self.wfile.flush()
-                    collector.goes_on.wait(60)
+    def _says(self, seen: Seen) -> Act:
+        said, goes_on = answer(b"", self._take(seen.path, seen.body)), self.goes_on
+        if goes_on is None:
+            return said
 
-            def log_message(self, *_: Any) -> None:
-                pass
+        def half(sock: socket.socket) -> None:
+            sock.sendall(said.replace(b"Content-Length: 0", b"Content-Length: 1"))
+            goes_on.wait(60)
+            hang_up(sock)
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
+        return half
 
-    def take(self, path: str, body: bytes) -> int:
+    def _take(self, path: str, body: bytes) -> int:
         if self.status != 200 or path != "/v1/traces":
             return self.status if self.status != 200 else 404
         told = ExportTraceServiceRequest.FromString(body)
@@ -53,16 +46,3 @@ class Collector:
     def trace(self, trace_id: str) -> dict[str, Span]:
         """The spans of a trace, by their ids in hex."""
         return {span.span_id.hex(): span for span in self.spans if span.trace_id.hex() == trace_id}
-
-
-@contextmanager
-def collector() -> Iterator[Collector]:
-    found = Collector()
-    thread = threading.Thread(target=found.server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield found
-    finally:
-        found.server.shutdown()
-        found.server.server_close()
-        thread.join()

@@ -1,4 +1,4 @@
-"""An inference server in the test's own process that holds runs until the test lets them go.
+"""A server in the test's own process that holds runs until the test lets them go.
 
     with HoldingServer() as server:
         server.hold("job-1")
@@ -10,12 +10,12 @@ told, and one whose answers come later (`asynchronous`) runs more than its one s
 `runs` is the oracle: what ran, from when to when on the monotonic clock.
 """
 
-import json
 import threading
 import time
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Self
+from typing import Any
+
+from tests.support.scripted import Scripted, Seen, answer
 
 _LOOK_EVERY_S = 0.005
 
@@ -36,29 +36,25 @@ class HeldRun:
         return {"status": "completed", "job_id": self.id, "result": {"job": self.job_id}}
 
 
-class HoldingServer:
+class HoldingServer(Scripted):
     """One server with one slot; use it as a context manager."""
 
     def __init__(self, *, asynchronous: bool = False) -> None:
+        super().__init__(self._says)
         self.asynchronous = asynchronous
         self.runs: list[HeldRun] = []
         self._held: dict[str, threading.Event] = {}
         self._known: dict[str, HeldRun] = {}  # by job, by run id
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Self:
-        handler = type("Handler", (_Handler,), {"there": self})
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._http.daemon_threads = True
-        self.endpoint = f"http://127.0.0.1:{self._http.server_port}/generate"
-        threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
-        return self
-
     def __exit__(self, *_: object) -> None:
         for released in self._held.values():
             released.set()
-        self._http.shutdown()
-        self._http.server_close()
+        super().__exit__()
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.url}/generate"
 
     # -- what a test tells it, and asks ------------------------------------------------------------------------
 
@@ -92,27 +88,37 @@ class HoldingServer:
 
     # -- how it does it ----------------------------------------------------------------------------------------
 
-    def generate(self, job_id: str, attempt: str) -> tuple[int, dict[str, Any]]:
+    def _says(self, seen: Seen) -> bytes:
+        _, place, *name = seen.path.split("/", 2)
+        match place:
+            case "generate":
+                return self._generate(seen.headers["x-job-id"], seen.headers["x-attempt"])
+            case "health":
+                return self._health()
+            case _:  # A cancel is answered as a question is, and the run goes on.
+                return self._status("".join(name))
+
+    def _generate(self, job_id: str, attempt: str) -> bytes:
         run, is_new = self._take(job_id, attempt)
         if run is None:
-            return 503, {"status": "busy", "error": "its slot is taken"}
+            return answer({"status": "busy", "error": "its slot is taken"}, 503)
         if self.asynchronous:
             if is_new:
                 threading.Thread(target=self._carry_out, args=(run,), daemon=True).start()
-            return 200, run.status()
+            return answer(run.status())
         if is_new:
             self._carry_out(run)
         run.ended.wait()
-        return 200, {"status": "success", "result": {"job": job_id}}
+        return answer({"status": "success", "result": {"job": job_id}})
 
-    def status(self, name: str) -> tuple[int, dict[str, Any]]:
+    def _status(self, name: str) -> bytes:
         run = self._known.get(name)
-        return (200, run.status()) if run else (404, {"status": "unknown", "job_id": name})
+        return answer(run.status()) if run else answer({"status": "unknown", "job_id": name}, 404)
 
-    def health(self) -> tuple[int, dict[str, Any]]:
+    def _health(self) -> bytes:
         with self._lock:
             ids = [run.job_id for run in self.active]
-        return 200, {"status": "ok", "active_jobs": len(ids), "job_ids": ids, "slots": 1, "direct_queue": 0}
+        return answer({"status": "ok", "active_jobs": len(ids), "job_ids": ids, "slots": 1, "direct_queue": 0})
 
     def _take(self, job_id: str, attempt: str) -> tuple[HeldRun | None, bool]:
         """(the run, whether it is new); None: the slot is taken."""
@@ -132,34 +138,3 @@ class HoldingServer:
         with self._lock:
             run.ended_ns = max(time.monotonic_ns(), run.started_ns + 1)
         run.ended.set()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    there: HoldingServer
-
-    def do_GET(self) -> None:
-        _, place, *name = self.path.split("/", 2)
-        self._answer(*(self.there.health() if place == "health" else self.there.status("".join(name))))
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        _, place, *name = self.path.split("/", 2)
-        if place == "cancel":
-            self._answer(*self.there.status("".join(name)))
-        else:
-            self._answer(*self.there.generate(self.headers["X-Job-Id"], self.headers["X-Attempt"]))
-
-    def _answer(self, status: int, body: dict[str, Any]) -> None:
-        text = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        try:
-            self.wfile.write(text)
-        except OSError:  # whoever asked has gone
-            self.close_connection = True
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass

@@ -10,7 +10,7 @@ import pytest
 import requests
 
 from tasks.servers import Live, Server, Wires, new_session
-from tests.unit.servers.scripted import Act, Scripted, Seen
+from tests.support.scripted import Act, Scripted, Seen
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import requests
 
 from dispatch.outcome import Kind, Outcome
 from tasks.servers import Call, Description, HealthKind, Live, Server, wire
-from tests.unit.servers.scripted import Scripted, always, answer, hang_up, refused_url, reset
+from tests.support.scripted import Scripted, always, answer, hang_up, refused_url, reset
 
 DONE = {"status": "success", "result": {"image": "x"}}
 _CUT_WITHIN_S = 15  # a deadline of a third of a second, on a machine that has much else to do; else nothing is cut

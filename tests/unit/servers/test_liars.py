@@ -16,7 +16,7 @@ from dispatch.verdict import judge
 from jobs.states import Why
 from registry.config import ModelConfig
 from tasks.servers import Call, Description, HealthKind, presets
-from tests.unit.servers.scripted import Act, Seen, answer
+from tests.support.scripted import Act, Seen, answer
 
 MODES = ("sync", "async", "auto", "callback")
 HELD = "held"

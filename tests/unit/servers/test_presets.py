@@ -16,7 +16,7 @@ import pytest
 from dispatch.outcome import Kind
 from tasks.servers import DEFAULT, Call, Description, compile_plan, presets
 from tests.support import presets_page
-from tests.unit.servers.scripted import Seen, answer
+from tests.support.scripted import Seen, answer
 
 CONVERSATIONS = Path(__file__).parent / "conversations"
 

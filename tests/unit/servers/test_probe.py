@@ -5,7 +5,7 @@ import pytest
 from dispatch.outcome import Kind
 from tasks.servers import Description, HealthKind, presets
 from tasks.servers.probe import GENERIC, Trial, endpoint_for, recognize
-from tests.unit.servers.scripted import Seen, always, answer, refused_url
+from tests.support.scripted import Seen, always, answer, refused_url
 
 ENDPOINTS = [
     ("cog", "/health-check", {"status": "READY", "setup": {}}),

@@ -9,7 +9,7 @@ import pytest
 from dispatch.outcome import Kind
 from tasks.servers import Call, Description, Live, Server
 from tasks.servers.stream import Piece
-from tests.unit.servers.scripted import Act, answer, hang_up, reset
+from tests.support.scripted import Act, answer, hang_up, reset
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nTransfer-Encoding: chunked\r\n\r\n"
 SSE, LINES, RAW = b"text/event-stream; charset=utf-8", b"application/x-ndjson", b"text/plain"

@@ -1,13 +1,23 @@
-"""A server on a raw socket that does exactly what a test says, byte for byte, also what no server should."""
+"""A server in the test's own process that does exactly what the test says, byte for byte, also what no server should.
+
+    with Scripted(lambda seen: answer({"status": "success"})) as server:
+        ...
+        assert server.seen[0].path == "/generate"
+
+Every inference server of a test is this or the reference server; what speaks no HTTP is doubled where it is used.
+"""
 
 import socket
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Self
 
 import orjson
+
+_ENDS_S = 10.0
 
 
 @dataclass
@@ -25,27 +35,37 @@ class Seen:
         return orjson.loads(self.body)
 
 
-Act = bytes | Callable[[socket.socket], None]  # bytes to send, or something worse to do
+Act = bytes | Callable[[socket.socket], object]  # bytes to send, or something worse to do
 
 
-@dataclass
 class Scripted:
-    """Answers each request with `act(seen)`.  Use as a context manager."""
+    """Answers each request with `act(seen)`.  Use as a context manager: its threads end with it."""
 
-    act: Callable[[Seen], Act]
-    seen: list[Seen] = field(default_factory=list)
-    stopped: threading.Event = field(default_factory=threading.Event)  # hanging acts wait for it
-
-    def __enter__(self) -> "Scripted":
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+    def __init__(self, act: Callable[[Seen], Act]) -> None:
+        self.act = act
+        self.seen: list[Seen] = []
         self.connections = 0
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.stopped = threading.Event()  # hanging acts wait for it
+        self._open: dict[threading.Thread, socket.socket] = {}
+
+    def __enter__(self) -> Self:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stopped.set()
+        _shut(self._listener)  # By its close alone the thread that waits for connections would hear of nothing.
         self._listener.close()
+        self._accepting.join(_ENDS_S)
+        left = dict(self._open)
+        for sock in left.values():
+            _shut(sock)
+        for thread in left:
+            thread.join(_ENDS_S)
 
     def _accept(self) -> None:
         while not self.stopped.is_set():
@@ -54,7 +74,9 @@ class Scripted:
             except OSError:
                 return
             self.connections += 1
-            threading.Thread(target=self._serve, args=(sock, self.connections), daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(sock, self.connections), daemon=True)
+            self._open[thread] = sock
+            thread.start()
 
     def _serve(self, sock: socket.socket, number: int) -> None:
         with sock, sock.makefile("rb") as stream:
@@ -64,7 +86,13 @@ class Scripted:
                     act = self.act(seen)
                     sock.sendall(act) if isinstance(act, bytes) else act(sock)
             except (OSError, ValueError):
-                return
+                pass
+        self._open.pop(threading.current_thread(), None)
+
+
+def _shut(sock: socket.socket) -> None:
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _read_request(stream: Any, number: int) -> Seen | None:

@@ -222,7 +222,7 @@ def _slots(catalog: Snapshot, rooms: Mapping[str, Depths]) -> Metric:
     named = _named_fleet(catalog)
     slots: Counter[tuple[str, str]] = Counter()
     for fleet, depths in rooms.items():
-        for state, count in (("free", depths.free), ("resting", depths.cooling), ("taken", depths.taken)):
+        for state, count in (("free", depths.free), ("cooling", depths.cooling), ("taken", depths.taken)):
             slots[(named(fleet), state)] += count
     return _gauge("slotkeeper_slots", "Slots by fleet and state.", ["fleet", "state"], slots.items())
 

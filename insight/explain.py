@@ -184,7 +184,7 @@ def _hindrance(job: Job, server: str, standing: ServerStatus | None, catalog: Sn
         return "breaker open" if standing.breaker == "open" else "being tried by one job"
     if standing.free:
         return ""
-    return "resting" if standing.cooling and not standing.taken else "busy"
+    return "in cooldown" if standing.cooling and not standing.taken else "busy"
 
 
 def _placement(
@@ -228,9 +228,9 @@ def of_server(name: str, hindrance: str, standing: ServerStatus | None) -> Block
     if hindrance == "breaker open" and standing is not None:
         sentence = f"server {name!r} {failed(standing.open_why)} and its breaker is open"
         return Blocker("server_breaker_open", sentence, name, standing.open_until_ms)
-    if hindrance == "resting" and standing is not None:
+    if hindrance == "in cooldown" and standing is not None:
         sentence = f"server {name!r} was busy or could not be reached, so its slots are in cooldown"
-        return Blocker("server_resting", sentence, name, standing.cooldown_until_ms)
+        return Blocker("server_cooling", sentence, name, standing.cooldown_until_ms)
     return Blocker("server_unavailable", f"server {name!r} is {hindrance}", name)
 
 

@@ -62,7 +62,7 @@ def _of_slots(dispatcher: Dispatcher, server: Server, standing: ServerStatus) ->
     elif standing.breaker == "probing":
         yield Blocker("server_probing", "one job is trying whether it works again", server.name)
     if standing.cooling:
-        yield of_server(server.name, "resting", standing)
+        yield of_server(server.name, "in cooldown", standing)
     withheld = draining.by_server(dispatcher).get(server.name, ())
     if standing.taken and not standing.free:
         yield Blocker(

@@ -18,7 +18,7 @@ FLEET_KEYS = (
     # lanes:<account> hash mark -> "" of its lanes, each "<priority>|<digest>"
     "rules",  # hash  "model <m>", "account <t>|<m>", "tenant <t>" -> what is configured, see lua/lib/rules.lua
     "free",  # zset  slot -> since when it is free, ms
-    "resting",  # zset  slot -> until when it is in cooldown, ms
+    "cooling",  # zset  slot -> until when it is in cooldown, ms
     "slots",  # hash  slot -> job, of the slots that hold a lease; slots:<slot> list of jobs with a lease beside that
     "leases",  # zset  job -> when its lease expires, ms; leases:<job> hash of the lease
     "servers",  # hash  server -> "<state> <slots> <weight>\n<model>\n…\n@<attribute>=<value>\n…"
@@ -33,6 +33,9 @@ FLEET_KEYS = (
     # meta:ungrouped list of classes whose servers may be others after a change of the registry
 )
 
+# What Redis calls a key by another name.  Processes of the release before stand in the same room, and where each had a
+# name of its own, the slots that one puts into cooldown would be lost to the other.
+_STORED = {"cooling": "resting"}
 
 # Of how the scripts keep a room.  Processes of another release have another room, which is filled from the record, so
 # that none reads or writes what it does not understand; raise it with any change of a key's type or meaning.
@@ -50,7 +53,7 @@ class Keys:
         """The fleet's keys, in the order of FLEET_KEYS."""
         found = self._fleets.get(fleet)
         if found is None:
-            found = [f"{self._prefix}:{FORMAT}:{{{fleet}}}:{name}" for name in FLEET_KEYS]
+            found = [f"{self._prefix}:{FORMAT}:{{{fleet}}}:{_STORED.get(name, name)}" for name in FLEET_KEYS]
             self._fleets[fleet] = found
         return found
 

@@ -104,7 +104,7 @@ def troubled(scripts: Scripts, fleets: Sequence[str]) -> dict[str, Trouble]:
     with scripts.redis.pipeline(transaction=False) as pipe:
         for fleet in fleets:
             keys = scripts.keys.fleet(fleet)
-            pipe.zrange(keys[FLEET_KEYS.index("resting")], 0, -1)
+            pipe.zrange(keys[FLEET_KEYS.index("cooling")], 0, -1)
             pipe.hkeys(keys[FLEET_KEYS.index("meta")])
         answers = pipe.execute(raise_on_error=False)
     found = dict(zip(fleets, zip(answers[::2], answers[1::2], strict=True), strict=True))

@@ -1,5 +1,5 @@
 --[[ enter: put one job in the waiting room as enqueue does, and say where it stands then.
-  Keys: classes, groups, kinds, lanes, rules, free, resting, slots, leases, servers, tags, stats, held, meta
+  Keys: classes, groups, kinds, lanes, rules, free, cooling, slots, leases, servers, tags, stats, held, meta
   Takes
     offering: {prefix: text, limit: int, room: int, offer_ms: int, claimant: text, lease_ms: int}      see lib/offer
     entry: {lane: text, job: {constraints: text, seq: int, id: text, created_ms: int}}

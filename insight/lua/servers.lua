@@ -1,5 +1,5 @@
 --[[ servers: how each server stands: its slots, its breaker, and the parts of its score for each model it serves.
-  Keys: free, resting, leases, servers, stats
+  Keys: free, cooling, leases, servers, stats
   Returns
     servers: [{server: text, free: int, cooling: int, taken: int,
                cooldown_until_ms: int, breaker: "closed" | "open" | "half_open" | "probing",
@@ -47,7 +47,7 @@ local function scores(server, entry)
 end
 
 local free, _ = count(FREE)
-local cooling, cooled = count(RESTING)
+local cooling, cooled = count(COOLING)
 local servers = redis.call("HGETALL", SERVERS)
 for i = 1, #servers, 2 do
   local server, stats = servers[i], stats_key("server", servers[i])

@@ -1,6 +1,6 @@
 --[[ begin: make a room that is closed ready to be filled: what Redis kept of another copy, of another record, or of a
   moment that has been undone, is forgotten.  Means and breakers are kept, unless the record is another.
-  Keys: classes, groups, kinds, lanes, rules, free, resting, slots, leases, servers, tags, stats, held, meta
+  Keys: classes, groups, kinds, lanes, rules, free, cooling, slots, leases, servers, tags, stats, held, meta
   Takes
     record: text      the identity of the record that it will be filled from
   Returns
@@ -46,7 +46,7 @@ if (known[1] and known[1] ~= copy) or known[2] or is_foreign(record) then
   forget(redis.call("ZRANGE", LEASES, 0, -1), lease_key)
   forget(redis.call("HKEYS", SLOTS), beside_key)
   forget_stats(is_foreign(record))
-  redis.call("UNLINK", CLASSES, GROUPS, KINDS, LANES, RULES, FREE, RESTING, SLOTS, LEASES, SERVERS, HELD, META,
+  redis.call("UNLINK", CLASSES, GROUPS, KINDS, LANES, RULES, FREE, COOLING, SLOTS, LEASES, SERVERS, HELD, META,
     excess_key(), open_key(), unsorted_key(), ungrouped_key())
   answer = "cleared"
 end

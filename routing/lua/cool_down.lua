@@ -1,5 +1,5 @@
 --[[ cool_down: offer a server's free slots to nobody for a while, longer each time; or again, at once.
-  Keys: free, resting, slots, servers, meta
+  Keys: free, cooling, slots, servers, meta
   Takes
     server: text
     first_ms: int     the first cooldown, doubled each time in a row; 0: it is over, all is well
@@ -13,7 +13,7 @@
 -- @include lib/fields
 -- @include lib/slots
 
-local now, from, cooldown_ms, moved = now_ms(), RESTING, 0, 0
+local now, from, cooldown_ms, moved = now_ms(), COOLING, 0, 0
 local entry = field(SERVERS, server)
 if not entry then return { 0, 0 } end -- it has been removed
 if first_ms > 0 then

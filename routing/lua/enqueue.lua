@@ -1,5 +1,5 @@
 --[[ enqueue: put queued jobs in the waiting room, and offer what can run at once, in the same step.
-  Keys: classes, groups, kinds, lanes, rules, free, resting, slots, leases, servers, tags, stats, held, meta
+  Keys: classes, groups, kinds, lanes, rules, free, cooling, slots, leases, servers, tags, stats, held, meta
   Takes
     offering: {prefix: text, limit: int, room: int, offer_ms: int, claimant: text, lease_ms: int}      see lib/offer
     entries: [{lane: text, job: {constraints: text, seq: int, id: text, created_ms: int}}]

@@ -1,5 +1,5 @@
 --[[ offer: offer waiting jobs to free slots, as many as fit.  The sweep calls it, and a worker that looks for work.
-  Keys: classes, groups, kinds, lanes, rules, free, resting, slots, leases, servers, tags, stats, held, meta
+  Keys: classes, groups, kinds, lanes, rules, free, cooling, slots, leases, servers, tags, stats, held, meta
   Takes
     offering: {prefix: text, limit: int, room: int, offer_ms: int, claimant: text, lease_ms: int}
       see lib/offer; its claimant gets the oldest open offer, if there is one

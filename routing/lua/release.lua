@@ -1,5 +1,5 @@
 --[[ release: give up a lease, and make the next offers in the same step (the hand-off).
-  Keys: classes, groups, kinds, lanes, rules, free, resting, slots, leases, servers, tags, stats, held, meta
+  Keys: classes, groups, kinds, lanes, rules, free, cooling, slots, leases, servers, tags, stats, held, meta
   Takes
     lease: {job_id: text, name: text, owner: text}      owner "": an offer that nobody has claimed
     back: flag              the job goes back to its place in its lane; else it has left the room

@@ -1,5 +1,5 @@
 --[[ restore: write the leases of running jobs again, as the record knows them, after Redis has lost them.
-  Keys: classes, groups, kinds, lanes, rules, free, resting, slots, leases, servers, tags, stats, held, meta
+  Keys: classes, groups, kinds, lanes, rules, free, cooling, slots, leases, servers, tags, stats, held, meta
   Takes
     lease_ms: int
     leases: [{lease: {job_id: text, name: text, owner: text, slot: text},
@@ -33,7 +33,7 @@ for _, lost in ipairs(leases) do
     write_lease(lease.job_id, lease.name, lease.owner, lease.slot, lane, job.constraints, job.seq,
       job.created_ms, 0, 0, now, now + lease_ms)
     redis.call("ZREM", FREE, lease.slot)
-    redis.call("ZREM", RESTING, lease.slot)
+    redis.call("ZREM", COOLING, lease.slot)
     restored = restored + 1
   end
 end

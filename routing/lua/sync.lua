@@ -1,5 +1,5 @@
 --[[ sync: make the fleet's copy of the registry and of the rules equal to the record's, and slots and lanes with it.
-  Keys: classes, kinds, lanes, rules, free, resting, slots, servers, tags, stats, meta
+  Keys: classes, kinds, lanes, rules, free, cooling, slots, servers, tags, stats, meta
   Takes
     record: text        its identity
     version: int        of the catalog; an older one than the copy's changes nothing
@@ -176,7 +176,7 @@ for _, server in ipairs(servers) do
 end
 forget_servers(gone)
 count_leases()
-for _, index in ipairs({ FREE, RESTING }) do
+for _, index in ipairs({ FREE, COOLING }) do
   for _, slot in ipairs(redis.call("ZRANGE", index, 0, -1)) do
     if wanted[slot] then wanted[slot] = nil else redis.call("ZREM", index, slot) end
   end

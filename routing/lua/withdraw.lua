@@ -1,5 +1,5 @@
 --[[ withdraw: take a waiting job out of the room, or ask the holder of its lease to cancel it.
-  Keys: classes, groups, kinds, lanes, rules, free, resting, slots, leases, servers, tags, stats, held, meta
+  Keys: classes, groups, kinds, lanes, rules, free, cooling, slots, leases, servers, tags, stats, held, meta
   Takes
     job: {id: text, created_ms: int}, lane: text
   Returns

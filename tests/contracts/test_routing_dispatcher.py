@@ -286,7 +286,7 @@ def test_with_the_database_down_the_lease_is_held_on(stage, monkeypatch):
 # -- the separate budgets --------------------------------------------------------------------------------------
 
 
-def test_a_busy_server_costs_nothing_the_slot_rests_and_another_is_tried_at_once(stage):
+def test_a_busy_server_costs_nothing_the_slot_has_a_cooldown_and_another_is_tried_at_once(stage):
     stage.register(1, server="a")
     stage.register(1, server="b")
     job_id, later = stage.submit(), stage.submit()
@@ -306,7 +306,7 @@ def test_a_busy_server_costs_nothing_the_slot_rests_and_another_is_tried_at_once
     assert stage.free() == 1 and stage.state(later) is State.COMPLETED
 
 
-def test_a_busy_server_that_says_nothing_rests_as_configured_and_never_longer_than_the_longest(stage):
+def test_a_busy_server_that_says_nothing_has_the_cooldown_that_is_configured_and_never_longer_than_the_longest(stage):
     stage.register()
     for wish, cooldown_ms in ((None, SETTINGS.busy_cooldown_ms), (3600.0, SETTINGS.busy_cooldown_max_ms), (0.0, 0)):
         job_id = stage.submit()
@@ -346,19 +346,19 @@ def test_a_day_without_its_server_costs_a_job_nothing(stage):
     assert stage.state(job_id) is State.COMPLETED
 
 
-def test_a_server_that_cannot_be_reached_rests_with_all_its_slots_longer_each_time(stage):
+def test_a_server_that_cannot_be_reached_has_a_cooldown_with_all_its_slots_longer_each_time(stage):
     stage.register(3)
     stage.submit()
-    rests = []
+    cooldowns = []
     for _ in range(7):
         stage.settle(stage.start(), Kind.UNREACHABLE)
-        assert stage.free() == 0, "the other slots of the server rest as well"
+        assert stage.free() == 0, "the other slots of the server have it as well"
         began = stage.now
         while not stage.told.offers:
             stage.later(500)
             reconcile.sweep(stage.dispatcher)
-        rests.append((stage.now - began) // SECOND)
-    assert rests == [1, 2, 4, 8, 16, 30, 30]
+        cooldowns.append((stage.now - began) // SECOND)
+    assert cooldowns == [1, 2, 4, 8, 16, 30, 30]
 
 
 def test_a_wrong_answer_costs_one_retry_and_the_job_waits_outside_the_room(stage):
@@ -606,7 +606,7 @@ def test_no_server_report_is_needed_of_what_is_not_running(
     assert reconcile.suspects(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []
 
 
-def test_a_server_that_cannot_be_made_to_rest_does_not_keep_the_slot(stage, monkeypatch):
+def test_a_server_that_cannot_be_given_a_cooldown_does_not_keep_the_slot(stage, monkeypatch):
     """Redis fails once, between two calls: the second one is tried all the same."""
     stage.register(1)
     job_id = stage.submit()

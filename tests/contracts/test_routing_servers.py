@@ -1,4 +1,4 @@
-"""What follows from the servers' own reports: who rests, whose lease is freed, how many slots are withheld."""
+"""What follows from the servers' own reports: who is in cooldown, whose lease is freed, how many slots are withheld."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from upkeep.identity import ServerReport
 # -- what the servers say of themselves ------------------------------------------------------------------------
 
 
-def test_a_server_that_is_down_rests_longer_each_time_and_is_awake_when_it_is_up(stage):
+def test_a_server_that_is_down_has_a_longer_cooldown_each_time_and_none_when_it_is_up(stage):
     stage.register(2)
     for cooldown_ms in (1_000, 2_000, 4_000):
         reconcile.note_health(stage.dispatcher, {"gpu": DOWN})

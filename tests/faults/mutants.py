@@ -469,7 +469,7 @@ MUTANTS = [
         "(State.RUNNING, Why.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.FAILURES)",
         (
             f"{POLICIES}test_waiting_for_capacity_never_spends_an_attempt",
-            f"{USES}test_a_busy_server_costs_nothing_the_slot_rests_and_another_is_tried_at_once",
+            f"{USES}test_a_busy_server_costs_nothing_the_slot_has_a_cooldown_and_another_is_tried_at_once",
         ),
     ),
     Mutant(

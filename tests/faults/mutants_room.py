@@ -135,7 +135,7 @@ ROOM = [
         "if not is_online_slot(slot) or",
         "if",
         (
-            f"{SLOTS}test_a_rest_that_ends_on_a_server_that_is_not_online_frees_nothing",
+            f"{SLOTS}test_a_cooldown_that_ends_on_a_server_that_is_not_online_frees_nothing",
             f"{SLOTS}test_a_removed_server_keeps_only_its_leases",
         ),
     ),
@@ -506,12 +506,12 @@ ROOM = [
         still=f"{LEASES}test_a_slot_without_a_job_stays_free",
     ),
     Mutant(
-        "a job that fails again as the probe doubles the rest",
+        "a job that fails again as the probe doubles the time",
         "breakers",
         "routing/lua/lib/breaker.lua",
         '"opened", is_proof and 1 or 0)',
         '"opened", 1)',
-        (f"{PLACES}test_jobs_that_failed_before_may_probe_if_no_other_waits_and_prolong_no_rest",),
+        (f"{PLACES}test_jobs_that_failed_before_may_probe_if_no_other_waits_and_prolong_no_breaker",),
         still=f"{LEASES}test_a_slot_without_a_job_stays_free",
     ),
     Mutant(

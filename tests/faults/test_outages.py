@@ -296,7 +296,7 @@ def test_a_dead_holders_lease_does_not_last_as_long_as_redis_clock_was_set_back(
     assert stage.offered()[-1] == job_id
 
 
-def test_rests_and_breakers_do_not_last_as_long_as_redis_clock_was_set_back(stage: Stage) -> None:
+def test_cooldowns_and_breakers_do_not_last_as_long_as_redis_clock_was_set_back(stage: Stage) -> None:
     stage.register(2)
     for _ in range(2):
         stage.submit()

@@ -48,7 +48,7 @@ def broken(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
     return spoil
 
 
-@pytest.mark.parametrize("key", ["meta", "leases", "resting", "free", "slots"])
+@pytest.mark.parametrize("key", ["meta", "leases", "cooling", "free", "slots"])
 def test_a_fleet_whose_room_is_broken_holds_up_no_other(stage, broken, key) -> None:
     broken(key)
     stage.set_state("paused")

@@ -90,7 +90,7 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert (answer, following.job, following.owner) == ("released", "urgent", "w1")
     assert room.release(following)[0] == "released"
     assert room.expired() == []
-    assert room.rest("gpu-slot3", 1000) == [1000, 0]
+    assert room.cool_down("gpu-slot3", 1000) == [1000, 0]
     assert room.run("occupy", "gpu-slot3", 1, 500) == 0
     assert len(room.held()) == 2
     now_ms, first_ms, last_ms = room.run("span")

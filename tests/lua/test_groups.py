@@ -52,7 +52,7 @@ def test_constraints_that_the_same_servers_meet_cost_an_offer_no_more_than_one_o
 
 def test_the_turn_among_many_constraints_is_that_of_the_policy(room):
     room.with_servers(LARGE)
-    room.rest("large", 1000)
+    room.cool_down("large", 1000)
     jobs = [asks(f"x{n}", n, 1 + n % 7, f"t{n % 2}", 1 + n * 5 % 9) for n in range(30)]
     room.enqueue(*jobs)
     room.later(1000)
@@ -61,7 +61,7 @@ def test_the_turn_among_many_constraints_is_that_of_the_policy(room):
 
 def test_under_fair_the_urgent_job_of_a_tenant_comes_first_whatever_its_others_ask_for(room):
     room.configure(policy="fair").with_servers(LARGE)
-    room.rest("large", 1000)
+    room.cool_down("large", 1000)
     room.enqueue(*[asks(f"x{n}", n, 1 + n) for n in range(20)], asks("urgent", 99, 40, priority=1))
     room.later(1000)
     assert room.drain()[0] == "urgent"
@@ -95,16 +95,16 @@ def test_nothing_is_left_of_constraints_whose_jobs_have_gone(room):
     room.with_servers(SMALL)
     before = room.dump().keys()
     jobs = [asks("met", 1, 30), asks("unmet", 2, 90), a("any", 3)]
-    room.rest("small", 1000)
+    room.cool_down("small", 1000)
     room.enqueue(*jobs)
     for job in jobs:
         assert room.withdraw(job) == "withdrawn"
-    assert room.dump().keys() - before <= {room.key("resting")}
+    assert room.dump().keys() - before <= {room.key("cooling")}
 
 
 def test_the_place_of_a_job_counts_no_jobs_that_no_server_can_run(room):
     room.with_servers(SMALL)
-    room.rest("small", 1000)
+    room.cool_down("small", 1000)
     room.enqueue(*[asks(f"x{n}", n, 100 + n % 2, "mean") for n in range(1, 9)], a("other", 10), asks("met", 11, 30))
     assert room.position(asks("met", 11, 30)) == ["waiting", 1]
     assert room.position(asks("x8", 8, 100, "mean")) == ["waiting", 3], "before it: those of its own constraints"

@@ -311,7 +311,7 @@ def test_a_release_that_came_too_late_makes_offers_all_the_same(room, held):
     assert room.taken()["gpu-slot0"] == "j"
 
 
-def test_a_slot_that_rests_is_offered_after_its_rest_and_not_before(room, held):
+def test_a_slot_in_cooldown_is_offered_after_it_and_not_before(room, held):
     room.enqueue(a("next", 2))
     assert room.release(held, back=True, cooldown_ms=500) == ("released", [])
     room.later(499)
@@ -448,11 +448,11 @@ def test_a_lease_that_comes_back_to_a_slot_that_was_given_away_stands_beside_and
     assert not room.client.exists(room.key("slots:gpu-slot0"))
 
 
-def test_a_resting_slot_whose_lease_is_restored_is_taken(room):
+def test_a_cooling_slot_whose_lease_is_restored_is_taken(room):
     room.with_slots(1)
-    room.rest("gpu", 1000)
+    room.cool_down("gpu", 1000)
     room.restore((a("j", 1), "p1-7", "w1", "gpu-slot0"))
-    assert room.members("resting") == [] and room.taken() == {"gpu-slot0": "j"}
+    assert room.members("cooling") == [] and room.taken() == {"gpu-slot0": "j"}
 
 
 # -- LEASE-1 over many steps -----------------------------------------------------------------------------------
@@ -489,6 +489,6 @@ def _check_leases(room: Room) -> None:
     beside = [job for slot in taken for job in room.beside(slot)]
     assert sorted([*taken.values(), *beside]) == sorted(leased), "each lease has one slot, each taken slot one holder"
     assert all(room.lease_of(job)["slot"] == slot for slot, job in taken.items())
-    waiting, free, resting = room.waiting(), room.members("free"), room.members("resting")
+    waiting, free, cooling = room.waiting(), room.members("free"), room.members("cooling")
     assert not set(waiting) & set(leased)
-    assert max(Counter([*free, *resting, *taken]).values(), default=1) == 1
+    assert max(Counter([*free, *cooling, *taken]).values(), default=1) == 1

@@ -249,7 +249,7 @@ def test_a_job_that_returns_after_a_change_of_policy_does_not_bring_the_old_poli
 def test_depths_counts_jobs_by_model_and_slots_by_what_they_do(room):
     assert room.run("depths") == [0, 0, 0, 0, []]
     room.with_servers(Server("gpu", 3), Server("sick", 2))
-    room.rest("sick", 1000)
+    room.cool_down("sick", 1000)
     room.enqueue(a("j1", 1), limit=1)
     room.enqueue(a("j2", 2), a("j3", 3), a("u", 4, 1), limit=0)
     assert room.run("depths") == [1, 2, 2, 1, [["zimg", 3]]]

@@ -577,7 +577,7 @@ def test_a_probe_is_no_job_that_failed_there_last_while_another_waits(room, cons
     assert [offer.job for offer in room.offer()] == ["good"]
 
 
-def test_jobs_that_failed_before_may_probe_if_no_other_waits_and_prolong_no_rest(room):
+def test_jobs_that_failed_before_may_probe_if_no_other_waits_and_prolong_no_breaker(room):
     room.with_slots(1)
     for n in range(3):
         (held,) = room.enqueue(a(f"bad{n}", n), limit=1)
@@ -606,7 +606,7 @@ def test_two_bad_jobs_that_are_retried_keep_no_good_ones_from_starting(room):
 def test_a_breaker_that_somebody_closes_lets_everything_through(room):
     room.with_slots(1)
     fail(room, 3)
-    room.rest("gpu", 1000)
+    room.cool_down("gpu", 1000)
     assert room.enqueue(a("j1", 11)) == []
     assert room.run("reset", "server", "gpu") == 1
     assert breaker_of(room) == "closed" and [offer.job for offer in room.offer()] == ["j1"]

@@ -1,4 +1,4 @@
-"""The fleet's servers and slots: who is offered, who rests, what a change of the catalog does (SLOT-2, LEASE-1)."""
+"""The fleet's servers and slots: who is offered or in cooldown, what a change of the catalog does (SLOT-2, LEASE-1)."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_syncing_the_same_catalog_again_changes_nothing(room):
     servers = (Server("gpu-a", 3), Server("gpu-b", 2, "paused"))
     room.with_servers(*servers)
     room.enqueue(a("j1", 1))
-    room.rest("gpu-a", 1000)
+    room.cool_down("gpu-a", 1000)
     before = room.dump()
     room.later(10)
     assert room.sync(*servers, version=room.version) == "synced"
@@ -55,7 +55,7 @@ def test_a_slot_that_is_taken_away_under_a_lease_is_kept_until_its_release_and_n
     room.claim(held)
     assert room.renew("w1", held) == ["renewed"]
     assert room.release(held, back=back) == ("released", [])
-    assert room.members("free") == room.members("resting") == []
+    assert room.members("free") == room.members("cooling") == []
 
 
 def test_a_slot_that_came_back_while_it_was_leased_is_not_free_twice(room):
@@ -88,11 +88,11 @@ def test_a_slot_freed_on_a_server_that_is_not_online_is_offered_when_it_is_again
     assert [it.job for it in room.offer()] == ["j2"]
 
 
-def test_free_and_resting_slots_of_a_server_that_is_paused_are_taken_out(room):
+def test_free_and_cooling_slots_of_a_server_that_is_paused_are_taken_out(room):
     room.with_servers(Server("gpu-a", 2), Server("gpu-b", 2))
-    room.rest("gpu-b", 1000)
+    room.cool_down("gpu-b", 1000)
     room.sync(Server("gpu-a", 2, "paused"), Server("gpu-b", 2, "paused"))
-    assert room.members("free") == room.members("resting") == []
+    assert room.members("free") == room.members("cooling") == []
     room.later(5000)
     room.offer()
     assert room.members("free") == []
@@ -119,7 +119,7 @@ def test_a_servers_name_may_look_like_anything(room, name):
     for it in (one, two, three):
         assert it.slot.startswith(f"{it.server}-slot")
         assert room.release(it, "", limit=0)[0] == "released"
-    assert room.rest(name, 1000)[1] == 2
+    assert room.cool_down(name, 1000)[1] == 2
     assert room.members("free") == [f"{name}0-slot0"]
 
 
@@ -187,7 +187,7 @@ def test_slot_2_all_slots_of_a_server_are_found_however_many_others_became_free_
 
 
 @pytest.mark.parametrize(
-    "act", [lambda room: room.enqueue(a("j", 1)), lambda room: room.rest("gpu7", 1000)], ids=["offer", "rest"]
+    "act", [lambda room: room.enqueue(a("j", 1)), lambda room: room.cool_down("gpu7", 1000)], ids=["offer", "cooldown"]
 )
 def test_what_concerns_one_server_looks_at_few_of_a_thousand(room, act):
     room.with_servers(*[Server(f"gpu{n}") for n in range(1000)])
@@ -202,61 +202,83 @@ def test_slot_2_a_job_is_found_however_many_lanes_before_it_have_no_slot(room):
     assert [it.job for it in room.enqueue(a("j", 1000, 9))] == ["j"]
 
 
-# -- resting and waking ----------------------------------------------------------------------------------------
+# -- cooldowns and their ends ----------------------------------------------------------------------------------------
 
 
 def test_each_rest_in_a_row_is_twice_as_long_up_to_the_longest(room):
     room.with_slots(1)
-    assert [room.rest("gpu", 1000, 30_000)[0] for _ in range(8)] == [1000, 2000, 4000, 8000, 16000, 30000, 30000, 30000]
-    room.rest("gpu", 0)
-    assert room.rest("gpu", 1000)[0] == 1000
+    assert [room.cool_down("gpu", 1000, 30_000)[0] for _ in range(8)] == [
+        1000,
+        2000,
+        4000,
+        8000,
+        16000,
+        30000,
+        30000,
+        30000,
+    ]
+    room.cool_down("gpu", 0)
+    assert room.cool_down("gpu", 1000)[0] == 1000
 
 
-def test_a_thousand_rests_in_a_row_do_not_overflow(room):
+def test_a_thousand_cooldowns_in_a_row_do_not_overflow(room):
     room.with_slots(1)
     room.client.hset(room.key("meta"), "failures:gpu", 5000)
-    assert room.rest("gpu", 1000)[0] == 30_000
+    assert room.cool_down("gpu", 1000)[0] == 30_000
 
 
-def test_resting_slots_are_offered_to_nobody_until_their_time(room):
+def test_cooling_slots_are_offered_to_nobody_until_their_time(room):
     room.with_servers(Server("gpu", 2), Server("other", 1))
-    assert room.rest("gpu", 1000) == [1000, 2]
+    assert room.cool_down("gpu", 1000) == [1000, 2]
     assert [it.slot for it in room.enqueue(a("j1", 1), a("j2", 2))] == ["other-slot0"]
     room.later(999)
     assert room.offer() == []
     room.later(1)
     assert [it.job for it in room.offer()] == ["j2"]
-    assert room.members("resting") == [] and len(room.members("free")) == 1
+    assert room.members("cooling") == [] and len(room.members("free")) == 1
+
+
+def test_slots_that_the_release_before_has_put_into_cooldown_come_back_and_it_sees_ours(room):
+    """It calls the key `resting`, and stands in the same room."""
+    room.with_slots(2)
+    former = f"{room.key('')}resting"
+    room.client.zrem(room.key("free"), "gpu-slot0")
+    room.client.zadd(former, {"gpu-slot0": room.now + 500})
+    room.cool_down("gpu", 1000)
+    assert room.client.zrange(former, 0, -1) == [b"gpu-slot0", b"gpu-slot1"]
+    room.later(1000)
+    room.enqueue(a("j1", 1), a("j2", 2))
+    assert len(room.taken()) == 2
 
 
 def test_a_woken_server_is_offered_at_once(room):
     room.with_slots(2)
-    room.rest("gpu", 1000)
+    room.cool_down("gpu", 1000)
     room.enqueue(a("j", 1))
-    assert room.rest("gpu", 0, 0) == [0, 2]
+    assert room.cool_down("gpu", 0, 0) == [0, 2]
     assert [it.job for it in room.offer()] == ["j"]
 
 
-def test_resting_leaves_leased_slots_and_other_servers_alone(room):
+def test_a_cooldown_leaves_leased_slots_and_other_servers_alone(room):
     room.with_servers(Server("gpu", 1), Server("gpu2", 1))
     (held,) = room.enqueue(a("j", 1), limit=1)
     taken = room.taken()
-    assert room.rest(held.server, 1000)[1] == 0
+    assert room.cool_down(held.server, 1000)[1] == 0
     assert room.taken() == taken and len(room.members("free")) == 1
 
 
-def test_a_rest_that_ends_on_a_server_that_is_not_online_frees_nothing(room):
+def test_a_cooldown_that_ends_on_a_server_that_is_not_online_frees_nothing(room):
     room.with_slots(1)
-    room.rest("gpu", 1000)
+    room.cool_down("gpu", 1000)
     room.client.hset(room.key("servers"), "gpu", "paused 1\nzimg\n")
     room.later(1000)
     room.offer()
-    assert room.members("free") == room.members("resting") == []
+    assert room.members("free") == room.members("cooling") == []
 
 
 def test_more_slots_than_one_look_takes_wake_in_the_next(room):
     room.with_slots(150)
-    room.rest("gpu", 1000)
+    room.cool_down("gpu", 1000)
     room.later(1000)
     room.offer()
     room.offer()
@@ -273,15 +295,15 @@ def test_slot_1_so_many_slots_of_a_server_as_others_use_are_withheld_for_a_while
     assert len(room.members("free")) == 3
     room.later(500)
     room.offer()
-    assert len(room.members("free")) == 6 and room.members("resting") == []
+    assert len(room.members("free")) == 6 and room.members("cooling") == []
 
 
-def test_slot_1_slots_that_are_leased_or_rest_are_not_withheld_twice(room):
+def test_slot_1_slots_that_are_leased_or_in_cooldown_are_not_withheld_twice(room):
     room.with_slots(3)
     room.enqueue(a("j", 1))
     assert room.run("occupy", "gpu", 1, 500) == 1
     assert room.run("occupy", "gpu", 1, 500) == 1
-    assert len(room.members("resting")) == 1 and len(room.members("free")) == 1
+    assert len(room.members("cooling")) == 1 and len(room.members("free")) == 1
     assert room.run("occupy", "gpu", 9, 500) == 2
     assert room.taken() and room.members("free") == []
 
@@ -294,9 +316,9 @@ def test_occupying_no_slot_leaves_no_trace(room):
     assert room.dump() == before
 
 
-def test_occupying_does_not_shorten_a_rest(room):
+def test_occupying_does_not_shorten_a_cooldown(room):
     room.with_slots(1)
-    room.rest("gpu", 30_000)
+    room.cool_down("gpu", 30_000)
     room.run("occupy", "gpu", 1, 500)
     room.later(29_999)
     room.offer()
@@ -365,7 +387,7 @@ def test_a_server_that_comes_again_under_its_name_begins_anew(room):
     for n in range(3):
         (offer,) = room.enqueue(a(f"f{n}", n))
         room.release(offer, "", outcome="failed", limit=0)
-    room.rest("gpu", 1000)
+    room.cool_down("gpu", 1000)
     assert room.enqueue(a("j1", 9)) == []
     room.sync()
     room.sync(Server("gpu"))
@@ -380,10 +402,10 @@ def test_of_servers_that_come_and_go_nothing_is_left(room):
     for n in range(20):
         room.sync(Server("gpu"), Server(f"spot{n}"))
         (held,) = room.enqueue(a(f"j{n}", 10 + n))
-        room.rest(f"spot{n}", 1000)
+        room.cool_down(f"spot{n}", 1000)
         room.sync(Server("gpu"))
         room.release(held, "", outcome="failed", limit=0)
-        room.rest(f"spot{n}", 1000)
+        room.cool_down(f"spot{n}", 1000)
     after = room.dump()
     assert after.keys() == before.keys()
     assert after[room.key("meta")].keys() == before[room.key("meta")].keys()

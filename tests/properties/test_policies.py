@@ -24,6 +24,7 @@ from redis import Redis
 
 from admission.placement import meets
 from registry.values import Server as CatalogServer
+from scripting.keys import FLEET_KEYS
 from tests.properties.search import search
 from tests.support.room import Job, Offered, Room, Server
 
@@ -60,13 +61,15 @@ class Standing:
         names = [key.decode() for key in room.client.keys(f"{room.key('')}*")]
         pipe, prefix = room.client.pipeline(transaction=False), room.key("")
         reads = {"hash": pipe.hgetall, "list": lambda it: pipe.lrange(it, 0, -1)}
-        kinds = {name: self._kind(name.removeprefix(prefix)) for name in names}
+        named = {room.key(name): name for name in FLEET_KEYS}
+        own = {name: named.get(name, name.removeprefix(prefix)) for name in names}
+        kinds = {name: self._kind(own[name]) for name in names}
         for name, kind in kinds.items():
             if kind == "zset":
                 pipe.zrange(name, 0, -1, withscores=True)
             else:
                 reads[kind](name)
-        self._all = {name.removeprefix(prefix): row for name, row in zip(kinds, pipe.execute(), strict=True)}
+        self._all = {own[name]: row for name, row in zip(kinds, pipe.execute(), strict=True)}
 
     @staticmethod
     def _kind(name: str) -> str:
@@ -74,7 +77,7 @@ class Standing:
             return "list"
         if name == "groups" or (name.startswith("lanes:") and name.count("|") == 1):
             return "hash"
-        zsets = ("classes:", "groups:", "lanes:", "tags:", "free", "resting", "meta:open", "stats:failed:")
+        zsets = ("classes:", "groups:", "lanes:", "tags:", "free", "cooling", "meta:open", "stats:failed:")
         return "zset" if name == "leases" or name.startswith(zsets) else "hash"
 
     def hash(self, name: str) -> dict[str, str]:
@@ -216,12 +219,12 @@ class PoliciesMachine(RuleBasedStateMachine):
         self.room.later(ms)
         self.filled = False
 
-    @rule(server=chosen(sorted(SERVERS)), how=chosen(("rest", "wake", "occupy")))
+    @rule(server=chosen(sorted(SERVERS)), how=chosen(("cool_down", "wake", "occupy")))
     def a_server_is_away_or_used(self, server, how):
         if how == "occupy":
             self.room.run("occupy", server, 1, 700)
         else:
-            self.room.rest(server, 1000 if how == "rest" else 0)
+            self.room.cool_down(server, 1000 if how == "cool_down" else 0)
         self.filled = False
 
     @rule(late=st.booleans())
@@ -272,13 +275,13 @@ class PoliciesMachine(RuleBasedStateMachine):
             assert (lease["lease"], lease["owner"], lease["slot"]) == (known.lease, known.owner, known.slot)
 
     def _check_slots(self, at: Standing, leases: dict[str, Any]) -> None:
-        """A slot of an online server is leased, free or resting; others are leased at most (LEASE-1)."""
+        """A slot of an online server is leased, free or in cooldown; others are leased at most (LEASE-1)."""
         assert at.hash("slots") == {lease["slot"]: job for job, lease in leases.items()}
         assert at.scores("leases").keys() == leases.keys()
-        free, resting, taken = set(at.scores("free")), set(at.scores("resting")), set(at.hash("slots"))
-        assert not free & resting and not (free | resting) & taken
+        free, cooling, taken = set(at.scores("free")), set(at.scores("cooling")), set(at.hash("slots"))
+        assert not free & cooling and not (free | cooling) & taken
         online = [SERVERS[name] for name, state in self.servers.items() if state == "online"]
-        assert free | resting == {f"{it.name}-slot{n}" for it in online for n in range(it.slots)} - taken
+        assert free | cooling == {f"{it.name}-slot{n}" for it in online for n in range(it.slots)} - taken
 
     def _check_counters(self, at: Standing, leases: dict[str, Any], lanes: dict[str, Any]) -> None:
         held = Counter(_account(lease["lane"]) for lease in leases.values())

@@ -63,7 +63,7 @@ class Model:
     leases: dict[str, Lease] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
     free: dict[str, int] = field(default_factory=dict)
-    resting: dict[str, int] = field(default_factory=dict)
+    cooling: dict[str, int] = field(default_factory=dict)
     loaded: dict[str, str] = field(default_factory=dict)  # server -> the model that it ran last
 
     def server(self, slot: str) -> str:
@@ -77,11 +77,11 @@ class Model:
         return lease if lease and (lease.name, lease.owner) == (offer.lease, owner) else None
 
     def sync(self) -> None:
-        """Every slot of an online server is leased, resting or free; others are leased at most."""
+        """Every slot of an online server is leased, in cooldown or free; others are leased at most."""
         wanted, leased = set(self.slots()), {lease.slot for lease in self.leases.values()}
         self.free = {slot: since for slot, since in self.free.items() if slot in wanted}
-        self.resting = {slot: until for slot, until in self.resting.items() if slot in wanted}
-        for slot in wanted - leased - set(self.free) - set(self.resting):
+        self.cooling = {slot: until for slot, until in self.cooling.items() if slot in wanted}
+        for slot in wanted - leased - set(self.free) - set(self.cooling):
             self.free[slot] = self.now
 
     def drop(self, lease: Lease, cooldown_ms: int, *, back: bool) -> None:
@@ -91,7 +91,7 @@ class Model:
         else:
             self.gone.add(lease.job.id)
         if self.server(lease.slot) in self.online:
-            place, when = (self.resting, self.now + cooldown_ms) if cooldown_ms else (self.free, self.now)
+            place, when = (self.cooling, self.now + cooldown_ms) if cooldown_ms else (self.free, self.now)
             place[lease.slot] = when
 
     def open_offers(self) -> list[Lease]:
@@ -103,8 +103,8 @@ class Model:
         """(job, slot, owner) of each offer that is due: the first job that a free slot can run, there, and so on."""
         if not self.is_open:
             return []
-        for slot in [slot for slot, until in self.resting.items() if until <= self.now]:
-            del self.resting[slot]
+        for slot in [slot for slot, until in self.cooling.items() if until <= self.now]:
+            del self.cooling[slot]
             self.free[slot] = self.now
         limit = min(limit, max(room - len(self.open_offers()), 0) + bool(claimant))
         due: list[tuple[Job, str, str]] = []
@@ -308,7 +308,7 @@ class RoomMachine(RuleBasedStateMachine):
         before, self.model.leases = self.model.leases, {}
         running = [lease for lease in before.values() if lease.owner]
         self.model.waiting |= {lease.job.id: lease.job for lease in before.values() if not lease.owner}
-        self.model.free, self.model.resting, self.model.loaded, self.model.is_open = {}, {}, {}, False
+        self.model.free, self.model.cooling, self.model.loaded, self.model.is_open = {}, {}, {}, False
         if late:  # a submit in between
             self._enqueue_new_job()
         assert self.room.restore(*[(it.job, it.name, it.owner, it.slot) for it in running]) == len(running)
@@ -340,7 +340,7 @@ class RoomMachine(RuleBasedStateMachine):
                 (min((job.priority, job.seq) for job in jobs), lane) for lane, jobs in by_lane.items()
             )
         ]
-        assert stands.free == model.free and stands.resting == model.resting
+        assert stands.free == model.free and stands.cooling == model.cooling
         assert stands.slots == {lease.slot: job for job, lease in model.leases.items()}
         assert stands.expiries == {job: lease.expires for job, lease in model.leases.items()}
         assert stands.open == [lease.job.id for lease in model.open_offers()]
@@ -408,15 +408,15 @@ class _Standing:
 
     def __init__(self, room: Room) -> None:
         pipe = room.client.pipeline(transaction=False)
-        for name in ("classes:|zimg", "classes:|flux", "free", "resting", "leases"):
+        for name in ("classes:|zimg", "classes:|flux", "free", "cooling", "leases"):
             pipe.zrange(room.key(name), 0, -1, withscores=True)
         pipe.hgetall(room.key("slots"))
         pipe.zrange(room.key("meta:open"), 0, -1)
-        zimg, flux, free, resting, leases, slots, still_open = pipe.execute()
+        zimg, flux, free, cooling, leases, slots, still_open = pipe.execute()
         self.open = [job.decode() for job in still_open]
         self.order = [lane.decode() for lane, _ in sorted([*zimg, *flux], key=lambda row: row[1])]
-        self.free, self.resting, self.expiries = (
-            {member.decode(): int(score) for member, score in rows} for rows in (free, resting, leases)
+        self.free, self.cooling, self.expiries = (
+            {member.decode(): int(score) for member, score in rows} for rows in (free, cooling, leases)
         )
         self.slots = {slot.decode(): job.decode() for slot, job in slots.items()}
         for lane in self.order:

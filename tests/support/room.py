@@ -19,7 +19,7 @@ from registry.policies import DEFAULT
 from registry.values import Server as CatalogServer
 from routing import order
 from routing.slots import entry, model_rules
-from scripting.keys import Keys
+from scripting.keys import FLEET_KEYS, Keys
 from scripting.scripts import Command, Scripts
 
 START_MS = 1_800_000_000_000
@@ -141,10 +141,12 @@ class Room:
                 return self.client.get(key)
 
     def key(self, name: str) -> str:
+        if name in FLEET_KEYS:
+            return self.keys.of(self.fleet, name)
         return f"{self.keys.fleet(self.fleet)[0].removesuffix(':classes')}:{name}"
 
     def members(self, name: str) -> list[str]:
-        """Of `free`, `resting`, `leases`, or a class's lanes `classes:<class>`, in order."""
+        """Of `free`, `cooling`, `leases`, or a class's lanes `classes:<class>`, in order."""
         return [member.decode() for member in self.client.zrange(self.key(name), 0, -1)]
 
     def taken(self) -> dict[str, str]:
@@ -292,7 +294,7 @@ class Room:
         place, ahead, *_ = self.run("queue_status", job.id, job.created, job.lane, 0)
         return [place, ahead] if place == "waiting" else [place]
 
-    def rest(self, server: str, first_ms: int, max_ms: int = 30_000) -> list[int]:
+    def cool_down(self, server: str, first_ms: int, max_ms: int = 30_000) -> list[int]:
         return self.run("cool_down", server, first_ms, max_ms)
 
     def drain(self, limit: int = 1000) -> list[str]:

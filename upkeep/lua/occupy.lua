@@ -1,5 +1,5 @@
 --[[ occupy: a server runs work that is not ours; offer that many fewer of its slots for a while.
-  Keys: free, resting
+  Keys: free, cooling
   Takes
     server: text
     count: int        how many slots others use
@@ -11,11 +11,11 @@
 -- @include lib/fleet
 
 local until_ms, occupied = exact(now_ms() + cooldown_ms), 0
-for _, index in ipairs({ RESTING, FREE }) do
+for _, index in ipairs({ COOLING, FREE }) do
   for _, slot in ipairs(redis.call("ZRANGE", index, 0, -1)) do
     if occupied < count and server_of(slot) == server then
       redis.call("ZREM", FREE, slot)
-      redis.call("ZADD", RESTING, "GT", until_ms, slot) -- a longer cooldown stays as it is
+      redis.call("ZADD", COOLING, "GT", until_ms, slot) -- a longer cooldown stays as it is
       occupied = occupied + 1
     end
   end

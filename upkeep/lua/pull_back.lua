@@ -1,5 +1,5 @@
 --[[ pull_back: after Redis' clock was set back, end what would last longer than it ever may.
-  Keys: rules, resting, leases, servers, stats
+  Keys: rules, cooling, leases, servers, stats
   Takes
     lease_ms: int     the longest that a lease or an offer lasts: one that would last longer gets that, so that its
                       holder can renew it
@@ -21,8 +21,8 @@ for _, job in ipairs(beyond(LEASES, lease_ms)) do
   redis.call("ZADD", LEASES, exact(now + lease_ms), job)
   moved = moved + 1
 end
-for _, slot in ipairs(beyond(RESTING, cooldown_ms)) do
-  redis.call("ZADD", RESTING, exact(now), slot)
+for _, slot in ipairs(beyond(COOLING, cooldown_ms)) do
+  redis.call("ZADD", COOLING, exact(now), slot)
   moved = moved + 1
 end
 

@@ -1,5 +1,5 @@
 --[[ reset: somebody says that a server, or a model, is well: its breaker is closed, and a server's cooldown is over.
-  Keys: free, resting, slots, servers, stats, meta
+  Keys: free, cooling, slots, servers, stats, meta
   Takes
     kind: "server" | "model"
     name: text
@@ -21,9 +21,9 @@ redis.call("HDEL", META, "failures:" .. name)
 for _, count in ipairs(redis.call("HKEYS", stats)) do
   if string.match(count, "^busy:") then redis.call("HDEL", stats, count) end
 end
-for _, slot in ipairs(redis.call("ZRANGE", RESTING, 0, -1)) do
+for _, slot in ipairs(redis.call("ZRANGE", COOLING, 0, -1)) do
   if server_of(slot) == name then
-    redis.call("ZREM", RESTING, slot)
+    redis.call("ZREM", COOLING, slot)
     return_slot(slot, now, 0)
     moved = moved + 1
   end

@@ -1,7 +1,7 @@
 -- fleet: names for the keys that every script gets, and how names are read.
 -- An index and its members go by one rule: the key of a member is <key of the index>:<member>.
 local CLASSES, GROUPS, KINDS, LANES, RULES = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local FREE, RESTING, SLOTS, LEASES, SERVERS = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local FREE, COOLING, SLOTS, LEASES, SERVERS = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local TAGS, STATS, HELD, META = KEYS[11], KEYS[12], KEYS[13], KEYS[14]
 
 local function class_key(class) return CLASSES .. ":" .. class end

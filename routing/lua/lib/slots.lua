@@ -27,16 +27,16 @@ end
 local function return_slot(slot, now, cooldown_ms, is_let_go)
   if not is_online_slot(slot) or (not is_let_go and redis.call("HEXISTS", SLOTS, slot) == 1) then return end
   if cooldown_ms > 0 then
-    redis.call("ZADD", RESTING, exact(now + cooldown_ms), slot)
+    redis.call("ZADD", COOLING, exact(now + cooldown_ms), slot)
   else
     redis.call("ZADD", FREE, exact(now), slot)
   end
 end
 
 local function end_cooldowns(now)
-  local cooled = redis.call("ZRANGEBYSCORE", RESTING, "-inf", exact(now), "LIMIT", 0, 100)
+  local cooled = redis.call("ZRANGEBYSCORE", COOLING, "-inf", exact(now), "LIMIT", 0, 100)
   for _, slot in ipairs(cooled) do
-    redis.call("ZREM", RESTING, slot)
+    redis.call("ZREM", COOLING, slot)
     return_slot(slot, now, 0)
   end
 end

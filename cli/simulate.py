@@ -52,7 +52,7 @@ class _Priorities(click.ParamType):
         try:
             return {int(priority): float(share or 1) for priority, _, share in pairs}
         except ValueError:
-            return self.fail(f"{value!r} is no mix of tiers; write for example 1:1,5:8,9:1", param, ctx)
+            return self.fail(f"{value!r} is no mix of priorities; write for example 1:1,5:8,9:1", param, ctx)
 
 
 _OPTIONS = (
@@ -77,7 +77,9 @@ _OPTIONS = (
     click.option("--spread", type=float, help="Standard deviation over mean of run times.  [default: 1]"),
     click.option("--tenants", type=int, help="How many tenants.  [default: 20]"),
     click.option("--zipf", type=float, help="How unequal their demand is; 0: equal.  [default: 1]"),
-    click.option("--tiers", type=_Priorities(), help="Mix of tiers.  [default: 1:1,5:8,9:1]"),
+    click.option(
+        "--priorities", "--tiers", "priorities", type=_Priorities(), help="Mix of priorities.  [default: 1:1,5:8,9:1]"
+    ),
     click.option("--swing", type=float, help="How much the rate rises by day, 0 to 1.  [default: 0]"),
     click.option("--bursts", "bursts_per_day", type=float, help="Bursts of 200 jobs a day.  [default: 0]"),
     click.option("--outages", "outages_per_day", type=float, help="Outages a day of each server.  [default: 0]"),
@@ -182,7 +184,7 @@ def _recorded(variants: Sequence[Any], wishes: dict[str, Any]) -> _Case:
 
 def _plan_fields(wishes: dict[str, Any]) -> dict[str, Any]:
     """The fields of the plan that options set."""
-    fields = {name: wishes[name] for name in (*_LOAD, "seed", "tiers") if wishes[name] is not None}
+    fields = {name: wishes[name] for name in (*_LOAD, "seed", "priorities") if wishes[name] is not None}
     shape = {name: wishes[name] for name in ("mean", "spread") if wishes[name] is not None}
     makes_fleet = wishes["models"] or wishes["servers"] or wishes["shared"]
     if not (shape or makes_fleet):

@@ -82,7 +82,7 @@ class Plain:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("per_s", [0.3, 0.7])
 def test_a_simulation_does_what_single_calls_do(client, policy, per_s):
-    arrivals = poisson(21, 600, per_s, mean_s=10, tenants=6, tiers=9)
+    arrivals = poisson(21, 600, per_s, mean_s=10, tenants=6, priorities=9)
     scenario = a_scenario(arrivals, a_catalog(3, servers=2, policy=policy))
     simulated = run(scenario, redis=client)
     client.flushall()

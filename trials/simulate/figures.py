@@ -62,14 +62,15 @@ class Figures:
     swaps: int
     """How often a server went on with another model."""
     models: Mapping[str, Waits]
-    tiers: Mapping[int, Waits]
+    priorities: Mapping[int, Waits]
     tenants: Mapping[str, Waits]
     """By class: heavy tenants make up half of the demand, light ones its last tenth, medium those between."""
     series: Series
 
     def data(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        """For JSON.  `tiers`: the priorities, as they were called before."""
+        told = asdict(self)
+        return {**told, "tiers": told["priorities"]}
 
 
 def figures(outcome: Outcome) -> Figures:

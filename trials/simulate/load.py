@@ -35,11 +35,11 @@ def arrivals(plan: Plan, slots: int | None = None) -> list[Arrival]:
     rate = jobs_per_s(plan, sum(server.slots for server in plan.fleet()) if slots is None else slots)
     models = {model.name: model for model in plan.models}
     mix = _Mix({model.name: model.share for model in plan.models})
-    tenants, tiers = _Mix(tenant_shares(plan)), _Mix(plan.tiers)
+    tenants, priorities = _Mix(tenant_shares(plan)), _Mix(plan.priorities)
     chance, lengths = random.Random(f"{plan.seed} kinds"), random.Random(f"{plan.seed} lengths")
     found = []
     for at, tenant, model in merge(_steady(plan, rate), _bursts(plan), key=lambda it: it[0]):
-        name, who, priority = model or mix.draw(chance), tenant or tenants.draw(chance), tiers.draw(chance)
+        name, who, priority = model or mix.draw(chance), tenant or tenants.draw(chance), priorities.draw(chance)
         found.append(Arrival(BEGIN_MS + int(at * 1000), name, run_ms(models[name], lengths), who, priority))
     return found
 

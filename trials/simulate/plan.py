@@ -96,7 +96,8 @@ class Plan(_Part):
     """The n-th tenant asks for 1 / n^zipf of what the first asks for."""
     shares: dict[str, Share] = {}
     """Tenant -> its share of the arrivals, instead of `tenants` and `zipf`."""
-    tiers: dict[Annotated[int, Field(ge=1, le=9)], Share] = {1: 1.0, 5: 8.0, 9: 1.0}
+    priorities: dict[Annotated[int, Field(ge=1, le=9)], Share] = {1: 1.0, 5: 8.0, 9: 1.0}
+    """Priority -> its share of the arrivals."""
     models: list[ModelPlan] = [ModelPlan(name="demo")]
     servers: list[ServerPlan] = []
     """None: two of eight slots for each model."""
@@ -113,7 +114,7 @@ class Plan(_Part):
 
     @model_validator(mode="after")
     def _relations(self) -> "Plan":
-        if not self.models or not self.tiers:
+        if not self.models or not self.priorities:
             raise ValueError("a load needs at least one model and one priority")
         models = {model.name for model in self.models}
         servers = {server.name for server in self.fleet()}
@@ -166,4 +167,6 @@ def _content(file: Path) -> dict[str, Any]:
         raise Wrong(f"{file} is not {kind} ({error}): correct it, or name it .toml or .json as it is.") from None
     if not isinstance(found, dict):
         raise Wrong(f"{file} holds no object: write the fields that docs/simulator.md lists.")
+    if "tiers" in found:  # as priorities were called before
+        found.setdefault("priorities", found.pop("tiers"))
     return found

@@ -88,10 +88,12 @@ def _compared(found: Sequence[Figures]) -> "Table":
 
 
 def _groups(found: Sequence[Figures]) -> Iterator[tuple[str, list[Waits | None]]]:
-    for kind in ("tiers", "models", "tenants"):
+    for kind in ("priorities", "models", "tenants"):
         names = sorted({name for figures in found for name in getattr(figures, kind)})
         for name in names if len(names) > 1 else ():
-            label = f"priority {name}" if kind == "tiers" else f"{name} tenants" if kind == "tenants" else str(name)
+            label = (
+                f"priority {name}" if kind == "priorities" else f"{name} tenants" if kind == "tenants" else str(name)
+            )
             yield label, [getattr(figures, kind).get(name) for figures in found]
 
 

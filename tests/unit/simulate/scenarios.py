@@ -38,13 +38,13 @@ def at(s: float, run_s: float = 10, **more: Any) -> Arrival:
     return Arrival(T0 + int(s * SECOND), more.pop("model", "zimg"), int(run_s * SECOND), **more)
 
 
-def poisson(seed: int, jobs: int, per_s: float, mean_s: float, tenants: int = 1, tiers: int = 1) -> list[Arrival]:
-    """Exponential gaps and run times; tenants and tiers at random."""
+def poisson(seed: int, jobs: int, per_s: float, mean_s: float, tenants: int = 1, priorities: int = 1) -> list[Arrival]:
+    """Exponential gaps and run times; tenants and priorities at random."""
     chance = random.Random(seed)
     found, now = [], 0.0
     for _ in range(jobs):
         now += chance.expovariate(per_s)
-        tenant, priority = f"t{chance.randrange(tenants)}", chance.randint(1, tiers)
+        tenant, priority = f"t{chance.randrange(tenants)}", chance.randint(1, priorities)
         found.append(at(now, max(chance.expovariate(1 / mean_s), 0.001), tenant=tenant, priority=priority))
     return found
 

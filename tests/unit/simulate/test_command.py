@@ -102,8 +102,8 @@ def test_a_file_is_played_and_an_option_changes_it(tmp_path):
         (("--slots", "many"), "--slots many"),
         (("--speed-up", "0"), "--speed-up 0"),
         (("--set", "demo.color=1"), "color"),
-        (("--tiers", "1:a"), "mix of tiers"),
-        (("--tiers", "10:1"), "tiers.10"),
+        (("--priorities", "1:a"), "mix of priorities"),
+        (("--priorities", "10:1"), "priorities.10"),
         (("--load", "absent.toml"), "absent.toml cannot be read"),
         (("--from-record", "someday"), "--from-record someday"),
         (("--from-record", "today", "--busy", "1"), "--from-record does not go with --busy"),
@@ -200,3 +200,10 @@ def valkey_below(folder: Path) -> int | None:
             if f"unixsocket:{folder}/".encode() in entry.read_bytes():
                 return int(entry.parent.name)
     return None
+
+
+def test_the_former_name_of_priorities_is_taken_and_told() -> None:
+    told = [run(*SMALL, option, "2:1,7:4", "--json").stdout for option in ("--priorities", "--tiers")]
+    assert told[0] == told[1]
+    (figures,) = json.loads(told[0])["variants"]
+    assert figures["tiers"] == figures["priorities"] and figures["priorities"].keys() == {"2", "7"}

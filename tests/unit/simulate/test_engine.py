@@ -40,7 +40,7 @@ def first_come_first_served(arrivals: list[Arrival], slots: int) -> list[int]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_job_runs_once_and_as_long_as_it_should_on_a_slot_that_runs_nothing_else(play, policy):
-    arrivals = poisson(1, 3000, per_s=1.1, mean_s=8, tenants=7, tiers=9)
+    arrivals = poisson(1, 3000, per_s=1.1, mean_s=8, tenants=7, priorities=9)
     jobs = play(a_scenario(arrivals, a_catalog(4, servers=2, policy=policy))).jobs
     assert [(job.number, job.arrival_ms, job.end_ms - job.start_ms) for job in jobs] == [
         (number, arrival.at_ms, arrival.run_ms) for number, arrival in enumerate(arrivals, 1)
@@ -53,7 +53,7 @@ def test_every_job_runs_once_and_as_long_as_it_should_on_a_slot_that_runs_nothin
 
 @pytest.mark.parametrize(("slots", "per_s"), [(1, 0.09), (5, 0.4), (5, 0.9)])
 def test_fifo_is_first_come_first_served_to_the_millisecond(play, slots, per_s):
-    arrivals = poisson(2, 4000, per_s, mean_s=10, tiers=9)
+    arrivals = poisson(2, 4000, per_s, mean_s=10, priorities=9)
     jobs = play(a_scenario(arrivals, a_catalog(slots, policy="fifo"))).jobs
     assert [job.start_ms for job in jobs] == first_come_first_served(arrivals, slots)
 
@@ -61,7 +61,7 @@ def test_fifo_is_first_come_first_served_to_the_millisecond(play, slots, per_s):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_same_scenario_has_the_same_outcome(play, policy):
     scenario = a_scenario(
-        poisson(3, 2500, per_s=1, mean_s=9, tenants=50, tiers=3),
+        poisson(3, 2500, per_s=1, mean_s=9, tenants=50, priorities=3),
         a_catalog(4, servers=2, policy=policy),
         outages=[Outage("gpu1", T0 + 300 * SECOND, T0 + 400 * SECOND)],
     )

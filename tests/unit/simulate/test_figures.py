@@ -91,7 +91,7 @@ def test_waits_are_grouped_by_priority_model_and_class_of_tenant():
     ]
     found = figures(an_outcome(*jobs))
     assert (found.waits.jobs, found.waits.never, found.waits.mean, found.waits.longest) == (3, 1, 20, 30)
-    assert (found.tiers[1].p50, found.tiers[9].jobs, found.tiers[9].never) == (10, 2, 1)
+    assert (found.priorities[1].p50, found.priorities[9].jobs, found.priorities[9].never) == (10, 2, 1)
 
 
 def test_what_happens_over_time_is_cut_into_slices():
@@ -166,8 +166,8 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_a_real_outcome_adds_up(play):
-    outcome = play(a_scenario(poisson(8, 2000, 0.5, 10, tenants=5, tiers=3), a_catalog(6)))
+    outcome = play(a_scenario(poisson(8, 2000, 0.5, 10, tenants=5, priorities=3), a_catalog(6)))
     found = figures(outcome)
-    assert sum(it.jobs for it in found.tiers.values()) == sum(it.jobs for it in found.tenants.values()) == 2000
+    assert sum(it.jobs for it in found.priorities.values()) == sum(it.jobs for it in found.tenants.values()) == 2000
     assert found.use == pytest.approx(sum(found.series.use) / 96, rel=0.01)
     assert found.waits.p50 <= found.waits.p90 <= found.waits.p99 <= found.waits.longest

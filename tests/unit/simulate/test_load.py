@@ -55,9 +55,11 @@ def test_tenants_are_unequal_by_zipfs_law():
     assert len(counts) == 100
 
 
-def test_shares_of_tenants_tiers_and_models_can_be_named():
+def test_shares_of_tenants_priorities_and_models_can_be_named():
     models = [{"name": "a", "share": 3}, {"name": "b"}]
-    found = load.arrivals(plan(shares={"x": 9, "y": 1}, tiers={2: 1, 7: 4}, models=models, rate=20_000, duration="1h"))
+    found = load.arrivals(
+        plan(shares={"x": 9, "y": 1}, priorities={2: 1, 7: 4}, models=models, rate=20_000, duration="1h")
+    )
     for kind, value, share in (("tenant", "x", 0.9), ("priority", 7, 0.8), ("model", "a", 0.75)):
         assert sum(getattr(it, kind) == value for it in found) / len(found) == pytest.approx(share, rel=0.05)
 
@@ -126,7 +128,8 @@ def test_a_file_describes_a_load_and_options_change_it(tmp_path, name):
             '[[models]]\nname = "a"\n[[models]]\nname = "b"\n[[servers]]\nname = "s"\nslots = 1\nmodels = ["a"]',
             "serves 'b'",
         ),
-        ("[tiers]\n10 = 1", "tiers.10"),
+        ("[priorities]\n10 = 1", "priorities.10"),
+        ("[tiers]\n10 = 1", "priorities.10"),
         ("tenants = 0", "tenants: input should be greater than or equal to 1"),
     ],
 )

@@ -10,12 +10,12 @@ from trials.simulate import Arrival, Job, Scenario, jain
 from trials.simulate.figures import percentile, slot_seconds
 
 
-def bursty(seed: int, jobs: int, span_s: float, tiers: int = 9) -> list[Arrival]:
+def bursty(seed: int, jobs: int, span_s: float, priorities: int = 9) -> list[Arrival]:
     """Arrivals in bursts, quiet times between them, run times from moments to minutes."""
     chance = random.Random(seed)
     bursts = [chance.uniform(0, span_s) for _ in range(max(jobs // 50, 1))]
     times = sorted(chance.choice(bursts) + chance.expovariate(1 / 20) for _ in range(jobs))
-    return [at(time, chance.lognormvariate(1, 1.2) + 0.001, priority=chance.randint(1, tiers)) for time in times]
+    return [at(time, chance.lognormvariate(1, 1.2) + 0.001, priority=chance.randint(1, priorities)) for time in times]
 
 
 # -- aging -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from typing import Any
 import requests
 
 from benchmarks.rest import memory_mib, processor_s
-from tests.support.stack import Process, Stack, eventually, free_port
+from local.ports import quiet_port
+from tests.support.stack import Process, Stack, eventually
 
 _POLLED_EVERY_S = 2
 _WARM_UP = 50  # jobs, after which all is loaded that a run needs
@@ -93,7 +94,7 @@ class _Trial:
 
     def __init__(self, stack: Stack, jobs: int) -> None:
         self.stack, self.jobs = stack, jobs
-        port = free_port()
+        port = quiet_port()
         self.url = f"http://127.0.0.1:{port}"
         stack.start("server", [sys.executable, "-m", "benchmarks.polls", "serve", str(port)])
         eventually(lambda: self.ask("health"), "the server answers")

@@ -43,8 +43,9 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def quiet_port(host: str = "127.0.0.1") -> int:
     """A port that nobody has, and that no outgoing connection is given: for a listener that comes a while later."""
-    for number in random.SystemRandom().sample(_QUIET, len(_QUIET)):
-        if _obstacle(host, number) is None:
+    draw = random.SystemRandom()
+    for _ in _QUIET:
+        if _obstacle(host, number := draw.choice(_QUIET)) is None:
             return number
     return free_port(host)
 

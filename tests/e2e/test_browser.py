@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import requests
 
+from local.ports import quiet_port
 from reference_server.server import ReferenceServer, ServeConfig
 from tests.support.scripted import Scripted, Seen, answer
-from tests.support.stack import _BIN, Stack, eventually, free_port
+from tests.support.stack import BIN, Stack, eventually
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -101,13 +102,13 @@ def _visiting(url: str, profile: Path) -> Iterator[None]:
 
 def test_a_strangers_page_changes_and_reads_nothing(tmp_path: Path) -> None:
     ran: list[object] = []
-    flower = free_port()
+    flower = quiet_port()
     with (
         ReferenceServer(ran.append, ServeConfig(port=0)) as server,
         Stack(tmp_path / "home", {"SLOTKEEPER_FLOWER_PORT": str(flower)}) as stack,
     ):
         stack.web()
-        stack.start("flower", [str(_BIN / "slotkeeper"), "flower"])
+        stack.start("flower", [str(BIN / "slotkeeper"), "flower"])
         assert requests.put(f"{stack.url}/admin/model-configs/zimg", json={}, timeout=10).ok
         eventually(lambda: _answers(flower), "Flower answers", 60)
         ports = {"api": stack.port, "server": int(server.url.rpartition(":")[2]), "flower": flower}

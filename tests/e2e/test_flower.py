@@ -9,7 +9,8 @@ import requests
 from flower.urls import handlers
 from tornado.web import URLSpec
 
-from tests.support.stack import _BIN, Stack, eventually, free_port
+from local.ports import quiet_port
+from tests.support.stack import BIN, Stack, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -21,9 +22,9 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH")
 @pytest.fixture(scope="module")
 def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, tuple[str, str]]]:
     """Its address, and who may come in."""
-    home, port = tmp_path_factory.mktemp("flower"), free_port()
+    home, port = tmp_path_factory.mktemp("flower"), quiet_port()
     with Stack(home, {"SLOTKEEPER_FLOWER_PORT": str(port)}) as stack:
-        process = stack.start("flower", [str(_BIN / "slotkeeper"), "flower"])
+        process = stack.start("flower", [str(BIN / "slotkeeper"), "flower"])
         url = f"http://127.0.0.1:{port}"
         eventually(lambda: process.popen.poll() is None and _status("GET", f"{url}/healthcheck"), "it answers", 60)
         yield url, ("slotkeeper", Path(home, "flower-password").read_text().strip())

@@ -8,7 +8,7 @@ import orjson
 import pytest
 import requests
 
-from tests.support.stack import Process, RefServer, Stack, eventually, stack
+from tests.support.stack import Process, RefServer, Stack, eventually
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -20,7 +20,7 @@ _numbers = itertools.count(1)
 @pytest.fixture(scope="module")
 def _installation(tmp_path_factory) -> Iterator[tuple[Stack, RefServer]]:
     """One for all tests.  Leases are short, and yet long enough for a machine that has much else to do."""
-    with stack(tmp_path_factory.mktemp("tokens"), **_SHORT) as found:
+    with Stack(tmp_path_factory.mktemp("tokens"), _SHORT) as found:
         server = found.server("gpu1", 2, function="reference_server.demo:parrot")
         found.web()
         found.maintenance()

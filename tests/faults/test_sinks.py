@@ -17,11 +17,11 @@ import pytest
 
 from database.db import Database
 from jobs.store import Store
+from local.ports import free_port
 from outbox.relays import Relays
 from tasks.relay import Relay
 from tasks.sinks.sink import SinkAway
 from tests.support.builders import T0, a_queued_job, an_ended_job
-from tests.support.valkey import free_port
 
 _UP_S = 40.0
 

@@ -13,6 +13,7 @@ from jobs.models import events
 from jobs.record import Job
 from jobs.states import State, Why
 from jobs.store import Error
+from local.ports import free_port
 from outbox import trails
 from outbox.relays import Relays
 from outbox.tail import Tail
@@ -26,7 +27,6 @@ otlp = pytest.importorskip("tasks.sinks.otlp", reason="the extra otel is not ins
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
 
 from tests.support.collector import Collector  # noqa: E402
-from tests.support.stack import free_port  # noqa: E402
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 GIVEN = f"00-{TRACE}-{SPAN}-01"

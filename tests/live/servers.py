@@ -5,7 +5,6 @@ They are installed from the registry, each in its newest release, into virtual e
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import requests
 
 from dispatch.outcome import Kind
 from foundation.home import private_folder
+from local.ports import quiet_port
 from tasks.servers.probe import GENERIC
 
 REPO = Path(__file__).resolve().parents[2]
@@ -291,8 +291,7 @@ def installed(package: str) -> Path:
 
 @contextmanager
 def started(live: Live, binaries: Path) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(quiet_port())
     command = [part.replace("{port}", port) for part in live.command]
     env = {name: value.replace("{port}", port) for name, value in live.env.items()}
     path = f"{binaries}{os.pathsep}{os.environ['PATH']}"

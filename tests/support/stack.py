@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -18,16 +18,11 @@ from typing import IO, Any
 import requests
 
 from local.plan import procfile
+from local.ports import quiet_port
 from tests.support.valkey import Valkey
 
 REPO = Path(__file__).resolve().parents[2]
-_BIN = Path(sys.executable).parent
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+BIN = Path(sys.executable).parent
 
 
 def eventually(condition: Callable[[], Any], what: str, within_s: float = 30.0, every_s: float = 0.05) -> Any:
@@ -89,7 +84,7 @@ class Stack:
 
     def __init__(self, home: Path, env: dict[str, str] | None = None) -> None:
         self.home = home
-        self.port = free_port()
+        self.port = quiet_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.processes: dict[str, Process] = {}
         self.valkey: Valkey | None = None
@@ -134,7 +129,7 @@ class Stack:
 
     def server(self, name: str, slots: int, *options: str, function: str = "reference_server.demo:zimg") -> "RefServer":
         """A reference server; answers once it listens."""
-        port = free_port()
+        port = quiet_port()
         command = [sys.executable, "-m", "reference_server", function, "--slots", str(slots), "--port", str(port)]
         journal = self.home / f"{name}.journal"
         process = self.start(name, [*command, "--journal", str(journal), *options])
@@ -191,9 +186,3 @@ def _listens(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(0.5)
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-@contextmanager
-def stack(home: Path, **env: str) -> Iterator[Stack]:
-    with Stack(home, env) as running:
-        yield running

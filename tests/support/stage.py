@@ -22,6 +22,7 @@ from insight.forecasts import Forecasts
 from jobs.record import Job, Waiting
 from jobs.states import State
 from jobs.store import Error, Moved, Store
+from local.ports import free_port
 from registry.cache import CatalogCache
 from registry.catalog import Catalog
 from registry.tenants import Tenant
@@ -33,7 +34,6 @@ from scripting.keys import Keys
 from scripting.scripts import Scripts, connect
 from tests.support.builders import T0
 from tests.support.room import FRAGMENTS, Room
-from tests.support.valkey import free_port
 from upkeep import reconcile
 from upkeep.identity import ServerReport
 from upkeep.rooms import depths

@@ -10,7 +10,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -193,22 +193,27 @@ def _answers(url: str) -> bool:
         return False
 
 
+def _kill_all(stack: Stack) -> None:
+    """Nothing here has to be put in order."""
+    for process in stack.processes.values():
+        process.kill()
+
+
 @contextmanager
 def started_town(home: Path, **env: str) -> Iterator[Town]:
     """Everything but workers, for as long as the block lasts."""
-    try:
-        stack = Stack(home, ENV | env).__enter__()
-    except NoValkey as missing:
-        pytest.skip(str(missing))
-    town = Town(stack, env.get("SLOTKEEPER_DATABASE_URL") or f"sqlite:///{home / 'record.db'}")
-    try:
+    with ExitStack() as ends:
+        try:
+            stack = ends.enter_context(Stack(home, ENV | env))
+        except NoValkey as missing:
+            pytest.skip(str(missing))
+        ends.callback(
+            lambda: [process.kill() for process in stack.processes.values()]
+        )  # Nothing has to be put in order.
+        town = Town(stack, env.get("SLOTKEEPER_DATABASE_URL") or f"sqlite:///{home / 'record.db'}")
+        ends.callback(town.store.database.close)
         maintenance = stack.maintenance()
         stack.beat()
         stack.web()
         ready(maintenance)
         yield town
-    finally:
-        for process in stack.processes.values():  # Nothing here has to be put in order.
-            process.kill()
-        town.store.database.close()
-        stack.__exit__(None, None, None)

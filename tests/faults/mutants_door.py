@@ -124,7 +124,7 @@ DOOR = [
         "what a proxy passes on is this machine's",
         "keyless",
         "app/auth.py",
-        "    _refuse_forwarded(remote)\n",
+        "    _refuse_forwarded(environ, remote)\n",
         "",
         (f"{ACCESS}test_without_keys_what_a_proxy_passes_on_is_refused_with_the_remedy",),
         still=f"{ACCESS}test_a_proxy_that_is_named_is_served",

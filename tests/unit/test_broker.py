@@ -3,9 +3,12 @@
 import json
 
 import pytest
+from celery import Celery
 from kombu import Connection, Queue
 from redis import Redis
 
+from routing.queues import Offer
+from tasks import messages
 from tasks.broker import Transport
 from tasks.wake_up import HEADER
 from tests.support.valkey import Valkey
@@ -45,6 +48,16 @@ def test_a_wake_up_that_was_taken_up_does_not_come_back(valkey: Valkey, client: 
         queue.put("an offer", headers={HEADER: {}})
         queue.get(timeout=5).ack()
     assert client.llen("gpu.zimg") == 0
+
+
+def test_a_wake_up_is_in_its_queue_also_where_the_broker_has_forgotten_that(
+    valkey: Valkey, client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "celery", Celery(broker=valkey.url))
+    for _ in range(2):
+        client.flushall()
+        messages.publish(Offer("zimg", "j1", "l1", "gpu-slot0", "gpu", "zimg", 1), 1, failures=0)
+        assert client.llen("gpu.zimg") == 1
 
 
 def _raw(**properties: object) -> str:

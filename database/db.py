@@ -267,7 +267,8 @@ class Database:
         finally:
             self._pass_the_lead_on()
             try:
-                batch[0].tell()  # Ours; those of others would keep the disk waiting.
+                if len(batch) == 1:  # Else it would keep the others from the disk.
+                    batch[0].tell()
             finally:
                 self._secure_and_wake(batch)
 

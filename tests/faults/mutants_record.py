@@ -23,11 +23,11 @@ KEPT = [
         "who is told of a commit keeps others from the disk",
         "JOB-2",
         "database/db.py",
-        """                batch[0].tell()  # Ours; those of others would keep the disk waiting.
+        """                    batch[0].tell()
             finally:
                 self._secure_and_wake(batch)
 """,
-        """                batch[0].tell()
+        """                    batch[0].tell()
                 self._secure_and_wake(batch)
             finally:
                 pass
@@ -47,8 +47,8 @@ KEPT = [
         "Redis waits until the disk has a job",
         "time",
         "database/db.py",
-        "                batch[0].tell()  # Ours; those of others would keep the disk waiting.\n",
-        "                pass\n",
+        "                    batch[0].tell()\n",
+        "                    pass\n",
         (f"{DB}test_who_asks_for_it_is_told_when_all_see_it_and_before_the_disk_is_waited_for",),
     ),
     Mutant(

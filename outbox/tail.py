@@ -16,6 +16,7 @@ import orjson
 from sqlalchemy import Connection, Integer, bindparam, func, select, text
 
 from database.db import Database
+from database.prepared import Prepared
 from foundation.errors import RecordUnavailable
 from jobs.events import TYPES
 from jobs.models import counters, events, jobs
@@ -26,9 +27,9 @@ Row: TypeAlias = Any
 
 _STARTED = TYPES[State.RUNNING]
 _TRANSITIONS = frozenset(TYPES.values())
-_AFTER = (
+_ALL = (
     select(
-        events,
+        *(column.label(column.key) for column in events.c),
         # What the release before has not said.
         jobs.c.model.label("model_now"),
         jobs.c.tenant.label("tenant_now"),
@@ -43,7 +44,8 @@ _AFTER = (
     .order_by(events.c.id)
     .limit(bindparam("p_limit", type_=Integer))
 )
-_OF_JOB = _AFTER.where(events.c.job_id == bindparam("p_job"))
+_AFTER = Prepared(_ALL)
+_OF_JOB = Prepared(_ALL.where(events.c.job_id == bindparam("p_job")))
 _STARTS = select(events.c.job_id, events.c.attempt, events.c.server, events.c.data).where(
     events.c.job_id.in_(bindparam("p_jobs", expanding=True)), events.c.type == _STARTED
 )
@@ -200,8 +202,8 @@ def is_complete(database: Database, after: int) -> bool:
     return removed <= after <= max(last, removed)
 
 
-def _rows(connection: Connection, query: Any, after: int, limit: int, **more: Any) -> Sequence[Row]:
-    return connection.execute(query, {"p_after": after, "p_limit": limit, **more}).all()
+def _rows(connection: Connection, query: Prepared, after: int, limit: int, **more: Any) -> Sequence[Row]:
+    return query.all(connection, {"p_after": after, "p_limit": limit, **more})
 
 
 def _entries(connection: Connection, rows: Sequence[Row]) -> list[Entry]:

@@ -1,6 +1,7 @@
 """Events as CloudEvents 1.0, in JSON, structured mode: one text for all sinks.  Plain dicts: they are made for each."""
 
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -73,5 +74,10 @@ def told(it: Entry) -> dict[str, Any]:
 
 def moment(at_ms: int) -> str:
     """ISO 8601 in UTC with milliseconds."""
-    whole = datetime.fromtimestamp(at_ms // 1000, UTC)
-    return f"{whole:%Y-%m-%dT%H:%M:%S}.{at_ms % 1000:03d}Z"
+    return f"{_second(at_ms // 1000)}.{at_ms % 1000:03d}Z"
+
+
+@lru_cache(maxsize=64)
+def _second(at_s: int) -> str:
+    """Events are told in the order of their times, so a second comes many times in a row."""
+    return f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%dT%H:%M:%S}"

@@ -36,7 +36,8 @@ log = structlog.get_logger(__name__)
 
 _FIRST_AT_ONCE, _MOST_AT_ONCE = 50, 500
 _LONG_S = 1.0  # for a batch: the next one is smaller, so that a cursor is never held longer than for _HELD_MS
-_SHORTEST_S, _LONGEST_S, _GROWTH = 0.05, 0.5, 1.4  # between two looks, longer each time that nothing has happened
+# Between two looks, longer each time that nothing has happened.  A look costs as much as twenty events.
+_SHORTEST_S, _LONGEST_S, _GROWTH = 0.2, 0.5, 1.4
 _HELD_MS = 10_000  # for so long a cursor is held; longer than any sink takes to answer
 _HOLD_EVERY_S = 3.0
 _AWAY_S, _LONGEST_AWAY_S = 0.25, 2.0
@@ -58,6 +59,7 @@ class Relay:
         self._tail: Tail | None = None  # None: it is not known where to go on
         self._position = 0  # of the cursor
         self._at_once = _FIRST_AT_ONCE
+        self._has_more = False  # The last batch was as large as it may be.
         self._hold_at = 0.0
         self._away_s = 0.0  # how long it waits before it tries again; 0: all is well
 
@@ -74,7 +76,7 @@ class Relay:
             except Exception as error:
                 log.exception("relay_failed", sink=self._name)
                 retry_after_s = self._wait_longer(error)
-            self._wait(retry_after_s)
+            self._wait(0.0 if self._has_more else retry_after_s)
         self._leave()
 
     def stop(self) -> None:
@@ -101,11 +103,13 @@ class Relay:
 
     def turn(self) -> int:
         """Publish what is new, up to a batch; answers how many.  Raises SinkAway, RecordUnavailable."""
+        self._has_more = False
         tail = self._held()
         if tail is None:
             return 0
         self._tail = None  # Unless all goes well it is asked anew how far the sink has come.
         found = tail.read(self._at_once)
+        is_full = len(found) == self._at_once
         if found:
             crash_at("relay_read")
             try:
@@ -114,7 +118,7 @@ class Relay:
                 return 0
             crash_at("relay_published")
         if self._moved(tail.position):
-            self._tail = tail
+            self._tail, self._has_more = tail, is_full
         if found:
             crash_at("relay_moved")
         return len(found)

@@ -365,6 +365,20 @@ def test_events_are_in_the_stream_within_a_second(sqlite_url, valkey):
     database.close()
 
 
+def test_a_relay_that_is_behind_goes_on_without_a_pause(database, store, valkey, monkeypatch):
+    for name, value in (("_FIRST_AT_ONCE", 1), ("_MOST_AT_ONCE", 1), ("_SHORTEST_S", 3600.0), ("_LONGEST_S", 3600.0)):
+        monkeypatch.setattr(relays, name, value)
+    an_ended_job(store)
+    relay = a_relay(database, valkey)
+    thread = threading.Thread(target=relay.run)
+    thread.start()
+    try:
+        eventually(lambda: Reader(valkey).ids() == all_ids(database))
+    finally:
+        relay.stop()
+        thread.join(10)
+
+
 def test_dead_jobs_are_told_in_the_words_of_a_queue(database, store, valkey):
     an_ended_job(store, State.DEAD)
     a_relay(database, valkey).turn()

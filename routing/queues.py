@@ -1,6 +1,5 @@
 """The waiting room: lanes of queued jobs, and offers of the job whose turn it is."""
 
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 import structlog
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
+from foundation.unique import unique
 from jobs.record import Waiting
 from routing import order
 from routing.config import RoutingSettings
@@ -96,7 +96,7 @@ def offering(settings: RoutingSettings, room: int, limit: int, claimant: str = "
 
 def new_prefix() -> str:
     """Text that makes the names of leases unique, also across an emptied Redis."""
-    return secrets.token_hex(6)
+    return unique()
 
 
 class Queues:

@@ -1,5 +1,7 @@
 """Settings of routing: their defaults keep what the design promises, and relations are checked at the start."""
 
+import os
+
 import pytest
 from pydantic import ValidationError
 
@@ -89,6 +91,17 @@ def test_a_slots_server_is_what_stands_before_its_number(server):
 
 def test_names_of_leases_are_unique_across_an_emptied_redis():
     assert len({new_prefix() for _ in range(10_000)}) == 10_000
+
+
+def test_names_of_leases_are_unique_across_a_fork():
+    reads, writes = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writes, new_prefix().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reads, 100).decode() != new_prefix()
+    os.close(reads)
+    os.close(writes)
 
 
 def test_a_renewals_answers_are_the_scripts_words():

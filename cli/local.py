@@ -78,8 +78,10 @@ def _close_flower() -> None:
 
 def _lighten_flower() -> None:
     from cli import flowers_events
+    from foundation.garbage import collect_rarely
 
     flowers_events.lighten()
+    collect_rarely()
 
 
 @click.command()

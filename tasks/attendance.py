@@ -7,7 +7,8 @@ import structlog
 from celery import bootsteps
 from celery.signals import worker_shutting_down
 
-from tasks import messages, presence, startup
+from foundation.garbage import collect_rarely
+from tasks import messages, presence
 from tasks.celery_app import celery
 from tasks.shown import Reception
 from tasks.wiring import dispatcher
@@ -71,7 +72,7 @@ class RunsJobs(bootsteps.StartStopStep):
             return  # A worker for maintenance or webhooks alone.
         this_worker().capacity = parent.pool.limit  # as the worker's options or the settings say
         this_worker().attend(parent, Reception(parent))
-        startup.collect_rarely()
+        collect_rarely()
         _bundle_events(parent)
         presence.show(this_worker(), parent)
         self._watch = _QueueWatch(parent)

@@ -4,8 +4,6 @@ It logs as all do, closes the state folder, compares its secret with the others'
 Celery's processes are told to by tasks/signals.py.
 """
 
-import gc
-
 import structlog
 from redis import Redis
 from redis.exceptions import RedisError
@@ -13,15 +11,12 @@ from redis.exceptions import RedisError
 from foundation import logs
 from foundation.config import RecordSettings
 from foundation.home import open_home
-from foundation.once import once
 from scripting.suitability import evicts, forgets
 from tasks.config import TaskSettings
 from tasks.keyring import fingerprints
 from tasks.wiring import scripts
 
 log = structlog.get_logger(__name__)
-
-_COLLECT_AFTER = 20_000  # new objects
 
 _OTHER_SECRET = (
     "This process has another secret than those that started before it: pushes of results will be refused and "
@@ -72,12 +67,3 @@ def begin() -> None:
     open_home(RecordSettings())
     compare_secret()
     check_redis()
-
-
-@once
-def collect_rarely() -> None:
-    """For a process that answers in milliseconds: a collection stops all its threads, and looks at all that was ever
-    imported unless it is told not to.  To be called when that has been done."""
-    gc.collect()
-    gc.freeze()  # Once only: what is garbage by then stays for ever.
-    gc.set_threshold(_COLLECT_AFTER)

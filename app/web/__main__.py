@@ -17,10 +17,11 @@ from app.page.sessions import Visited
 from app.web.connection import Connection
 from app.web.door import Door
 from app.web.owners import Owners
+from foundation.garbage import collect_rarely
 from insight.said import Watching
 from registry.tenants import Tenants
 from registry.visits import Visits
-from tasks import alive, startup, wiring
+from tasks import alive, wiring
 
 log = structlog.get_logger(__name__)
 
@@ -34,7 +35,7 @@ def main() -> NoReturn:
     settings = AppSettings()
     app = create_app(settings)
     sys.setswitchinterval(_TURN_S)  # No thread that reads a large body keeps the others waiting.
-    startup.collect_rarely()
+    collect_rarely()
     living = alive.begin("web", wiring.processes())
     record = wiring.database()
     visited = Visited(settings.port, Visits(record))

@@ -10,6 +10,7 @@ It is a help and no promise to anybody: all of it may be lost, and is learned an
 import hashlib
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -49,10 +50,15 @@ class _Level:
     bits: int
 
 
-class Learned(NamedTuple):
-    """Whether a job was in the sample, and the level of that."""
+class _Start(NamedTuple):
+    job_id: str
+    at_ms: int
 
-    learned: bool
+
+class Learned(NamedTuple):
+    """Whether each job was in the sample, and the level of that."""
+
+    learned: list[bool]
     level: int
 
 
@@ -60,7 +66,7 @@ class ForecastScripts(Protocol):
     """Of one model's forecast."""
 
     def learn(
-        self, key: str, *, job_id: str, started_ms: int, kept: int, most: int, parts: int, heaviest: int
+        self, key: str, *, kept: int, most: int, parts: int, heaviest: int, starts: Sequence[_Start]
     ) -> Command[Learned]: ...
 
 
@@ -120,20 +126,22 @@ class Forecasts:
     def started(self, starts: Sequence[tuple[str, str, str, int]]) -> list[bool]:
         """Learn from the first starts of jobs: (fleet, model, job, ms).  Answers for each whether it was in the sample.
 
-        Without a call to Redis where its id shows that it is not.  Raises redis errors.
+        One call for each model, and none where the ids show that none of them is.  Raises redis errors.
         """
-        keys = [self._scripts.keys.forecast(fleet, model) for fleet, model, _, _ in starts]
-        chosen = [n for n, (_, _, job_id, _) in enumerate(starts) if self._may_be_known(keys[n], job_id)]
-        learned = self._scripts.run_all([self._learning(keys[n], *starts[n][2:]) for n in chosen])
-        found = dict(zip(chosen, learned, strict=True))
-        for n, it in found.items():
-            self._note_level(keys[n], it.level)
-        return [n in found and found[n].learned for n in range(len(starts))]
+        chosen = defaultdict[str, dict[int, _Start]](dict)  # key -> number of the start, and what is asked
+        for n, (fleet, model, job_id, at_ms) in enumerate(starts):
+            key = self._scripts.keys.forecast(fleet, model)
+            if self._may_be_known(key, job_id):
+                chosen[key][n] = _Start(job_id, at_ms)
+        answers = self._scripts.run_all([self._learning(key, list(its.values())) for key, its in chosen.items()])
+        found = dict[int, bool]()
+        for (key, its), answer in zip(chosen.items(), answers, strict=True):
+            self._note_level(key, answer.level)
+            found |= zip(its, answer.learned, strict=True)
+        return [found.get(n, False) for n in range(len(starts))]
 
-    def _learning(self, key: str, job_id: str, started_ms: int) -> Command[Learned]:
-        return self._acts.learn(
-            key, job_id=job_id, started_ms=started_ms, kept=KEPT, most=MOST, parts=PARTS, heaviest=HEAVIEST
-        )
+    def _learning(self, key: str, starts: Sequence[_Start]) -> Command[Learned]:
+        return self._acts.learn(key, kept=KEPT, most=MOST, parts=PARTS, heaviest=HEAVIEST, starts=starts)
 
     def _may_be_known(self, key: str, job_id: str) -> bool:
         level = self._levels.get(key)

@@ -202,6 +202,16 @@ def test_who_starts_a_job_outside_the_sample_does_not_ask_redis(client):
     assert learned >= 4 and worker.sent <= 40
 
 
+def test_jobs_that_start_together_are_learned_from_in_one_call(client):
+    api, worker = Process(client), Process(client)
+    for number in range(50):
+        api.promise(f"j{number}")
+    worker.counting()
+    starts = [(FLEET, MODEL, f"j{number}", START_MS + 5000) for number in (*range(50), 99)]
+    assert worker.forecasts.started(starts) == [True] * 50 + [False]
+    assert worker.sent <= 4, "its script had to be told"
+
+
 def test_every_sampled_promise_is_found_however_the_level_moved_meanwhile(client):
     one, two = Process(client, remembered=32), Process(client, remembered=32)
     numbers = count()

@@ -41,7 +41,10 @@ _about: ContextVar[Mapping[str, Any] | None] = ContextVar("about", default=None)
 
 
 def about(**facts: Any) -> None:
-    """What all lines of this context are about from now on, and no longer what was said before."""
+    """What all lines of this context are about from now on, and no longer what was said before.
+
+    What takes a while to find out is given as a function, which is called when a line is said.
+    """
     _about.set(facts)
 
 
@@ -161,7 +164,7 @@ def _summarize_error(_: object, __: str, event: MutableMapping[str, Any]) -> Mut
 
 def _say_about(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     for name, value in (_about.get() or {}).items():
-        event.setdefault(name, value)
+        event.setdefault(name, value() if callable(value) else value)
     return event
 
 

@@ -65,6 +65,10 @@ def trace_of(job_id: str, given: str | None) -> Trace:
     return Trace(trace, parent, int(flags, 16))
 
 
+def trace_id_of(job_id: str, given: str | None) -> str:
+    return trace_of(job_id, given).id
+
+
 def span_of(job_id: str, kind: str, attempt: int = 0) -> str:
     """The id of one span of a job."""
     return _named(8, f"{job_id}/{kind}/{attempt}")

@@ -7,6 +7,7 @@ A version of a description never changes (registry/descriptions.py), so what was
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -284,5 +285,4 @@ def _plain_plan(model_type: Literal["sync", "async"], template: str | None, id_f
     return compile_plan(for_model(model_type, template, id_field))
 
 
-def _shorthand(config: ModelConfig) -> tuple[Any, ...]:
-    return tuple(getattr(config, name) for name in SHORTHAND)
+_shorthand: Callable[[ModelConfig], tuple[Any, ...]] = attrgetter(*SHORTHAND)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from enum import Enum
+from typing import Any
 
 import structlog
 
@@ -60,7 +61,7 @@ class Runner:
         self._note_remote = note_remote
         self._model_version, self._swap = model_version, swap
         self._end = time.monotonic() + _seconds_left(active.run, config)
-        self._question = self._new_question(live)
+        self._asked_with: Call | None = None
         self._resumes = active.run.remote_id is not None
         self._remote_id = active.run.remote_id
         self._unheard = False  # No answer to the request, and nothing since, has said that the server knows the run.
@@ -120,27 +121,33 @@ class Runner:
         self._may_send_again = False
         return await live.submit(self._call)
 
-    def _new_question(self, live: Live | None) -> Call:
-        """What all questions about the run, and its cancel, are asked with."""
+    @property
+    def _question(self) -> Call:
+        """What all questions about the run, and its cancel, are asked with; most runs are asked nothing."""
+        if self._asked_with is None:
+            by_payload = self._live is not None and self._live.description.asks_by_payload
+            self._asked_with = self._said_with(exact.loads(self._run.payload) if by_payload else None, _ASK_S)
+        return self._asked_with
+
+    @property
+    def _call(self) -> Call:
+        """The request itself.  Its payload is read when it is sent: a run that is polled for hours does not keep it."""
+        return self._said_with(exact.loads(self._run.payload), max(self._end - time.monotonic(), 0.001))
+
+    def _said_with(self, payload: Any, deadline_s: float) -> Call:
         run = self._run
         return Call(
             job_id=run.job.id,
             attempt=run.attempt,
-            payload=exact.loads(run.payload) if live is not None and live.description.asks_by_payload else None,
+            payload=payload,
             callback_url=callbacks.url(run.job.id),
             callback_token=callbacks.token(run.job.id, run.attempt),
-            deadline_s=_ASK_S,
+            deadline_s=deadline_s,
             model=run.job.model,
             model_version=self._model_version,
             swap=self._swap,
             traceparent=tracing.told(run.job.id, run.traceparent, ATTEMPT, run.attempt),
         )
-
-    @property
-    def _call(self) -> Call:
-        """The request itself.  Its payload is read when it is sent: a run that is polled for hours does not keep it."""
-        left_s = max(self._end - time.monotonic(), 0.001)
-        return replace(self._question, payload=exact.loads(self._run.payload), deadline_s=left_s)
 
     async def _keep(self, found: str | None) -> bool:
         """The run's id at the server goes into the record, so that another worker can resume: before the first poll,

@@ -21,7 +21,7 @@ from foundation import exact, logs
 from foundation.crash import crash_at
 from foundation.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
 from foundation.once import once
-from foundation.traces import trace_of
+from foundation.traces import trace_id_of
 from insight.said import Telling
 from jobs.record import Run, now_ms
 from jobs.states import State
@@ -245,8 +245,8 @@ class Worker:
     async def _run(self, run: OwnRun) -> None:
         self.engine.later(self._show, run)
         job_id, lease, task_end = run.active.run.job.id, run.active.lease, Ignore()
-        trace = trace_of(job_id, run.active.run.traceparent)
-        logs.about(job_id=job_id, tenant=run.active.run.job.tenant, trace_id=trace.id)
+        trace_id = partial(trace_id_of, job_id, run.active.run.traceparent)
+        logs.about(job_id=job_id, tenant=run.active.run.job.tenant, trace_id=trace_id)
         try:
             task_end = await self._end(run, await self._outcome(run))
         except RecordUnavailable as error:  # The lease is gone, or this worker is: another will run it again.

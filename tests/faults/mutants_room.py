@@ -38,6 +38,15 @@ ROOM = [
         still=f"{LEASES}test_a_slot_without_a_job_stays_free",
     ),
     Mutant(
+        "a job that has come in twice holds two slots",
+        "LEASE-1",
+        "routing/lua/lib/offer.lua",
+        'if redis.call("ZSCORE", LEASES, job) then',
+        "if false then",
+        ("tests/faults/test_power_cuts.py::test_a_job_that_comes_again_by_its_own_id_holds_one_slot",),
+        still=f"{LEASES}test_an_offer_takes_the_job_and_the_slot_together",
+    ),
+    Mutant(
         "slots behind those that were read move up when one is taken",
         "SLOT-2",
         "routing/lua/lib/offer.lua",

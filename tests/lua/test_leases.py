@@ -70,9 +70,10 @@ def test_a_slot_without_a_job_stays_free(room):
 
 def test_a_job_is_never_offered_twice(room):
     room.with_slots(3)
-    offers = room.enqueue(*[a(f"j{n}", n) for n in range(1, 4)]) + room.offer() + room.offer()
+    offers = room.enqueue(*[a(f"j{n}", n) for n in range(1, 4)])
     assert sorted(it.job for it in offers) == ["j1", "j2", "j3"]
     assert len({it.slot for it in offers}) == 3
+    assert room.waiting() == [] and room.offer() == []
 
 
 # -- claim -----------------------------------------------------------------------------------------------------

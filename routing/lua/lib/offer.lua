@@ -160,13 +160,14 @@ local function note_loaded(server, model, by_name)
 end
 
 -- Take the job at the head of a lane and the server's first free slot, and write the lease.  `owner` "" leaves it open
--- for whoever claims it before it expires.
+-- for whoever claims it before it expires.  nil: the job holds a lease, having come in twice, for the record lost its
+-- first row; this place of it is dropped, and the next offer is made when somebody looks again (LEASE-1).
 local function take(head, servers, server, by_name, prefix, owner, now, lease_ms)
-  local lane = read_lane(head.name)
-  local job, created = read_member(head.member)
+  local lane, job, created = read_lane(head.name), read_member(head.member)
+  read_rules(lane)
+  if redis.call("ZSCORE", LEASES, job) then take_from_lane(lane, head.member, head.following) return end
   local slot, number = take_slot(servers, server), add_to_field(META, "offers", 1)
   local lease, stats = prefix .. "-" .. number, stats_key("model", lane.model)
-  read_rules(lane)
   local policy = policy_of(lane.model)
   local charged = policy.charge_offer and policy.charge_offer(lane, number) or 0
   take_from_lane(lane, head.member, head.following)

@@ -85,8 +85,7 @@ class AppSettings(BaseSettings):
             )
 
 
-@lru_cache(1024)
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def is_loopback(host: str) -> bool:
     """Whether this name or address can only mean this very machine."""
     name = host.lower().strip("[]")

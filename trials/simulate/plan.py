@@ -167,6 +167,6 @@ def _content(file: Path) -> dict[str, Any]:
         raise Wrong(f"{file} is not {kind} ({error}): correct it, or name it .toml or .json as it is.") from None
     if not isinstance(found, dict):
         raise Wrong(f"{file} holds no object: write the fields that docs/simulator.md lists.")
-    if "tiers" in found:  # as priorities were called before
-        found.setdefault("priorities", found.pop("tiers"))
+    if "tiers" in found and "priorities" not in found:  # as they were called before
+        found["priorities"] = found.pop("tiers")
     return found

@@ -5,7 +5,7 @@ Commands, so that one round trip answers all that gates ask at once (`Queues.ask
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, Self
 
 import structlog
 from redis.exceptions import RedisError
@@ -142,18 +142,21 @@ class Entering:
     """
 
     def __init__(self, queues: Queues) -> None:
-        """All that must be waited for before Redis can be asked."""
         self._queues = queues
         self._call: Call | None = None
         self._failed: RedisError | None = None
         self.asked: tuple[str, Waiting] | None = None
-        if not queues.away:
+
+    def ready(self) -> Self:
+        """All that must be waited for before Redis can be asked; once is enough."""
+        if self._call is None and not self._queues.away:
             try:
-                self._offering = queues.usual_offering()
-                self._call = Call(queues.scripts)
+                self._offering = self._queues.usual_offering()
+                self._call = Call(self._queues.scripts)
             except RedisError as error:
-                queues.note_away()
+                self._queues.note_away()
                 log.warning("room_away", error=str(error))
+        return self
 
     def ask(self, fleet: str, job: Waiting) -> None:
         """Have the room of this fleet take it.  Waits for nothing, and what goes wrong is raised by `answer`."""

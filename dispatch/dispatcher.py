@@ -45,7 +45,8 @@ log = structlog.get_logger(__name__)
 DRAINING = "draining"
 """Owner of the leases of slots that are withheld."""
 
-_Committed: TypeAlias = Callable[[Sequence[NewJob], Sequence[Accepted], int], object]
+_Committing: TypeAlias = Callable[[Sequence[NewJob], int], Callable[[Sequence[Accepted]], object]]
+"""Called when jobs are about to be written; what it answers, when they are committed."""
 
 
 class Announcer(Protocol):
@@ -125,7 +126,7 @@ class Dispatcher:
         Raises InvalidJob (its fact `index` says which of them), UnknownModel, TooMany, IdempotencyConflict,
         RecordUnavailable.
         """
-        receipts = self._accept(asked, tenant, lambda *_: crash_at("submit_committed"))
+        receipts = self._accept(asked, tenant, lambda *_: lambda _: crash_at("submit_committed"))
         self.enqueue([receipt.waiting for receipt in receipts if receipt.accepted.comes_in], new=True)
         return receipts
 
@@ -135,26 +136,26 @@ class Dispatcher:
         Redis is asked when the job is committed, and works while the disk is waited for.
         """
         with closing(Entering(self.queues)) as entering:
-            (receipt,) = self._accept([asked], tenant, partial(self._ask_in, entering))
+            (receipt,) = self._accept([asked], tenant, partial(self._entering, entering))
             return replace(receipt, position=self._enter(entering)) if receipt.accepted.comes_in else receipt
 
-    def _accept(self, asked: Sequence[Submission], tenant: Tenant | None, committed: _Committed) -> list[Receipt]:
+    def _accept(self, asked: Sequence[Submission], tenant: Tenant | None, committing: _Committing) -> list[Receipt]:
         """Write them down; once more with the catalog as it is, if a model was closed or renamed since it was read."""
         self.catalog.snapshot()  # With it the common time is heard.
         try:
-            return self._write_down(asked, tenant, committed)
+            return self._write_down(asked, tenant, committing)
         except NameClosed:
             self.catalog.refresh()
-            return self._write_down(asked, tenant, committed)
+            return self._write_down(asked, tenant, committing)
 
-    def _write_down(self, asked: Sequence[Submission], tenant: Tenant | None, committed: _Committed) -> list[Receipt]:
+    def _write_down(self, asked: Sequence[Submission], tenant: Tenant | None, committing: _Committing) -> list[Receipt]:
         now = now_ms()
         new = []
         for index, one in enumerate(asked):
             with naming(index):
                 new.append(prepare(one, self.catalog.meant(one.model, now), self._check_url, now))
         notices = self._admit(new, tenant, now)
-        accepted = self.store.submit(new, now, lambda found: committed(new, found, now))
+        accepted = self.store.submit(new, now, committing(new, now))
         return [self._receipt(*parts, now) for parts in zip(new, accepted, notices, strict=True)]
 
     def _admit(self, new: Sequence[NewJob], tenant: Tenant | None, now_ms: int) -> list[str | None]:
@@ -197,10 +198,14 @@ class Dispatcher:
                 self.publish(offers, jobs if new else ())
                 crash_at("offer_published")
 
-    def _ask_in(self, entering: Entering, new: Sequence[NewJob], accepted: Sequence[Accepted], now_ms: int) -> None:
+    def _entering(self, entering: Entering, new: Sequence[NewJob], now_ms: int) -> Callable[[Sequence[Accepted]], None]:
+        """Only who has passed the gates, which ask Redis too, takes a connection of its own."""
+        return partial(self._ask_in, entering.ready(), new[0], now_ms)
+
+    def _ask_in(self, entering: Entering, new: NewJob, now_ms: int, accepted: Sequence[Accepted]) -> None:
         """Have one new job taken into the room, unless it, or its model, is not for that."""
         crash_at("submit_committed")
-        job = _waiting(new[0], accepted[0], now_ms)
+        job = _waiting(new, accepted[0], now_ms)
         model = self.catalog.known().models.get(job.model)
         if accepted[0].comes_in and model is not None:
             entering.ask(model.fleet, job)
@@ -230,8 +235,6 @@ class Dispatcher:
 
     def publish(self, offers: Sequence[Offer], new: Sequence[Waiting] = ()) -> None:
         """Wake workers for open offers.  `new`: jobs that have come just now, of which some may be offered."""
-        if not offers:
-            return
         known = {job.id: job for job in new}
         for offer in offers:
             try:

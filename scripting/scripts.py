@@ -322,6 +322,7 @@ class Call:
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
         self._connection = scripts.redis.connection_pool.get_connection()
+        self._is_held = True
         self._asked: Command[Any] | None = None  # and not heard yet
         try:
             self._connection.check_health()
@@ -342,13 +343,17 @@ class Call:
         except ResponseError as error:
             if not is_missing(error):
                 raise
+        finally:
+            self.close()
         return self._scripts.run(command)
 
     def close(self) -> None:
         """Also of one that was not heard: its answer would pass for that to the next who uses the connection."""
         if self._asked is not None:
             self._connection.disconnect()
-        self._scripts.redis.connection_pool.release(self._connection)
+        if self._is_held:
+            self._is_held = False
+            self._scripts.redis.connection_pool.release(self._connection)
 
 
 def is_missing(answer: object) -> bool:

@@ -21,7 +21,7 @@ from sqlalchemy import make_url
 
 from database.db import Database
 from dispatch.outcome import Kind
-from foundation.errors import RecordUnavailable
+from foundation.errors import RecordUnavailable, TooMany
 from insight import listing
 from jobs.record import now_ms
 from jobs.states import State, Why
@@ -210,6 +210,16 @@ def test_a_redis_that_does_not_answer_keeps_no_submit_from_the_disk(
         receipts = [impatient.submit_one(stage.a()) for _ in range(3)]
     assert [receipt.position for receipt in receipts] == [None] * 3
     assert steps == ["the disk", "waits", "the disk", "the disk"]
+
+
+def test_a_submit_needs_one_connection_to_redis_at_a_time(stage: Stage, valkey: Valkey) -> None:
+    """Else threads that have one each, of so many as there may be, would find none for the gates, and pass unasked."""
+    stage.register(max_waiting=1)
+    narrow = stage.a_dispatcher(Redis.from_url(f"{valkey.url}?max_connections=1"))
+    receipts = [narrow.submit_one(stage.a()) for _ in range(2)]
+    assert all(receipt.position for receipt in receipts)
+    with pytest.raises(TooMany):
+        narrow.submit_one(stage.a())
 
 
 @pytest.fixture

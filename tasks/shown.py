@@ -16,7 +16,7 @@ from celery.exceptions import Ignore, Retry
 from celery.utils.imports import symbol_by_name
 from celery.utils.saferepr import saferepr
 from celery.worker.request import Request, create_request_cls  # type: ignore[attr-defined]
-from celery.worker.state import task_ready, task_reserved
+from celery.worker.state import task_reserved
 from celery.worker.strategy import logger as strategy
 
 from dispatch.outcome import Outcome
@@ -64,7 +64,7 @@ class Reception:
     def __init__(self, consumer: Any) -> None:
         task, eventer = consumer.app.tasks[messages.TASK], consumer.event_dispatcher
         base, host = symbol_by_name(task.Request), consumer.hostname
-        made = create_request_cls(base, task, consumer.pool, host, eventer, app=consumer.app, task_ready=_ready)
+        made = create_request_cls(base, task, consumer.pool, host, eventer, app=consumer.app)
         self._request = partial(made, hostname=host, eventer=eventer, app=consumer.app, task=task)
         self._consumer = consumer
 
@@ -87,11 +87,6 @@ class Reception:
         )
         task_reserved(request)
         return request
-
-
-def _ready(request: Request, successful: bool = False) -> None:
-    """A task has ended.  That it went well is not remembered, by which Celery drops messages that come twice."""
-    task_ready(request)
 
 
 class Shown:

@@ -91,7 +91,7 @@ def test_an_interrupted_drill_leaves_no_process_and_no_files(
     drill = subprocess.Popen([*DRILL, *SHORT], env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert drill.stdout is not None
-        assert drill.stdout.readline().startswith("seed 5: 300 jobs")
+        assert drill.stdout.readline().startswith("seed 5: ")  # and how many jobs, by what can be done here
         wait_until(lambda: len(processes_of(tmp_path)) > 8, "everything runs", 30)
         drill.send_signal(told)
         assert drill.wait(30) == 130

@@ -53,7 +53,7 @@ def busy_is(status: int) -> Edit:
 
 
 LIES = [
-    ("no-more-than-slots", in_health(slots=1), {}),
+    ("no-more-than-slots", in_health(slots=1), {"asynchronous": True}),
     ("busy-when-full", busy_is(429), {}),
     ("health-counts-what-runs", in_health(active_jobs=0), {}),
     ("health-names-what-runs", in_health(job_ids=["somebody"]), {}),

@@ -27,6 +27,7 @@ SETTINGS = {
     "full_page_writes": "off",
     "max_connections": "300",
     "shared_buffers": "16MB",
+    "dynamic_shared_memory_type": "mmap",  # in its own folder, where a server that was killed leaves nothing behind
 }
 _WITHOUT = "give --database a URL, or install the wheel: pip install 'slotkeeper[dev]'"
 

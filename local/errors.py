@@ -7,5 +7,5 @@ class UpError(click.ClickException):
     """It cannot be started; the text is one line that says why and what to do."""
 
 
-class Stopped(Exception):
-    """Ctrl-C or a signal asks to stop."""
+class Stopped(BaseException):
+    """Ctrl-C or a signal asks to stop: as KeyboardInterrupt, nothing that deals with errors is to take it for one."""

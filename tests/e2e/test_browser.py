@@ -1,8 +1,10 @@
 """A stranger's page in a real browser on this machine can neither change nor read anything of ours."""
 
 import json
+import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,12 +94,19 @@ def _visiting(url: str, profile: Path) -> Iterator[None]:
         "--host-resolver-rules=MAP evil.test 127.0.0.1",
         "--remote-debugging-port=0",
     ]
-    browser = subprocess.Popen([*command, url], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        browser.kill()
-        browser.wait()
+    # Its socket's path must be short, and what it leaves there when it is killed goes with the folder.
+    with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as folder:
+        browser = subprocess.Popen(
+            [*command, url],
+            env=os.environ | {"TMPDIR": folder},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            yield
+        finally:
+            browser.kill()
+            browser.wait()
 
 
 def test_a_strangers_page_changes_and_reads_nothing(tmp_path: Path) -> None:

@@ -157,6 +157,20 @@ def test_a_log_does_not_grow_without_bound(bench: Bench, monkeypatch: pytest.Mon
     bench.until(lambda: (bench.folder / "logs" / "talks.log").stat().st_size < 1000)
 
 
+def test_a_stop_that_comes_while_a_thread_begins_is_no_error_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal's handler raises it wherever the program is just then."""
+    begin, begun = threading._start_new_thread, threading.Event()  # type: ignore[attr-defined]
+
+    def stopped_meanwhile(*told: object) -> None:
+        begin(*told)
+        assert begun.wait(10)
+        raise Stopped
+
+    monkeypatch.setattr(threading, "_start_new_thread", stopped_meanwhile)
+    with pytest.raises(Stopped):
+        threading.Thread(target=begun.set, daemon=True).start()
+
+
 def test_children_end_even_when_the_parent_is_killed(tmp_path: Path) -> None:
     program = f"""
 import os, pathlib, time
@@ -168,11 +182,13 @@ with Signals() as signals, Guardian() as guardian:
     folder = pathlib.Path({str(tmp_path)!r})
     supervisor = Supervisor(signals, guardian, os.environ, folder, folder, print)
     supervisor.start(Role("child", "sh -c 'echo $$ > pid; sleep 60 & wait'"))
+    (folder / "started").touch()
     supervisor.watch()
 """
     parent = subprocess.Popen([sys.executable, "-c", program])
     try:
         until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip(), "the child's start")
+        until((tmp_path / "started").exists, "the guardian's knowing of it")
         child = int((tmp_path / "pid").read_text())
         assert lives(child)
     finally:

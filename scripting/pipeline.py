@@ -1,26 +1,30 @@
 """Redis as an event loop reaches it: on one connection, where nothing waits for the answer to what was asked before.
 
 What is asked in one turn of the loop leaves in one write, and Redis answers in the order in which it was asked.
+redis-py connects and shakes hands; then commands and answers go past it, since its streams, and tasks that wait at
+them, would cost more than what they carry.
 """
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any
 
 import hiredis
 import structlog
+from redis.asyncio.connection import DefaultParser
 from redis.exceptions import ConnectionError as Broken
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import InvalidResponse, RedisError
 from redis.exceptions import TimeoutError as Silent
 
 from scripting.scripts import Command, Scripts, connection_for, is_missing
 
 log = structlog.get_logger(__name__)
+
+_MORE = object()  # The next answer has not come whole.
 
 
 @dataclass(slots=True)
@@ -46,18 +50,55 @@ class _Asked:
             self.answer.set_exception(error)
 
 
+class _Line(asyncio.Protocol):
+    """A connection on which hands have been shaken.
+
+    `heard`: what takes its answers, one by one; `over`: why it is not used any more.
+    """
+
+    def __init__(
+        self, transport: asyncio.WriteTransport, heard: Callable[[Any], None], over: "asyncio.Future[Exception]"
+    ) -> None:
+        self._transport, self._heard, self.over = transport, heard, over
+        self._reader = hiredis.Reader(InvalidResponse, DefaultParser.parse_error, notEnoughData=_MORE)
+        transport.set_protocol(self)
+
+    def send(self, packed: list[bytes]) -> None:
+        try:
+            self._transport.write(b"".join(packed))
+        except Exception as error:
+            self.end(error)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._reader.feed(data)
+            while (found := self._reader.gets()) is not _MORE:
+                self._heard(found)
+        except Exception as error:
+            self.end(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.end(Broken(f"The connection to Redis broke: {error or 'it was closed'}."))
+
+    def end(self, why: Exception) -> None:
+        if not self.over.done():
+            self.over.set_result(why)
+        self._transport.abort()
+
+
 class Pipeline:
     """Runs scripts for the tasks of one event loop, and is used in that loop alone."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, scripts: Scripts, timeout_s: float) -> None:
         self._loop, self._scripts, self._timeout_s = loop, scripts, timeout_s
         self._connection = connection_for(scripts.redis)
-        self._next: list[_Asked] = []  # to be sent in this turn
-        self._sent: deque[_Asked] = deque()  # not answered yet
+        self._next: list[_Asked] = []  # to be sent in this turn, or when there is a line
+        self._sent: deque[_Asked] = deque()  # on the line, and not answered yet
         self._numbers = count()  # in the order of sending
         self._told: dict[str, _Asked] = {}  # script -> what told Redis its text
-        self._wanted = asyncio.Event()
+        self._line: _Line | None = None
         self._life: asyncio.Task[None] | None = None  # of the connection, from its making to its end
+        self._is_watched = False
 
     def ask(self, command: Command[Any]) -> "asyncio.Future[Any]":
         """Run a script.  The future has what the command reads in its answer, or a RedisError."""
@@ -81,34 +122,45 @@ class Pipeline:
     def _send(self, asked: _Asked) -> None:
         asked.number = next(self._numbers)
         self._next.append(asked)
-        self._wanted.set()
         if self._life is None:
             self._life = self._loop.create_task(self._live())
+        elif self._line is not None and len(self._next) == 1:
+            self._loop.call_soon(self._flush, self._line)
+
+    def _flush(self, line: _Line) -> None:
+        """In one write.  What a line that is over has not taken fails when its life ends."""
+        if line.over.done():
+            return
+        now, self._next = self._next, []
+        self._sent += now
+        if not self._is_watched:
+            self._watch()
+        line.send([asked.packed for asked in now])
 
     async def _live(self) -> None:
         """A connection's life, from the first command on, until it breaks or Redis is silent for too long."""
-        why: RedisError = Broken("The connection to Redis was closed.")
+        why: Exception = Broken("The connection to Redis was closed.")
         try:
-            await self._connect()
-            async with asyncio.TaskGroup() as tasks:
-                for act in (self._write(), self._read(), self._watch()):
-                    tasks.create_task(act)
-        except* RedisError as errors:
-            why = next(error for error in errors.exceptions if isinstance(error, RedisError))
-        except* Exception as errors:
-            log.exception("redis_connection_failed")
-            why = Broken(f"The connection to Redis failed: {errors.exceptions[0]!r}.")
+            self._line = await self._connect()
+            self._flush(self._line)
+            why = await self._line.over
+        except Exception as error:
+            why = error
         finally:
-            self._life = None
-            self._fail(why)
+            self._life = self._line = None
+            self._fail(_foreseen(why))
             await self._connection.disconnect(nowait=True)
 
-    async def _connect(self) -> None:
+    async def _connect(self) -> _Line:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._connection.connect()
         except TimeoutError as error:
             raise Silent("Redis has not let us in in time.") from error
+        writer = self._connection._writer  # All that we take of what redis-py keeps to itself.
+        if writer is None or await self._connection.can_read():
+            raise Broken("Redis has said what nobody asked, or has closed the connection.")
+        return _Line(writer.transport, self._heard, self._loop.create_future())
 
     def _fail(self, why: RedisError) -> None:
         """None of these will be answered; whether they were run is not known."""
@@ -117,24 +169,16 @@ class Pipeline:
         for asked in lost:
             asked.settle(why)
 
-    async def _write(self) -> NoReturn:
-        while True:
-            await self._wanted.wait()
-            self._wanted.clear()
-            now, self._next = self._next, []
-            self._sent += now
-            await self._connection.send_packed_command([asked.packed for asked in now], check_health=False)
-
-    async def _read(self) -> NoReturn:
-        """Also while nothing is asked, so that a connection that was closed is not used again."""
-        while True:
-            try:
-                found = await self._connection.read_response(timeout=math.inf, disconnect_on_error=False)
-            except ResponseError as error:
-                found = error
-            if not self._sent:
-                raise Broken("Redis has said what nobody asked.")
-            self._take(self._sent.popleft(), found)
+    def _heard(self, found: Any) -> None:
+        """Raises RedisError: no answer can be told from another any more, or Redis does not serve us."""
+        if isinstance(found, hiredis.PushNotification):  # It may come at any time, and answers nothing.
+            return
+        if isinstance(found, Broken):
+            raise found
+        if not self._sent:
+            raise Broken("Redis has said what nobody asked.")
+        self._take(self._sent[0], found)
+        self._sent.popleft()  # Not before: if it could not be taken, its asker hears of that.
 
     def _take(self, asked: _Asked, found: Any) -> None:
         """An answer.  What Redis does not know is sent once more, after its text."""
@@ -156,11 +200,20 @@ class Pipeline:
             self._send(told)
         return told
 
-    async def _watch(self) -> NoReturn:
-        """One look in the time in which an answer must come is enough while there is none to be waited for."""
-        while True:
-            until = self._sent[0].until if self._sent else math.inf
-            now = self._loop.time()
-            if now >= until:
-                raise Silent("Redis has not answered in time.")
-            await asyncio.sleep(min(until - now, self._timeout_s))
+    def _watch(self) -> None:
+        """Look again when the oldest answer must have come."""
+        self._is_watched = bool(self._sent)
+        if not self._sent or self._line is None:
+            return
+        until = self._sent[0].until
+        if self._loop.time() < until:
+            self._loop.call_at(until, self._watch)
+        else:
+            self._line.end(Silent("Redis has not answered in time."))
+
+
+def _foreseen(why: Exception) -> RedisError:
+    if isinstance(why, RedisError):
+        return why
+    log.error("redis_connection_failed", exc_info=why)
+    return Broken(f"The connection to Redis failed: {why!r}.")

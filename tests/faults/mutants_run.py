@@ -15,6 +15,7 @@ from tests.faults.mutant import (
 )
 
 _PIPELINE = "tests/lua/test_pipeline.py::"
+_LINE = "tests/lua/test_line.py::"
 
 RUN = [
     Mutant(
@@ -416,8 +417,8 @@ RUN = [
         "a silent Redis is waited for as long as it likes",
         "LEASE-3",
         "scripting/pipeline.py",
-        "        if now >= until:",
-        "        if now is until:",
+        "        if self._loop.time() < until:",
+        "        if until:",
         (f"{_PIPELINE}test_a_redis_that_falls_silent_is_waited_for_no_longer_than_may_be_and_asked_anew",),
     ),
     Mutant(
@@ -427,6 +428,78 @@ RUN = [
         "lost = [*self._sent, *self._next]",
         "lost = self._next",
         (f"{_PIPELINE}test_what_a_redis_that_dies_has_not_answered_ends_with_an_error",),
+    ),
+    Mutant(
+        "an answer is late when the one before would be",
+        "LEASE-3",
+        "scripting/pipeline.py",
+        "            self._loop.call_at(until, self._watch)\n",
+        '            self._loop.call_at(until, self._line.end, Silent("late"))\n',
+        (f"{_PIPELINE}test_it_is_not_too_late_for_an_answer_when_it_is_for_one_that_was_asked_for_before",),
+    ),
+    Mutant(
+        "after a pause nobody looks whether Redis is silent",
+        "LEASE-3",
+        "scripting/pipeline.py",
+        "        self._is_watched = bool(self._sent)\n",
+        "        self._is_watched = True\n",
+        (f"{_PIPELINE}test_a_redis_that_falls_silent_while_nothing_was_asked_for_long_is_waited_for_no_longer",),
+    ),
+    Mutant(
+        "each command is a write",
+        "LEASE-3",
+        "scripting/pipeline.py",
+        " and len(self._next) == 1:",
+        ":",
+        (f"{_PIPELINE}test_what_is_asked_in_one_turn_of_the_loop_leaves_in_one_write",),
+    ),
+    Mutant(
+        "what Redis says to nobody is passed over",
+        "LEASE-3",
+        "scripting/pipeline.py",
+        '            raise Broken("Redis has said what nobody asked.")\n',
+        "            return\n",
+        (f"{_LINE}test_a_connection_on_which_redis_has_said_what_nobody_asked_is_not_used_again",),
+    ),
+    Mutant(
+        "what Redis tells everybody is an answer",
+        "LEASE-3",
+        "scripting/pipeline.py",
+        "if isinstance(found, hiredis.PushNotification):",
+        "if found is hiredis.PushNotification:",
+        (f"{_LINE}test_what_redis_tells_everybody_passes_for_no_answer",),
+    ),
+    Mutant(
+        "what came with the handshake is an answer",
+        "LEASE-3",
+        "scripting/pipeline.py",
+        "if writer is None or await self._connection.can_read():",
+        "if writer is None:",
+        (f"{_LINE}test_what_redis_says_with_the_end_of_the_handshake_passes_for_no_answer",),
+    ),
+    Mutant(
+        "a Redis that does not serve us yet is asked on",
+        "LEASE-3",
+        "scripting/pipeline.py",
+        "        if isinstance(found, Broken):\n",
+        "        if found is Broken:\n",
+        (f"{_LINE}test_where_redis_serves_us_no_more_all_that_waits_ends_and_the_next_is_asked_anew",),
+    ),
+    Mutant(
+        "a line that is over takes what the next is to send",
+        "LEASE-3",
+        "scripting/pipeline.py",
+        "        if line.over.done():\n            return\n",
+        "",
+        (f"{_LINE}test_what_a_line_that_is_over_was_to_send_is_left_to_the_next",),
+    ),
+    Mutant(
+        "who asked for what cannot be taken never hears of it",
+        "LEASE-3",
+        "scripting/pipeline.py",
+        "        self._take(self._sent[0], found)\n        self._sent.popleft()  #",
+        "        self._take(self._sent.popleft(), found)  #",
+        (f"{_LINE}test_an_answer_that_cannot_be_taken_ends_all_that_waits_and_the_next_is_asked_anew",),
     ),
     Mutant(
         "the loop waits for the room of all workers",

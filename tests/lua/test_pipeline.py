@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from redis import Redis
 from redis.exceptions import ConnectionError as Broken
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as Silent
 
 from scripting.keys import Keys
-from scripting.pipeline import Pipeline
+from scripting.pipeline import Pipeline, _Line
 from scripting.scripts import Command, Scripts
 from scripting.signatures import pack
 from tests.support.valkey import Valkey
@@ -61,7 +62,7 @@ def play(valkey: Valkey, act: Callable[[Pipeline], Awaitable[Any]], timeout_s: f
             finally:
                 await pipeline.close()
 
-    return asyncio.run(life())
+    return uvloop.run(life())  # as in a worker
 
 
 async def outcomes(*asked: "asyncio.Future[Any]") -> list[Any]:
@@ -206,18 +207,61 @@ def test_what_is_asked_of_a_pipeline_that_closes_before_it_has_begun_ends_with_a
 
 
 @tcp
-def test_an_error_that_nobody_foresaw_ends_all_that_waits_and_the_next_is_asked_anew(own_valkey, monkeypatch):
+def test_what_cannot_be_sent_ends_all_that_waits_and_the_next_is_asked_anew(own_valkey, monkeypatch):
     async def act(pipeline: Pipeline) -> Any:
         await pipeline.ask(depths())
         with monkeypatch.context() as broken:
-            broken.setattr(pipeline._connection, "send_packed_command", None)
-            asked = pipeline.ask(depths())
-            found = await outcomes(asked)
+            broken.setattr(Command, "packed", None)
+            found = await outcomes(pipeline.ask(depths()), pipeline.ask(depths()))
         return [*found, await pipeline.ask(depths())]
 
-    broken, again = play(own_valkey, act)
-    assert isinstance(broken, Broken) and "NoneType" in str(broken)
+    *lost, again = play(own_valkey, act)
+    assert len(lost) == 2 and all(isinstance(it, Broken) and "NoneType" in str(it) for it in lost)
     assert again == ("read", 0)
+
+
+@tcp
+def test_what_is_asked_in_one_turn_of_the_loop_leaves_in_one_write(own_valkey, monkeypatch):
+    async def act(pipeline: Pipeline) -> None:
+        await pipeline.ask(depths())
+        with monkeypatch.context() as watched:
+            writes = list[int]()
+            send = _Line.send
+            watched.setattr(_Line, "send", lambda line, packed: (writes.append(len(packed)), send(line, packed)))
+            await asyncio.gather(*(pipeline.ask(depths()) for _ in range(20)))
+            assert writes == [20]
+
+    play(own_valkey, act)
+
+
+@tcp
+def test_it_is_not_too_late_for_an_answer_when_it_is_for_one_that_was_asked_for_before(own_valkey):
+    async def act(pipeline: Pipeline) -> None:
+        loop = asyncio.get_running_loop()
+        await pipeline.ask(depths())
+        too_late, pipeline._timeout_s = loop.time() + pipeline._timeout_s, 60.0
+        silence(own_valkey)
+        asked = pipeline.ask(depths())
+        while loop.time() < too_late + 0.05:
+            await asyncio.sleep(0.01)
+        assert not asked.done() and pipeline._is_watched
+        await pipeline.close()
+        await outcomes(asked)
+
+    play(own_valkey, act, 0.2)
+
+
+@tcp
+def test_a_redis_that_falls_silent_while_nothing_was_asked_for_long_is_waited_for_no_longer(own_valkey):
+    async def act(pipeline: Pipeline) -> Any:
+        await pipeline.ask(depths())
+        while pipeline._is_watched:
+            await asyncio.sleep(0.01)
+        silence(own_valkey)
+        return await outcomes(pipeline.ask(depths()))
+
+    (found,) = play(own_valkey, act, _TIMEOUT_S)
+    assert isinstance(found, Silent)
 
 
 @tcp

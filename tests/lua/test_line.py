@@ -1,0 +1,270 @@
+"""The wire between an event loop and Redis: what is said on it, however it comes, and by whatever way."""
+
+import asyncio
+import ssl
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import hiredis
+import pytest
+import uvloop
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from redis import Redis, exceptions
+
+from scripting.keys import Keys
+from scripting.pipeline import Pipeline
+from scripting.scripts import Command, Scripts
+from tests.support.valkey import Valkey
+
+KEYS = Keys("test")
+SCRIPTS = Scripts(Redis(), KEYS)  # Makes commands, and sends none.
+ANSWER = b"*1\r\n:7\r\n"
+_HELLO = b"%1\r\n$5\r\nproto\r\n:3\r\n"
+
+
+def depths(fleet: str = "zimg") -> Command:
+    return Command(SCRIPTS.target("depths", fleet, lambda answer: int(answer[0])), ())
+
+
+class Stub:
+    """A Redis that shakes hands with anybody, and then says to each script what it is told to: nothing, or to go."""
+
+    def __init__(self, *says: bytes | None, greeting: bytes = b"+OK\r\n", a_time: int = 1 << 20) -> None:
+        self._says, self._greeting, self._a_time = list(says), greeting, a_time
+        self.heard: list[bytes] = []  # the fleet of each script
+        self.connections = 0
+
+    async def speak(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        commands = hiredis.Reader()
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
+                commands.feed(data)
+                while words := commands.gets():
+                    said = self._answer(words)
+                    if said is None:
+                        writer.close()
+                        return
+                    for n in range(0, len(said), self._a_time):
+                        writer.write(said[n : n + self._a_time])
+                        await asyncio.sleep(0)
+        writer.close()
+
+    def _answer(self, words: list[bytes]) -> bytes | None:
+        if words[0] == b"FCALL":
+            self.heard.append(words[3].partition(b"{")[2].partition(b"}")[0])
+            return self._says.pop(0)
+        if words[0] == b"HELLO":
+            return _HELLO
+        return self._greeting if b"LIB-VER" in words else b"+OK\r\n"
+
+
+def play(
+    speak: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    act: Callable[[Pipeline], Awaitable[Any]],
+    url: str = "redis://127.0.0.1:{port}",
+    context: ssl.SSLContext | None = None,
+    timeout_s: float = 10.0,
+) -> Any:
+    """Do `act` in a worker's loop with a pipeline to this server."""
+
+    async def life() -> Any:
+        failed = list[dict[str, Any]]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: failed.append(what))
+        server = await asyncio.start_server(speak, "127.0.0.1", 0, ssl=context)
+        with Redis.from_url(url.format(port=server.sockets[0].getsockname()[1])) as client:
+            pipeline = Pipeline(asyncio.get_running_loop(), Scripts(client, KEYS), timeout_s)
+            try:
+                async with asyncio.timeout(5):
+                    found = await act(pipeline)
+            finally:
+                await pipeline.close()
+                server.close()
+        await asyncio.sleep(0)  # The loop tells of the end of the connection.
+        assert failed == []
+        return found
+
+    return uvloop.run(life())
+
+
+def asked(*fleets: str) -> Callable[[Pipeline], Awaitable[list[Any]]]:
+    """Ask for all of these at once; what each came to, its error too."""
+
+    async def act(pipeline: Pipeline) -> list[Any]:
+        return await asyncio.gather(*(pipeline.ask(depths(fleet)) for fleet in fleets), return_exceptions=True)
+
+    return act
+
+
+async def over(pipeline: Pipeline) -> None:
+    """Wait until its connection is not used any more."""
+    while pipeline._life is not None:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("a_time", [1, 3, 1000])
+def test_an_answer_is_the_same_however_it_is_cut_up(a_time):
+    stub = Stub(ANSWER, b"*1\r\n$2\r\n11\r\n", b"-ERR no\r\n", ANSWER, a_time=a_time)
+    one, two, wrong, four = play(stub.speak, asked("a", "b", "c", "d"))
+    assert (one, two, four, str(wrong)) == (7, 11, 7, "no")
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        (b"-ERR wrong\r\n", exceptions.ResponseError),
+        (b"-BUSY wait\r\n", exceptions.ResponseError),
+        (b"-OOM full\r\n", exceptions.OutOfMemoryError),
+        (b"-READONLY a replica\r\n", exceptions.ReadOnlyError),
+        (b"-MOVED 1 127.0.0.1:1\r\n", exceptions.MovedError),
+        (b"-NOPERM no\r\n", exceptions.NoPermissionError),
+    ],
+)
+def test_an_error_is_the_one_that_redis_py_knows_and_no_neighbours(said, kind):
+    stub = Stub(ANSWER, said, ANSWER)
+    one, wrong, three = play(stub.speak, asked("a", "b", "c"))
+    assert (one, three, type(wrong), stub.connections) == (7, 7, kind, 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        (b"-LOADING yet\r\n", exceptions.BusyLoadingError),
+        (b"-NOAUTH who are you\r\n", exceptions.AuthenticationError),
+        (b"what?\r\n", exceptions.InvalidResponse),
+    ],
+)
+def test_where_redis_serves_us_no_more_all_that_waits_ends_and_the_next_is_asked_anew(said, kind):
+    async def act(pipeline: Pipeline) -> list[Any]:
+        return await asked("a", "b", "c")(pipeline) + await asked("d")(pipeline)
+
+    stub = Stub(ANSWER, said, b"", ANSWER)
+    one, *lost, again = play(stub.speak, act)
+    assert (one, again, stub.connections) == (7, 7, 2) and [type(it) for it in lost] == [kind] * 2
+
+
+def test_what_was_sent_and_not_answered_is_never_sent_again():
+    async def act(pipeline: Pipeline) -> list[Any]:
+        return await asked("a", "b", "c")(pipeline) + await asked("d")(pipeline)
+
+    stub = Stub(ANSWER, b"", None, ANSWER)
+    one, *lost, again = play(stub.speak, act)
+    assert (one, again) == (7, 7) and all(isinstance(it, exceptions.ConnectionError) for it in lost)
+    assert stub.heard == [b"a", b"b", b"c", b"d"]
+
+
+def test_a_connection_on_which_redis_has_said_what_nobody_asked_is_not_used_again():
+    async def act(pipeline: Pipeline) -> list[Any]:
+        found = await asked("a")(pipeline)
+        await over(pipeline)
+        return found + await asked("b")(pipeline)
+
+    stub = Stub(ANSWER + b"*1\r\n:8\r\n", ANSWER)
+    assert play(stub.speak, act) == [7, 7]
+    assert stub.connections == 2
+
+
+def test_what_redis_says_with_the_end_of_the_handshake_passes_for_no_answer():
+    stub = Stub(b"", greeting=b"+OK\r\n*1\r\n:8\r\n")
+    (found,) = play(stub.speak, asked("a"))
+    assert isinstance(found, exceptions.ConnectionError) and stub.heard == []
+
+
+def test_what_redis_tells_everybody_passes_for_no_answer():
+    push = b">2\r\n$4\r\nnews\r\n:8\r\n"
+    stub = Stub(push + ANSWER + push, ANSWER)
+    assert play(stub.speak, asked("a", "b")) == [7, 7]
+    assert stub.connections == 1
+
+
+def test_an_answer_that_cannot_be_taken_ends_all_that_waits_and_the_next_is_asked_anew(monkeypatch):
+    async def act(pipeline: Pipeline) -> list[Any]:
+        with monkeypatch.context() as broken:
+            broken.setattr(pipeline._scripts, "load_words", None)  # for what this Redis does not know
+            found = await asked("a", "b")(pipeline)
+        return found + await asked("c")(pipeline)
+
+    stub = Stub(b"-ERR Function not found\r\n", b"", ANSWER)
+    *lost, again = play(stub.speak, act)
+    assert again == 7 and len(lost) == 2
+    assert all(isinstance(it, exceptions.ConnectionError) and "NoneType" in str(it) for it in lost)
+
+
+def test_what_a_line_that_is_over_was_to_send_is_left_to_the_next():
+    async def act(pipeline: Pipeline) -> list[Any]:
+        found = await asked("a")(pipeline)
+        line = pipeline._line
+        assert line is not None
+        line.end(exceptions.ConnectionError("over"))
+        await over(pipeline)
+        following = pipeline.ask(depths("b"))
+        pipeline._flush(line)
+        return [*found, await following]
+
+    assert play(Stub(ANSWER, ANSWER).speak, act) == [7, 7]
+
+
+def test_a_redis_that_does_not_shake_hands_is_waited_for_no_longer_than_may_be():
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    (found,) = play(speak, asked("a"), timeout_s=0.2)
+    assert isinstance(found, exceptions.TimeoutError)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 127.0.0.1, with its key."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now = datetime.now(UTC)
+    alternative = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), 1, now - timedelta(days=1), now + timedelta(days=1))
+        .add_extension(alternative, critical=True)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    file = tmp_path_factory.mktemp("tls") / "redis.pem"
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    file.write_bytes(private + made.public_bytes(pem))
+    return file
+
+
+@pytest.fixture
+def valkey_behind_tls(tmp_path: Path) -> Iterator[Valkey]:
+    with Valkey(tmp_path / "valkey") as server:
+        yield server
+
+
+def test_scripts_are_asked_for_over_tls(certificate, valkey_behind_tls):
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    lives = set[asyncio.Task[None]]()
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+        writer.close()
+
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back, on = await asyncio.open_connection("127.0.0.1", valkey_behind_tls.port)
+        lives.add(asyncio.create_task(carry(back, writer)))
+        await carry(reader, on)
+
+    async def act(pipeline: Pipeline) -> list[Any]:
+        found = await asked(*"abcdefgh")(pipeline)
+        valkey_behind_tls.kill()
+        await over(pipeline)
+        return found
+
+    url = f"rediss://127.0.0.1:{{port}}?ssl_ca_certs={certificate}"
+    assert play(speak, act, url, context) == [0] * 8

@@ -70,7 +70,7 @@ class Transaction:
         for into, rows in self._collected.items():
             answer = into.write(self.connection, rows)
             if into.is_witness:
-                number, witness = answer, Witness(into.table, rows[-1])
+                number, witness = answer[0][0] if answer else None, Witness(into.table, rows[-1])
         if witness is None and self.connection.dialect.name == "postgresql":
             number = _NUMBER.scalar(self.connection, {})
         return Mark(number, witness)

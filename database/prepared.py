@@ -6,7 +6,7 @@ the engine's statements hears these, too.
 """
 
 from collections import namedtuple
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NoReturn, TypeAlias
@@ -18,6 +18,8 @@ from sqlalchemy.sql.expression import ClauseElement
 
 Row: TypeAlias = Any  # a named tuple of the statement's columns
 Values: TypeAlias = Mapping[str, Any]
+
+_MOST_ROWS = 64  # in one statement of SQLite's, whose text and parameters grow with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,43 +73,64 @@ class Prepared:
 
 
 class Rows:
-    """An INSERT of any number of rows, as one statement."""
+    """An INSERT of any number of rows, in their order, by few statements."""
 
-    def __init__(self, table: Table, *, is_witness: bool = False) -> None:
-        """`is_witness`: nobody else writes such a row, so its transaction can be known by it (database/fate.py)."""
+    def __init__(
+        self, table: Table, *, is_witness: bool = False, unless: str = "false", once: str = "", answers: str = ""
+    ) -> None:
+        """`is_witness`: nobody else writes such a row, so its transaction can be known by it (database/fate.py).
+
+        `unless`: the condition, of a row called `given`, under which it is left out.  `once`: the column of which no
+        value is written that is there already.  `answers`: the columns that are answered of each row that was written.
+        """
         self.table = table
         self.is_witness = is_witness
-        self._texts: dict[tuple[str, tuple[str, ...]], str] = {}
+        self._unless = unless
+        self._once = f" ON CONFLICT ({once}) DO NOTHING" if once else ""
+        self._answers = answers
+        self._texts: dict[tuple[str, tuple[str, ...], int], str] = {}
 
-    def write(self, connection: Connection, rows: Sequence[Values]) -> Any:
-        """Insert rows that all name the same columns.  Answers PostgreSQL's number of the transaction, of a witness."""
-        names = tuple(rows[0])
-        text = self._text(connection.dialect, names)
-        if connection.dialect.name == "sqlite":
-            return run(connection, text, [[row[name] for name in names] for row in rows], _nothing, many=True)
-        columns = {name: [row[name] for row in rows] for name in names}
-        return run(connection, text, columns, _first_value if self.is_witness else _nothing)
+    def write(self, connection: Connection, rows: Sequence[Values]) -> list[Any]:
+        """Insert rows that all name the same columns.  Of a witness PostgreSQL answers the transaction's number."""
+        names, answers = tuple(rows[0]), list[Any]()
+        for part in _portions(rows) if connection.dialect.name == "sqlite" else [rows]:
+            text, values = self._said(connection.dialect, names, part)
+            answers += run(connection, text, values, _fetch_any)
+        return answers
 
-    def _text(self, dialect: Dialect, names: tuple[str, ...]) -> str:
-        key = dialect.name, names
+    def _said(self, dialect: Dialect, names: tuple[str, ...], rows: Sequence[Values]) -> tuple[str, Any]:
+        """The statement and its parameters; on PostgreSQL it is the same for any number of rows."""
+        is_sqlite = dialect.name == "sqlite"
+        key = dialect.name, names, len(rows) if is_sqlite else 0
         if key not in self._texts:
-            say = self._of_rows if dialect.name == "sqlite" else self._of_columns
-            self._texts[key] = say(dialect, names)
-        return self._texts[key]
+            self._texts[key] = self._text(dialect, names, len(rows))
+        if is_sqlite:
+            return self._texts[key], [row[name] for row in rows for name in names]
+        return self._texts[key], {name: [row[name] for row in rows] for name in names}
 
-    def _of_rows(self, _: Dialect, names: Sequence[str]) -> str:
-        return f"INSERT INTO {self.table.name} ({self._named(names)}) VALUES ({', '.join('?' * len(names))})"
+    def _text(self, dialect: Dialect, names: Sequence[str], number: int) -> str:
+        columns = [self.table.c[name].name for name in names]  # as the database names them
+        named, answers, order = ", ".join(columns), self._answers, ""
+        if dialect.name == "sqlite":
+            first, others = ", ".join(f"? AS {name}" for name in columns), ", ".join("?" * len(columns))
+            given = "(" + " UNION ALL SELECT ".join([f"SELECT {first}", *[others] * (number - 1)]) + ") AS given"
+        else:
+            arrays = ", ".join(f"%({name})s::{self.table.c[name].type.compile(dialect)}[]" for name in names)
+            given, order = f"unnest({arrays}) WITH ORDINALITY AS given ({named}, nth)", " ORDER BY nth"
+            answers = answers or ("txid_current()" if self.is_witness else "")
+        return (
+            f"INSERT INTO {self.table.name} ({named}) SELECT {named} FROM {given} WHERE NOT {self._unless}"
+            f"{order}{self._once}{' RETURNING ' + answers if answers else ''}"
+        )
 
-    def _of_columns(self, dialect: Dialect, names: Sequence[str]) -> str:
-        """With one parameter a column, so that it is the same statement for any number of rows."""
-        types = {name: self.table.c[name].type.compile(dialect) for name in names}
-        given = ", ".join(f"%({name})s::{type_}[]" for name, type_ in types.items())
-        answers = " RETURNING txid_current()" if self.is_witness else ""
-        return f"INSERT INTO {self.table.name} ({self._named(names)}) SELECT * FROM unnest({given}){answers}"
 
-    def _named(self, names: Sequence[str]) -> str:
-        """As the database names them."""
-        return ", ".join(self.table.c[name].name for name in names)
+def _portions(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
+    """In powers of two, so that few statements are enough for any number."""
+    done = 0
+    while left := len(rows) - done:
+        size = min(_MOST_ROWS, 1 << (left.bit_length() - 1))
+        yield rows[done : done + size]
+        done += size
 
 
 def say(connection: Connection, text: str) -> None:
@@ -115,18 +138,15 @@ def say(connection: Connection, text: str) -> None:
     run(connection, text, (), _nothing)
 
 
-def run(connection: Connection, text: str, values: Any, answer: Callable[[Any], Any], *, many: bool = False) -> Any:
+def run(connection: Connection, text: str, values: Any, answer: Callable[[Any], Any]) -> Any:
     """Have the driver run a statement; answers what `answer` makes of its cursor.  Raises what SQLAlchemy raises."""
     raw = connection.connection.dbapi_connection
     assert raw is not None
     for listener in connection.engine.dispatch.before_cursor_execute:
-        listener(connection, None, text, values, None, many)
+        listener(connection, None, text, values, None, False)
     try:
         cursor = raw.cursor()
-        if many:
-            cursor.executemany(text, values)
-        else:
-            cursor.execute(text, values)
+        cursor.execute(text, values)
         return answer(cursor)
     except BaseException as error:
         _fail(connection, text, error)
@@ -181,8 +201,8 @@ def _row_count(cursor: Any) -> Any:
     return cursor.rowcount
 
 
-def _first_value(cursor: Any) -> Any:
-    return cursor.fetchone()[0]
+def _fetch_any(cursor: Any) -> Any:
+    return cursor.fetchall() if cursor.description else []
 
 
 def _nothing(_: Any) -> None:

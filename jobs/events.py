@@ -47,18 +47,12 @@ class Concerned(Protocol):
     def priority(self) -> int: ...
 
 
-def append(
-    transaction: Transaction,
-    job: Concerned,
-    to: State,
-    at_ms: int,
-    attempt: int,
-    data: dict[str, Any],
-    server: str | None = None,
-) -> None:
-    """Have the event of one transition written before the transaction commits.  `server`: where the job is, or was."""
+def row_of(
+    job: Concerned, to: State, at_ms: int, attempt: int, data: dict[str, Any], server: str | None = None
+) -> dict[str, Any]:
+    """The event of one transition, for `insert`.  `server`: where the job is, or was."""
     about = {"model": job.model, "tenant": job.tenant, "priority": job.priority, "server": server, "actor": None}
-    insert(transaction, mark_of(job.id, to, at_ms, attempt, data) | about)
+    return mark_of(job.id, to, at_ms, attempt, data) | about
 
 
 def mark_of(job_id: str, to: State, at_ms: int, attempt: int, data: dict[str, Any]) -> dict[str, Any]:

@@ -8,14 +8,14 @@ PostgreSQL that one holds the table of jobs meanwhile, on SQLite there is one wr
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sqlalchemy import Connection, bindparam, select, update
+from sqlalchemy import Connection, select, update
 
 from database.db import Transaction
 from foundation.errors import Conflict
 from jobs.models import closed_models, jobs
 
-CLOSED = select(closed_models.c.name).where(closed_models.c.name == bindparam("model"))
-"""Asked by the INSERT of a job, whose model is its parameter."""
+IS_CLOSED = f"(SELECT name FROM {closed_models} WHERE name = given.model) IS NOT NULL"
+"""Asked by the INSERT of jobs, each of which is called `given`: one look by the name, however many are closed."""
 
 
 class Because(StrEnum):

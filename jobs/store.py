@@ -6,16 +6,16 @@ transaction.  What may follow what is read from states.TRANSITIONS and nowhere e
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from operator import attrgetter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from sqlalchemy import Select, bindparam, case, func, select, text, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from database.db import Database, Transaction, Write
-from database.prepared import Prepared
+from database.prepared import Prepared, Rows
 from foundation.errors import IdempotencyConflict
 from jobs import events, idempotency, listings, moves, names, owed, withheld
 from jobs.counters import count
@@ -66,6 +66,15 @@ class _Step:
     def told(self) -> dict[str, Any]:
         """What its event says."""
         return {"why": self.why, **self.data}
+
+
+class _Coming(NamedTuple):
+    """A job that is to be accepted: its row, and its event, which brings it to `to`."""
+
+    job: NewJob
+    to: State
+    row: dict[str, Any]
+    event: dict[str, Any]
 
 
 class Note(Protocol):
@@ -126,14 +135,7 @@ _ASKED = (
     *("constraints", "traceparent", "batch"),
 )
 _asked_of = attrgetter(*_ASKED)
-_NEW = (*_ASKED, "state", "why", "created_ms", "due_ms")
-_ROW = select(*(bindparam(name, type_=jobs.c[name].type) for name in _NEW)).where(~names.CLOSED.exists())
-_INSERT = {
-    dialect.__name__.rpartition(".")[2]: Prepared(
-        dialect.insert(jobs).from_select(_NEW, _ROW).on_conflict_do_nothing(index_elements=["id"]).returning(jobs.c.seq)
-    )
-    for dialect in (sqlite, postgresql)
-}
+_JOBS = Rows(jobs, unless=names.IS_CLOSED, once="id", answers="id, seq")
 
 
 class Store:
@@ -145,7 +147,6 @@ class Store:
         self._unheard: dict[tuple[str, int], list[_Step]] = {}
         """Run -> its settles of which is not known whether they were stored."""
         self._is_overdue = _IS_OVERDUE[database.engine.dialect.name]
-        self._insert = _INSERT[database.engine.dialect.name]
 
     # -- accepting -------------------------------------------------------------------------------------------
 
@@ -156,45 +157,44 @@ class Store:
         `committed`: as in Database.write.
         Raises IdempotencyConflict when the id or the key came with another request, NameClosed, RecordUnavailable.
         """
+        return self.database.do(self.submitting(new, now_ms, committed))
+
+    def submitting(self, new: Sequence[NewJob], now_ms: int, committed: Committed | None) -> Write[list[Accepted]]:
+        """The write of `submit`."""
+
+        coming = [_coming(job, now_ms) for job in new]  # Here, where nobody is kept from writing.
 
         def unit(tx: Transaction) -> list[Accepted] | IdempotencyConflict:
             accepted: list[Accepted] = []
-            for job in new:
+            for together in _together(coming):
                 try:
-                    accepted.append(self._accept(tx, job, now_ms))
+                    accepted += self._accept(tx, together, now_ms)
                 except IdempotencyConflict as conflict:
-                    if accepted or conflict.facts["job_id"] == job.id:
+                    if accepted or conflict.facts["job_id"] in {it.job.id for it in together}:
                         raise  # What has been written of the others, or of its key, is to be undone.
                     return conflict
             return accepted
 
-        return self.database.write(unit, committed=committed)
+        return Write(unit, committed=committed)
 
     def knows(self, new: Sequence[NewJob], now_ms: int) -> bool:
         """Whether each of these has an Idempotency-Key that was used within the window."""
         with self.database.read() as connection:
             return idempotency.all_known(connection, new, now_ms)
 
-    def _accept(self, tx: Transaction, job: NewJob, now_ms: int) -> Accepted:
-        if job.idempotency_key is not None:
-            known = self._claim_key(tx, job, now_ms)
-            if known is not None:
-                return known
-        why = Why.SUBMITTED if job.not_before_ms is None else Why.SCHEDULED
-        to = edge(None, why).to
-        seq = self._insert.scalar(tx.connection, _new_row(job, why, to, now_ms))
-        if seq is None:  # the same id again: a doubled message; or a name that is closed
-            count(tx, "doubled")  # It took a number all the same, which the ledger must not miss.
-            return _accepted(idempotency.same_request(tx.connection, job))
-        events.append(tx, job, to, now_ms, 0, {"why": why})
-        return Accepted(job.id, seq, to)
+    def _accept(self, tx: Transaction, coming: Sequence[_Coming], now_ms: int) -> list[Accepted]:
+        first = coming[0].job
+        if first.idempotency_key is not None and (known := self._claim_key(tx, first, now_ms)) is not None:
+            return [known]
+        numbers = dict(_JOBS.write(tx.connection, [it.row for it in coming]))
+        return [_accepted(tx, it, numbers.pop(it.job.id, None)) for it in coming]
 
     def _claim_key(self, tx: Transaction, job: NewJob, now_ms: int) -> Accepted | None:
         """Bind the key to this job in its transaction, or find the job that it is bound to."""
         known = idempotency.job_of(tx.connection, job, now_ms)
         row = _BRIEF.first(tx.connection, {"p_id": known}) if known is not None else None
         if row is not None:
-            return _accepted(row)
+            return _known(row)
         idempotency.bind(tx.connection, job, now_ms, now_ms + self._window_ms, gone=known)
         return None
 
@@ -405,7 +405,7 @@ class Store:
         move = how[(step.state, step.why)]
         rows = move.jobs(tx.connection, step.params | {"p_now": step.now_ms})
         for row in rows:
-            events.append(tx, row, move.edge.to, step.now_ms, row.attempt, step.told, row.server)
+            events.insert(tx, events.row_of(row, move.edge.to, step.now_ms, row.attempt, step.told, row.server))
         return rows
 
     # -- reading ---------------------------------------------------------------------------------------------
@@ -477,9 +477,27 @@ def _locked(tx: Transaction, query: Select[Any], now_ms: int, limit: int) -> Seq
     return tx.connection.execute(query.limit(limit).with_for_update(skip_locked=True), {"p_now": now_ms}).all()
 
 
-def _new_row(job: NewJob, why: Why, to: State, now_ms: int) -> dict[str, Any]:
+def _coming(job: NewJob, now_ms: int) -> _Coming:
+    why = Why.SUBMITTED if job.not_before_ms is None else Why.SCHEDULED
+    to = edge(None, why).to
+    asked = dict(zip(_ASKED, _asked_of(job), strict=True))
     own = {"state": to.value, "why": why.value, "created_ms": now_ms, "due_ms": job.not_before_ms}
-    return dict(zip(_ASKED, _asked_of(job), strict=True)) | own
+    return _Coming(job, to, asked | own, events.row_of(job, to, now_ms, 0, {"why": why}))
+
+
+def _together(coming: Sequence[_Coming]) -> Iterator[Sequence[_Coming]]:
+    """In their order, those with an Idempotency-Key one by one: it may be that of the job before."""
+    for has_key, these in groupby(coming, lambda it: it.job.idempotency_key is not None):
+        group = list(these)
+        yield from ([it] for it in group) if has_key else [group]
+
+
+def _accepted(tx: Transaction, it: _Coming, seq: int | None) -> Accepted:
+    if seq is None:  # the same id again: a doubled message; or a name that is closed
+        count(tx, "doubled")  # It took a number all the same, which the ledger must not miss.
+        return _known(idempotency.same_request(tx.connection, it.job))
+    events.insert(tx, it.event)
+    return Accepted(it.job.id, seq, it.to)
 
 
 def _fields(result: str | None = None, error: Error | None = None, due_ms: int | None = None) -> dict[str, Any]:
@@ -500,7 +518,7 @@ def _event_data(error: Error | None, due_ms: int | None = None, now_ms: int = 0)
     return data
 
 
-def _accepted(row: Row) -> Accepted:
+def _known(row: Row) -> Accepted:
     return Accepted(row.id, row.seq, State(row.state), deduplicated=True)
 
 

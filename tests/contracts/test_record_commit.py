@@ -273,7 +273,7 @@ def test_a_connection_that_breaks_in_the_middle_of_a_unit_stores_nothing_and_the
     store = Store(database)
 
     def cut(tx: Transaction) -> None:
-        store._accept(tx, a_job(), T0)
+        store.submitting([a_job()], T0, None).unit(tx)
         pid = tx.connection.execute(text("SELECT pg_backend_pid()")).scalar()
         with database.read() as other:
             other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": pid})
@@ -310,7 +310,9 @@ def test_a_server_that_became_a_read_only_standby_is_unavailable(postgres_url):
     database = Database(postgres_url)
     read_only = text("SET TRANSACTION READ ONLY")
     _is_unavailable(
-        lambda: database.write(lambda tx: (tx.connection.execute(read_only), Store(database)._accept(tx, a_job(), T0)))
+        lambda: database.write(
+            lambda tx: (tx.connection.execute(read_only), Store(database).submitting([a_job()], T0, None).unit(tx))
+        )
     )
     database.close()
 

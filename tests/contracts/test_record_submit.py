@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from sqlalchemy import func, select, text
+from sqlalchemy import event, func, select, text
 
 from database.db import Database
 from foundation.errors import IdempotencyConflict
@@ -14,6 +14,7 @@ from jobs.states import State, Why
 from jobs.store import Store
 from outbox import removal, tail
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, an_ended_job, at_once, eventually, row_of, trail_of
+from upkeep import ledger
 
 WINDOW_S = 100
 KEYED: dict[str, Any] = {"idempotency_key": "k1", "fingerprint": "same request"}
@@ -65,6 +66,29 @@ def test_a_batch_is_answered_in_its_own_order(store):
     assert [a.id for a in accepted] == [job.id for job in batch]
     assert [a.seq for a in accepted] == sorted(a.seq for a in accepted)
     assert store.submit([], T0) == []
+
+
+def test_a_large_batch_takes_few_statements_and_its_numbers_are_in_its_order(database, store):
+    """Each lets go of the interpreter, and others wait meanwhile until they may write."""
+    said: list[str] = []
+    event.listen(database.engine, "before_cursor_execute", lambda c, cursor, text, *_: said.append(text))
+    batch = [a_job() for _ in range(300)]
+    first, *others = store.submit(batch, T0)
+    assert sum(text.startswith("INSERT") for text in said) < 20
+    assert [it.seq for it in others] == list(range(first.seq + 1, first.seq + 300))
+    assert [it.event.job_id for it in tail.page(database, 0, 300).entries] == [job.id for job in batch]
+
+
+def test_in_a_batch_some_may_be_known_by_id_or_key_and_the_others_are_numbered_in_its_order(database, store):
+    by_id, by_key = a_job(), a_job(**KEYED)
+    store.submit([by_id, by_key], T0)
+    batch = [a_job(), by_id, a_job(), a_job(**KEYED), a_job(idempotency_key="k2"), a_job(), a_job()]
+    accepted = store.submit(batch, T0)
+    assert [it.deduplicated for it in accepted] == [False, True, False, True, False, False, False]
+    assert accepted[3].id == by_key.id
+    fresh = [it.seq for it in accepted if not it.deduplicated]
+    assert fresh == sorted(fresh) and min(fresh) > max(accepted[1].seq, accepted[3].seq)
+    assert ledger.read(database).balanced
 
 
 def test_a_batch_is_accepted_as_a_whole_or_not_at_all(database, store):

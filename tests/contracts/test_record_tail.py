@@ -182,7 +182,7 @@ def _fail(database: Database) -> None:
     """Take a number and give it back; on PostgreSQL it is missing from now on."""
 
     def unit(tx):
-        Store(database)._accept(tx, a_job(), T0)
+        Store(database).submitting([a_job()], T0, None).unit(tx)
         tx.flush()
         raise ZeroDivisionError
 

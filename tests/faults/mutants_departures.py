@@ -29,7 +29,7 @@ DEPARTURES = [
         "a job is accepted under a name that is closed",
         "JOB-3",
         "jobs/store.py",
-        ".where(~names.CLOSED.exists())",
+        "unless=names.IS_CLOSED, ",
         "",
         (
             f"{KEPT}test_job_3_under_a_closed_name_nothing_is_stored_and_no_number_is_missing",

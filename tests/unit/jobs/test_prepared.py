@@ -47,6 +47,13 @@ def test_rows_are_inserted_together_whatever_is_missing_in_them(connection):
     assert connection.exec_driver_sql("SELECT count(*), count(size) FROM things").one() == (303, 1)
 
 
+def test_rows_that_are_there_already_or_not_wanted_are_left_out_and_the_others_answered_in_their_order(connection):
+    rows = Rows(things, unless="given.size > 900", once="name", answers="size")
+    assert rows.write(connection, [{"name": "a", "size": 0}]) == [(0,)]
+    given = [{"name": name, "size": n} for n, name in enumerate(["a", "b", "b", *map(str, range(3, 1000))])]
+    assert rows.write(connection, given) == [(n,) for n in [1, *range(3, 901)]]
+
+
 def test_what_the_driver_raises_is_what_sqlalchemy_raises_without_any_value(connection):
     ADD.count(connection, {"name": "a", "size": 1})
     with pytest.raises(IntegrityError) as refused:

@@ -5,9 +5,9 @@ from typing import TypeVar
 from dispatch.outcome import Kind, Outcome
 from tasks.servers.call import Call, Health
 from tasks.servers.client import Server, Talk
-from tasks.servers.curl import Exchange, Wires
 from tasks.servers.description import Description
 from tasks.servers.stream import Piece, Tell, tell_nobody
+from tasks.servers.wires import Exchange, Wires
 
 T = TypeVar("T")
 

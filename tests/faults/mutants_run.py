@@ -14,6 +14,7 @@ from tests.faults.mutant import (
     Mutant,
 )
 
+_WIRES = "tests/unit/servers/test_wires.py::"
 _PIPELINE = "tests/lua/test_pipeline.py::"
 _LINE = "tests/lua/test_line.py::"
 
@@ -292,62 +293,56 @@ RUN = [
         ("tests/unit/servers/test_client.py::test_a_call_that_is_cut_ends_at_once_and_leaves_the_outcome_unknown",),
     ),
     Mutant(
-        "an answer is broken off by what was seen of a connection that was closed",
+        "an exchange that moves is given up",
         "runs",
-        "tasks/servers/curl.py",
-        "        self._stop_looking()\n        self._handle, self._moved = handle, -1\n",
-        "        self._handle = handle\n",
-        (
-            "tests/unit/servers/test_curl.py::"
-            "test_an_answer_that_moves_is_waited_for_although_its_request_was_sent_anew",
-        ),
+        "tasks/servers/wires.py",
+        "(still + 1 if moved == self._moved else 1)",
+        "still + 1",
+        (f"{_WIRES}test_an_exchange_that_moves_is_waited_for",),
     ),
     Mutant(
-        "libcurl sends again what may have been received",
+        "a request that may have left counts as not sent",
         "SLOT-1",
-        "tasks/servers/curl.py",
-        "if self._sent or self._is_stale:",
-        "if self._is_stale:",
-        (
-            "tests/unit/servers/test_client.py::"
-            "test_a_kept_connection_that_dies_under_a_submit_leaves_the_outcome_unknown",
-        ),
+        "tasks/servers/wires.py",
+        "return Break.CONNECT if self._connection is None else sent",
+        "return Break.CONNECT",
+        ("tests/unit/servers/test_client.py::test_a_silent_server_leaves_the_outcome_unknown",),
     ),
     Mutant(
         "a request leaves by a connection that was closed",
         "runs",
-        "tasks/servers/curl.py",
-        "        if self._sent or self._is_stale:\n",
-        "        if self._sent:\n",
-        ("tests/unit/servers/test_client.py::test_a_connection_that_the_server_has_closed_meanwhile_is_not_reused",),
+        "tasks/servers/connection.py",
+        "            self._socket.recv(1, _LOOK_ONLY)\n",
+        "            raise BlockingIOError\n",
+        (f"{_WIRES}test_a_connection_that_was_closed_in_this_very_moment_is_not_used",),
     ),
     Mutant(
-        "an answer that ends within its head counts as whole",
+        "an answer that is cut counts as whole",
         "SLOT-1",
-        "tasks/servers/curl.py",
-        "        if not lines[n].strip():",
-        "        if not lines[n].strip() or n + 1 == len(lines):",
+        "tasks/servers/connection.py",
+        " and not _tells_its_end(self._fields)",
+        "",
         (
-            "tests/unit/servers/test_curl.py::test_the_last_head_counts_and_only_if_it_is_whole",
+            f"{_WIRES}test_an_answer_that_is_cut_is_none",
             "tests/unit/servers/test_client.py::test_half_an_answer_leaves_the_outcome_unknown",
         ),
     ),
     Mutant(
-        "a header can hold another",
-        "runs",
-        "tasks/servers/curl.py",
-        """    if not "".join(lines).isprintable():""",
-        "    if lines is None:",
-        ("tests/unit/servers/test_curl.py::test_no_header_can_hold_another",),
-        still="tests/unit/servers/test_curl.py::test_headers_are_written_beside_those_that_are_always_said",
+        "what comes unasked answers the next request",
+        "JOB-1",
+        "tasks/servers/connection.py",
+        "        self._is_spoiled |= self._is_whole  # More has come than was asked for.\n",
+        "",
+        (f"{_WIRES}test_after_such_an_answer_a_connection_is_not_used_again",),
     ),
     Mutant(
-        "what was found closed is asked by a kept connection again",
+        "a header can hold another",
         "runs",
-        "tasks/servers/curl.py",
-        "        handle.lead_to(handle.url, anew=True)",
-        "        handle.lead_to(handle.url)",
-        ("tests/unit/servers/test_curl.py::test_what_was_found_closed_is_asked_by_a_new_connection",),
+        "tasks/servers/wires.py",
+        """    if not "".join(given).isprintable():""",
+        "    if given is None:",
+        (f"{_WIRES}test_no_header_can_hold_another",),
+        still=f"{_WIRES}test_headers_are_written_beside_those_that_are_always_said",
     ),
     Mutant(
         "a slot waits until the last result is stored",

@@ -31,7 +31,7 @@ TOKENS = [
     Mutant(
         "heartbeats keep a stream alive",
         "time is bounded",
-        "tasks/servers/curl.py",
+        "tasks/servers/wires.py",
         "        if hearing.is_silent:\n            self.break_off(Break.TIMEOUT)\n        elif",
         "        if",
         (f"{STREAMED}test_heartbeats_end_with_the_longest_silence",),

@@ -34,7 +34,7 @@ def test_without_postgresql_nobody_loads_its_driver(process: str, tmp_path: Path
     ("process", "spared"),
     [
         ("supervisor", {"celery", "flask", "kombu", "redis", "sqlalchemy"}),
-        ("flower", {"flask", "opentelemetry", "prompt_toolkit", "psycopg", "pycurl", "rich", "sqlalchemy"}),
+        ("flower", {"aiohappyeyeballs", "flask", "opentelemetry", "prompt_toolkit", "psycopg", "rich", "sqlalchemy"}),
         ("webhooks", {"celery", "cryptography.hazmat", "flask", "kombu", "opentelemetry", "rich"}),
         ("worker", {"alembic", "cryptography.hazmat", "flask", "flower", "opentelemetry", "prompt_toolkit", "rich"}),
         ("web", {"alembic", "cryptography.hazmat", "opentelemetry", "rich"}),

@@ -1,0 +1,208 @@
+"""A connection to a server in an event loop: HTTP/1.1, one exchange after another.
+
+httptools takes answers apart; who asks gives an Asking, and hears what comes.  A connection that has said what nobody
+asked for, or of which it is not sure where an answer ended, is closed, and never used again.
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol, cast
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+
+from tasks.servers import wire
+
+_LONGEST_HEAD = 256 * 1024  # bytes
+_LARGE = 64 * 1024  # bytes of a request's body that are not copied behind its head
+_LOOK_ONLY = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
+_SWITCHES = 101  # protocols: the last head that is HTTP's
+
+
+class Asking(Protocol):
+    """Who waits for an answer.  Each is called while the connection reads, and last `answered` or `broken`."""
+
+    def headed(self, status: int, head: Mapping[str, str]) -> None:
+        """An answer begins."""
+
+    def take(self, piece: bytes) -> None:
+        """More of its body has come."""
+
+    def answered(self) -> None:
+        """It is whole."""
+
+    def broken(self) -> None:
+        """It will not be."""
+
+
+class Connection(asyncio.Protocol):
+    """`keep` is called when it has done with an exchange and may be used for another, `ended` when it is closed."""
+
+    _transport: asyncio.Transport
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        keep: Callable[["Connection"], object],
+        ended: Callable[["Connection"], object],
+    ) -> None:
+        self._socket, self._keep, self._ended = connected, keep, ended
+        self._asking: Asking | None = None
+        self._is_bodiless = False  # what is asked for is answered by a head alone
+        self._is_closed = False
+        self._idle_since_s = 0.0  # monotonic
+        self.heard = 0  # bytes
+        self._head_begins = 0  # in these bytes
+        self._fields: list[tuple[bytes, bytes]] = []
+        self._forget_answer()
+        self._parser = HttpResponseParser(self)
+        # What is odd in an answer and means but one thing is understood: nobody else reads this connection.
+        self._parser.set_dangerous_leniencies(
+            lenient_headers=True,
+            lenient_chunked_length=True,
+            lenient_data_after_close=True,
+            lenient_optional_cr_before_lf=True,
+        )
+
+    def _forget_answer(self) -> None:
+        self._status = 0  # of its last head; 0: none has come
+        self._is_whole = self._is_spoiled = self._may_stay = False
+
+    @property
+    def unsent(self) -> int:
+        """Bytes of the request that the system has not taken yet."""
+        return self._transport.get_write_buffer_size()
+
+    @property
+    def is_old(self) -> bool:
+        """Whether it has been idle for as long as a server may take to close it."""
+        return time.monotonic() - self._idle_since_s >= wire.MAX_IDLE_S
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether a request may leave by it: it has not been idle for long, and its other end is open and silent."""
+        if self._is_closed or self.is_old:
+            return False
+        try:
+            self._socket.recv(1, _LOOK_ONLY)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def carry(self, asking: Asking, head: bytes, body: bytes, *, is_bodiless: bool) -> None:
+        """Send a request; `asking` hears of its answer.  `is_bodiless`: that will have no body, whatever it says."""
+        self._asking, self._is_bodiless = asking, is_bodiless
+        self._head_begins = self.heard
+        self._forget_answer()
+        if len(body) < _LARGE:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines([head, body])
+
+    def close(self) -> None:
+        """Whoever asks hears no more."""
+        self._asking = None
+        if not self._is_closed:
+            self._is_closed = True
+            self._transport.abort()
+
+    # -- called by the loop ----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard += len(data)
+        if self._asking is None:  # Nobody has asked.
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except (HttpParserError, HttpParserUpgrade):
+            self._is_spoiled = True
+        if self._is_whole:
+            self._conclude()
+        elif self._is_spoiled or (not self._status and self.heard - self._head_begins > _LONGEST_HEAD):
+            self._break()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_closed = True
+        self._ended(self)
+        if error is None and self._status and not _tells_its_end(self._fields):
+            self._conclude()  # Where it says nothing else, an answer ends with its connection.
+        else:
+            self._break()
+
+    def _conclude(self) -> None:
+        asking, self._asking = self._asking, None
+        stays = self._may_stay and not self._is_spoiled and not self.unsent and self._status != wire.FAILED_INSIDE
+        if not stays:
+            self.close()
+        if asking is None:
+            return
+        if stays:
+            self._idle_since_s = time.monotonic()
+            self._keep(self)
+        asking.answered()
+
+    def _break(self) -> None:
+        asking = self._asking
+        self.close()
+        if asking is not None:
+            asking.broken()
+
+    # -- called by the parser --------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._fields = []
+        self._is_spoiled |= self._is_whole  # More has come than was asked for.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._fields.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if self._asking is None or (status < 200 and status != _SWITCHES):  # Others are on the way to the last.
+            return
+        self._status = status
+        self._asking.headed(status, Head(self._fields))
+        if self._is_bodiless or status == _SWITCHES:
+            self._is_whole = self._is_spoiled = True
+
+    def on_body(self, piece: bytes) -> None:
+        if self._asking is not None and not self._is_whole:
+            self._asking.take(piece)
+
+    def on_message_complete(self) -> None:
+        if self._status and not self._is_whole:
+            self._is_whole, self._may_stay = True, self._parser.should_keep_alive()
+
+
+class Head(Mapping[str, str]):
+    """Headers by their names, however those are written.  Few of them are ever asked for."""
+
+    def __init__(self, fields: list[tuple[bytes, bytes]]) -> None:
+        self._fields = fields
+
+    def __getitem__(self, name: str) -> str:
+        wanted, found = name.lower().encode("latin-1"), None
+        for said, value in self._fields:
+            if said.strip().lower() == wanted:
+                found = value
+        if found is None:
+            raise KeyError(name)
+        return found.decode("latin-1").strip()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({name.strip().lower().decode("latin-1"): None for name, _ in self._fields})
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _tells_its_end(fields: list[tuple[bytes, bytes]]) -> bool:
+    head = Head(fields)
+    return "content-length" in head or "chunked" in head.get("transfer-encoding", "").lower()

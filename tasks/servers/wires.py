@@ -1,0 +1,368 @@
+"""Exchanges of one event loop: what `wire` does in a thread, for as many servers at once as there are.
+
+What is promised is the same: never retried, never redirected, bounded in time and size, and exact about whether the
+request can have reached the server.  A kept connection that the server has closed meanwhile is found out before
+anything leaves by it, and another is taken.
+"""
+
+import asyncio
+import math
+import socket
+import ssl
+import time
+import zlib
+from base64 import b64encode
+from collections import defaultdict
+from collections.abc import Mapping, Set
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import urlsplit
+
+import certifi
+import requests
+from aiohappyeyeballs import start_connection
+from requests.utils import get_auth_from_url
+
+from tasks.servers import wire
+from tasks.servers.answers import Answer, Break, Broken
+from tasks.servers.connection import Connection
+from tasks.servers.stream import Hearing
+from tasks.servers.wire import MESSAGES, STREAM_GRACE_S, Limits
+
+_LOOK_EVERY = 4  # times within `read_s` it is looked whether anything has moved
+_OTHER_FAMILY_S = 0.25  # after which a name's next address is tried beside one that does not answer
+_BODILESS = frozenset({"GET", "HEAD"})
+_OURS = {"User-Agent": "slotkeeper", "Accept": "*/*", "Accept-Encoding": "identity"}
+_PORTS = {"http": 80, "https": 443}
+_GZIP = 16 + zlib.MAX_WBITS
+
+Origin: TypeAlias = tuple[str, str, int]
+"""Whom a connection leads to: scheme, host and port."""
+
+
+class _Target(NamedTuple):
+    """An address as a request names it: who is asked, and the head's end of it."""
+
+    origin: Origin
+    path: str
+    fields: tuple[str, ...]
+    """Of the head: the lines that follow from the address."""
+
+
+class Exchange:
+    """One question under way.  `reply` is a future for what `wire.exchange` answers."""
+
+    __slots__ = (
+        "_body",
+        "_connection",
+        "_deadline",
+        "_head",
+        "_hearing",
+        "_limits",
+        "_listening",
+        "_looking",
+        "_moved",
+        "_size",
+        "_status",
+        "_unpacker",
+        "_wires",
+        "connecting",
+        "reply",
+    )
+
+    def __init__(self, wires: "Wires", limits: Limits, hearing: Hearing | None = None) -> None:
+        self.reply: asyncio.Future[Answer | Broken] = wires.loop.create_future()
+        self._wires, self._limits, self._hearing = wires, limits, hearing
+        self.connecting: asyncio.Task[None] | None = None
+        self._connection: Connection | None = None  # From when there is one, the request may have left.
+        self._status = 0
+        self._head: Mapping[str, str] = {}
+        self._unpacker: Any = None  # of a body that the server has packed, though it was not asked to
+        self._body: list[bytes] = []
+        self._size = 0
+        self._moved = (-1, -1)  # bytes heard, and bytes not sent, when it was last looked
+        self._looking: asyncio.TimerHandle | None = None
+        self._listening: asyncio.TimerHandle | None = None
+        self._deadline = wires.loop.call_later(limits.deadline - time.monotonic(), self._be_late)
+
+    def cut(self) -> None:
+        """Nobody waits for the answer any more.  What the server makes of that is its own affair."""
+        self.break_off(self._how(Break.RESET))
+
+    def send(self, connection: Connection, words: "_Words") -> None:
+        """The request leaves by this connection."""
+        self._connection = connection
+        connection.carry(self, words.head, words.body, is_bodiless=words.is_bodiless)
+        if self._limits.read_s < self._limits.deadline - time.monotonic():
+            self._look_later(0)
+
+    def break_off(self, how: Break) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        if self.connecting is not None:
+            self.connecting.cancel()
+        self._finish(Broken(how, MESSAGES[how]))
+
+    # -- called by the connection ----------------------------------------------------------------------------
+
+    def headed(self, status: int, head: Mapping[str, str]) -> None:
+        self._status, self._head = status, head
+        self._unpacker = _unpacker(head.get("Content-Encoding"))
+        if int(head.get("Content-Length") or 0) > self._limits.max_bytes:
+            self.break_off(Break.TOO_LARGE)
+        elif self._hearing is not None and self._hearing.opens(status, head):
+            self._listen_on(self._hearing)
+
+    def take(self, piece: bytes) -> None:
+        if self._unpacker is not None:
+            try:
+                piece = self._unpacker.decompress(piece, self._limits.max_bytes - self._size + 1)
+            except zlib.error:
+                self.break_off(Break.RESET)
+                return
+        self._size += len(piece)
+        if self._size > self._limits.max_bytes:
+            self.break_off(Break.TOO_LARGE)
+        elif self._hearing is not None and self._hearing.is_stream:
+            self._hear(self._hearing, piece)
+        else:
+            self._body.append(piece)
+
+    def answered(self) -> None:
+        if self._unpacker is not None and not self._unpacker.eof and self._size:
+            self.break_off(Break.RESET)
+        else:
+            self._finish(Answer(self._status, self._head, b"".join(self._body)))
+
+    def broken(self) -> None:
+        self.break_off(Break.RESET)
+
+    # -- its bounds ------------------------------------------------------------------------------------------
+
+    def _how(self, sent: Break) -> Break:
+        """How it breaks: as `sent` says, or as where nothing can have left."""
+        return Break.CONNECT if self._connection is None else sent
+
+    def _be_late(self) -> None:
+        self.break_off(self._how(Break.TIMEOUT))
+
+    def _hear(self, hearing: Hearing, piece: bytes) -> None:
+        was_over = hearing.is_over
+        hearing.take(piece)
+        if hearing.is_broken_off:
+            self.break_off(Break.RESET)
+        elif hearing.is_over and not was_over:
+            self._stop_looking()
+            self._looking = self._wires.loop.call_later(STREAM_GRACE_S, self.break_off, Break.RESET)
+
+    def _listen_on(self, hearing: Hearing) -> None:
+        """Give up when only signs of life come."""
+        if hearing.is_silent:
+            self.break_off(Break.TIMEOUT)
+        elif not self.reply.done() and not hearing.is_over and hearing.silent_s < math.inf:
+            pause_s = hearing.silent_s / _LOOK_EVERY
+            self._listening = self._wires.loop.call_later(pause_s, self._listen_on, hearing)
+
+    def _look_later(self, still: int) -> None:
+        self._looking = self._wires.loop.call_later(self._limits.read_s / _LOOK_EVERY, self._look, still)
+
+    def _look(self, still: int) -> None:
+        """Give up when nothing has moved for `read_s`."""
+        assert self._connection is not None
+        moved = self._connection.heard, self._connection.unsent
+        still, self._moved = (still + 1 if moved == self._moved else 1), moved
+        if still > _LOOK_EVERY - 1:
+            self.break_off(Break.TIMEOUT)
+        else:
+            self._look_later(still)
+
+    def _stop_looking(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+
+    def _finish(self, reply: Answer | Broken) -> None:
+        self._deadline.cancel()
+        self._stop_looking()
+        if self._listening is not None:
+            self._listening.cancel()
+        self._wires.forget(self)
+        if not self.reply.done():
+            self.reply.set_result(reply)
+
+
+class _Words(NamedTuple):
+    """What is sent."""
+
+    head: bytes
+    body: bytes
+    is_bodiless: bool
+    """Whether its answer is a head alone."""
+
+
+class Wires:
+    """All connections of one event loop, to be used by its thread alone."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._under_way: set[Exchange] = set()
+        self._open: set[Connection] = set()
+        self._idle: dict[Origin, list[Connection]] = defaultdict(list)  # that which was used last is the last
+        self._tidying: asyncio.TimerHandle | None = None
+        self._tls: ssl.SSLContext | None = None
+
+    def begin(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        limits: Limits,
+        hearing: Hearing | None = None,
+    ) -> Exchange:
+        """Ask once, as `wire.exchange`.  The request has left, or is waiting for its connection, when this returns."""
+        exchange = Exchange(self, limits, hearing)
+        self._under_way.add(exchange)
+        if limits.deadline <= time.monotonic():
+            exchange.break_off(Break.CONNECT)
+            return exchange
+        try:
+            target = _target(url)
+            words = _Words(_head(method, target, headers, body), body or b"", method == "HEAD")
+        except (ValueError, requests.RequestException):
+            exchange.break_off(Break.UNSENDABLE)
+            return exchange
+        kept = self._kept(target.origin)
+        if kept is not None:
+            exchange.send(kept, words)
+        else:
+            exchange.connecting = self.loop.create_task(self._send_anew(exchange, target.origin, words, limits))
+        return exchange
+
+    def forget(self, exchange: Exchange) -> None:
+        """It is over."""
+        self._under_way.discard(exchange)
+
+    def close(self) -> None:
+        for exchange in list(self._under_way):
+            exchange.cut()
+        if self._tidying is not None:
+            self._tidying.cancel()
+        for connection in list(self._open):
+            connection.close()
+
+    # -- connections -----------------------------------------------------------------------------------------
+
+    async def _send_anew(self, exchange: Exchange, origin: Origin, words: _Words, limits: Limits) -> None:
+        try:
+            async with asyncio.timeout(limits.connect_s):
+                connection = await self._connect(origin)
+        except OSError:  # a time-out and what TLS finds wrong among them
+            exchange.break_off(Break.CONNECT)
+        except ValueError:  # a name that cannot be one
+            exchange.break_off(Break.UNSENDABLE)
+        else:
+            exchange.connecting = None
+            exchange.send(connection, words)
+
+    async def _connect(self, origin: Origin) -> Connection:
+        scheme, host, port = origin
+        found = await self.loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        connected = await start_connection(found, happy_eyeballs_delay=_OTHER_FAMILY_S, loop=self.loop)
+        make = partial(Connection, connected, partial(self._keep, origin), partial(self._drop, origin))
+        tls, name = (self._tls_context(), host) if scheme == "https" else (None, None)
+        try:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _, connection = await self.loop.create_connection(make, sock=connected, ssl=tls, server_hostname=name)
+        except BaseException:
+            connected.close()
+            raise
+        self._open.add(connection)
+        return connection
+
+    def _kept(self, origin: Origin) -> Connection | None:
+        """One that a request may leave by; those that are not fit any more are closed."""
+        idle = self._idle[origin]
+        while idle:
+            connection = idle.pop()
+            if connection.is_fit:
+                return connection
+            connection.close()
+        return None
+
+    def _keep(self, origin: Origin, connection: Connection) -> None:
+        self._idle[origin].append(connection)
+        if self._tidying is None:
+            self._tidying = self.loop.call_later(wire.MAX_IDLE_S, self._tidy)
+
+    def _tidy(self) -> None:
+        """Close what has been idle for too long."""
+        self._tidying = None
+        for origin, idle in list(self._idle.items()):
+            for connection in [it for it in idle if it.is_old]:
+                connection.close()
+            if not idle:
+                del self._idle[origin]
+        if self._idle:
+            self._tidying = self.loop.call_later(wire.MAX_IDLE_S, self._tidy)
+
+    def _drop(self, origin: Origin, connection: Connection) -> None:
+        """It is closed."""
+        self._open.discard(connection)
+        if connection in self._idle.get(origin, ()):
+            self._idle[origin].remove(connection)
+
+    def _tls_context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context(cafile=certifi.where())
+            self._tls.set_alpn_protocols(["http/1.1"])
+        return self._tls
+
+
+@lru_cache(maxsize=4096)
+def _target(url: str) -> _Target:
+    """Raises ValueError and requests' errors."""
+    prepared = requests.PreparedRequest()
+    prepared.prepare_url(url, None)
+    assert prepared.url is not None
+    parts = urlsplit(prepared.url)
+    if parts.scheme not in _PORTS or parts.hostname is None:
+        raise ValueError("only servers that speak HTTP can be asked")
+    usual = _PORTS[parts.scheme]
+    port = parts.port or usual
+    name = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    fields = [f"Host: {name if port == usual else f'{name}:{port}'}"]
+    user, password = get_auth_from_url(prepared.url)
+    if user or password:
+        fields.append(f"Authorization: Basic {b64encode(f'{user}:{password}'.encode('latin-1')).decode()}")
+    return _Target((parts.scheme, parts.hostname, port), prepared.path_url, tuple(fields))
+
+
+def _head(method: str, target: _Target, headers: Mapping[str, str], body: bytes | None) -> bytes:
+    """Raises ValueError: they cannot be written as a header."""
+    given = [f"{name}: {value}" for name, value in headers.items()]
+    if not "".join(given).isprintable():
+        raise ValueError("this cannot be written as a header")
+    length = (f"Content-Length: {len(body or b'')}",) if body is not None or method not in _BODILESS else ()
+    ours = _beside(frozenset(headers))
+    lines = (f"{method} {target.path} HTTP/1.1", *target.fields, *ours, *length, *given, "", "")
+    return "\r\n".join(lines).encode("latin-1")
+
+
+@lru_cache(maxsize=1024)
+def _beside(names: Set[str]) -> tuple[str, ...]:
+    """What is said beside headers of these names.  Raises ValueError: one of them is none."""
+    if not all(names) or any(":" in name for name in names):
+        raise ValueError("this cannot be the name of a header")
+    said = {name.lower() for name in names}
+    return tuple(f"{name}: {value}" for name, value in _OURS.items() if name.lower() not in said)
+
+
+def _unpacker(coding: str | None) -> Any:
+    """Of a body that is packed so; None: it is taken as it comes."""
+    match (coding or "").lower():
+        case "gzip" | "x-gzip":
+            return zlib.decompressobj(_GZIP)
+        case "deflate":
+            return zlib.decompressobj()
+        case _:
+            return None

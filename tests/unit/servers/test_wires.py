@@ -1,0 +1,338 @@
+"""One exchange in a loop, and the connections that are kept for the next."""
+
+import gzip
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tasks.servers import wire
+from tasks.servers.answers import Answer, Break, Broken
+from tasks.servers.connection import _LONGEST_HEAD
+from tasks.servers.wire import Limits
+from tasks.servers.wires import Exchange, _head, _target
+from tests.support.scripted import always, answer, hang_up
+
+READ_S = 4.0
+
+
+class Timer:
+    """One call that a loop is to make later."""
+
+    def __init__(self, at_s: float, act: Callable[[], None]) -> None:
+        self.at_s, self.act = at_s, act
+
+    def cancel(self) -> None:
+        self.at_s = math.inf
+
+
+class Clock:
+    """An event loop whose clock the test sets."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._timers: list[Timer] = []
+
+    def create_future(self) -> Future[Any]:
+        return Future()
+
+    def call_later(self, seconds: float, act: Callable[..., None], *args: Any) -> Timer:
+        self._timers.append(Timer(self._now_s + seconds, lambda: act(*args)))
+        return self._timers[-1]
+
+    def pass_by(self, seconds: float) -> None:
+        self._now_s += seconds
+        due = [timer for timer in self._timers if timer.at_s <= self._now_s]
+        self._timers = [timer for timer in self._timers if timer not in due]
+        for timer in due:
+            timer.act()
+
+
+class Counted:
+    """In place of a connection: counts what the test says has come, and has left."""
+
+    def __init__(self) -> None:
+        self.heard, self.unsent, self.is_closed = 0, 0, False
+
+    def carry(self, *_: object, **__: object) -> None:
+        pass
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def sent(clock: Clock) -> tuple[Exchange, Counted]:
+    """An exchange whose request has left."""
+    wires: Any = SimpleNamespace(loop=clock, forget=lambda _: None)
+    exchange, connection = Exchange(wires, Limits(1.0, READ_S, time.monotonic() + 3600, 1000)), Counted()
+    words: Any = SimpleNamespace(head=b"", body=b"", is_bodiless=False)
+    exchange.send(connection, words)  # type: ignore[arg-type]
+    return exchange, connection
+
+
+# -- when it is given up ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moves", ["heard", "unsent"])
+def test_an_exchange_that_moves_is_waited_for(clock, sent, moves):
+    exchange, connection = sent
+    for tick in range(200):
+        setattr(connection, moves, tick // 20)  # a byte each fifth of READ_S
+        clock.pass_by(READ_S / 100)
+    assert not exchange.reply.done()
+
+
+def test_an_exchange_that_does_not_move_is_given_up_in_time(clock, sent):
+    exchange, connection = sent
+    for _ in range(4):
+        assert not exchange.reply.done()
+        clock.pass_by(READ_S / 4)
+    reply = exchange.reply.result(0)
+    assert isinstance(reply, Broken) and reply.how is Break.TIMEOUT and connection.is_closed
+
+
+def test_an_exchange_that_is_over_leaves_no_timer(clock, sent):
+    exchange, _ = sent
+    exchange.answered()
+    clock.pass_by(2 * 3600)
+    assert isinstance(exchange.reply.result(0), Answer)
+
+
+# -- heads ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "value"), [("a", "b\nc: d"), ("a", "b\x00"), ("a:b", "c"), ("", "c"), ("a", "ż")])
+def test_no_header_can_hold_another(name, value):
+    with pytest.raises(ValueError, match=r"header|codec"):
+        _head("POST", _target("http://a/"), {"x": "y", name: value}, b"")
+
+
+def test_headers_are_written_beside_those_that_are_always_said():
+    lines = _head("POST", _target("http://a:81/x%20y?z#f"), {"X-A": "1", "user-agent": "mine"}, b"12").split(b"\r\n")
+    assert lines == [
+        *(b"POST /x%20y?z HTTP/1.1", b"Host: a:81", b"Accept: */*", b"Accept-Encoding: identity"),
+        *(b"Content-Length: 2", b"X-A: 1", b"user-agent: mine", b"", b""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [("http://a/", b"a"), ("http://a:80/", b"a"), ("https://a:80/", b"a:80"), ("http://[::1]:9/", b"[::1]:9")],
+)
+def test_a_host_is_named_with_a_port_that_is_not_its_schemes(url, host):
+    assert b"\r\nHost: " + host + b"\r\n" in _head("GET", _target(url), {}, None)
+
+
+def test_who_stands_in_an_address_is_told_in_a_header():
+    assert b"\r\nAuthorization: Basic dTpw\r\n" in _head("GET", _target("http://u:p@a/"), {}, None)
+
+
+def test_only_a_request_that_may_have_a_body_tells_its_length():
+    target = _target("http://a/")
+    assert b"Content-Length" not in _head("GET", target, {}, None)
+    assert b"Content-Length: 0" in _head("POST", target, {}, None)
+    assert b"Content-Length: 1" in _head("GET", target, {}, b"1")
+
+
+# -- answers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ask(loop):
+    """Asks a server once, by the wires of a loop in a thread of its own."""
+
+    def ask(url: str, method: str = "POST", *, connect_s: float = 5.0, max_bytes: int = 10_000, body: bytes = b"1"):
+        async def asked() -> Answer | Broken:
+            limits = Limits(connect_s, math.inf, time.monotonic() + 10, max_bytes)
+            sends = None if method in ("GET", "HEAD") else body
+            return await loop.wires.begin(method, f"{url}/x", {"a": "b"}, sends, limits).reply
+
+        return loop.wait_for(asked())
+
+    return ask
+
+
+def test_what_is_on_the_way_to_an_answer_is_none(scripted, ask):
+    server = scripted(
+        always(b"HTTP/1.1 100 Continue\r\nA: 1\r\n\r\nHTTP/1.1 103 Hints\r\n\r\n" + answer(b"x", b=" 2 "))
+    )
+    for _ in range(2):
+        reply = ask(server.url)
+        assert (reply.status, reply.body) == (200, b"x")
+        assert reply.headers.get("B") == "2" and reply.headers.get("A") is None and "b" in reply.headers
+    assert server.connections == 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        answer(b"x") + b"HTTP/1.1 200 OK\r\n\r\n",
+        answer(b"x") + b"garbage",
+        answer(b"x", 500),
+        answer(b"x", Connection="close"),
+        b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx",
+    ],
+    ids=["another answer", "garbage", "it has failed inside", "it says so", "old"],
+)
+def test_after_such_an_answer_a_connection_is_not_used_again(scripted, ask, said):
+    server = scripted(always(said))
+    assert ask(server.url).body == ask(server.url).body == b"x"
+    assert server.connections == 2
+
+
+def test_what_comes_unasked_is_nobodys_answer(scripted, ask, loop):
+    said, may_go_on = threading.Event(), threading.Event()
+
+    def act(sock: socket.socket) -> None:
+        sock.sendall(answer(b"first"))
+        may_go_on.wait(10)
+        sock.sendall(answer(b"unasked"))
+        said.set()
+
+    server = scripted(lambda seen: act if seen.connection == 1 else answer(b"second"))
+    assert ask(server.url).body == b"first"
+    may_go_on.set()
+    assert said.wait(10)
+    assert ask(server.url).body == b"second" and server.connections == 2
+
+
+def test_a_connection_that_was_closed_in_this_very_moment_is_not_used(scripted, ask, loop):
+    closed, may_close = threading.Event(), threading.Event()
+
+    def act(sock: socket.socket) -> None:
+        sock.sendall(answer(b"first"))
+        may_close.wait(10)
+        hang_up(sock)
+        closed.set()
+
+    server = scripted(lambda seen: act if seen.connection == 1 else answer(b"second"))
+    assert ask(server.url).body == b"first"
+
+    async def at_once() -> Answer | Broken:
+        may_close.set()
+        assert closed.wait(10)  # The loop stands still, and has not heard of it.
+        limits = Limits(5.0, math.inf, time.monotonic() + 10, 1000)
+        return await loop.wires.begin("POST", f"{server.url}/x", {}, b"1", limits).reply
+
+    assert loop.wait_for(at_once()).body == b"second"
+
+
+def test_an_answer_without_a_length_ends_with_its_connection(scripted, ask):
+    def act(sock: socket.socket) -> None:
+        sock.sendall(b"HTTP/1.1 200 OK\r\n\r\nall of it")
+        hang_up(sock)
+
+    assert ask(scripted(always(act)).url).body == b"all of it"
+
+
+@pytest.mark.parametrize("head", [b"", b"Content-Length: 10\r\n", b"Transfer-Encoding: chunked\r\n"])
+def test_an_answer_that_is_cut_is_none(scripted, ask, head):
+    def act(sock: socket.socket) -> None:
+        sock.sendall(b"HTTP/1.1 200 OK\r\n" + head + (b"\r\n5\r\nhalf" if head else b""))
+        hang_up(sock)
+
+    reply = ask(scripted(always(act)).url)
+    assert isinstance(reply, Broken) and reply.how is Break.RESET
+
+
+def test_a_head_is_answered_without_a_body(scripted, ask):
+    server = scripted(always(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n"))
+    assert ask(server.url, "HEAD").body == b"" and ask(server.url, "HEAD").status == 200
+
+
+def test_an_endless_head_is_no_answer(scripted, ask):
+    server = scripted(always(b"HTTP/1.1 200 OK\r\nA: " + b"x" * (_LONGEST_HEAD + 1)))
+    reply = ask(server.url)
+    assert isinstance(reply, Broken) and reply.how is Break.RESET
+
+
+def test_what_is_packed_is_bounded_as_it_is_unpacked(scripted, ask):
+    server = scripted(always(answer(gzip.compress(b"x" * 1000), Content_Encoding="gzip")))
+    assert ask(server.url, max_bytes=1000).body == b"x" * 1000
+    reply = ask(server.url, max_bytes=999)
+    assert isinstance(reply, Broken) and reply.how is Break.TOO_LARGE
+
+
+@pytest.mark.parametrize("packed", [gzip.compress(b"x" * 1000)[:-9], b"no gzip"])
+def test_what_cannot_be_unpacked_is_no_answer(scripted, ask, packed):
+    reply = ask(scripted(always(answer(packed, Content_Encoding="gzip"))).url)
+    assert isinstance(reply, Broken) and reply.how is Break.RESET
+
+
+def test_a_large_request_arrives_whole(scripted, ask):
+    server = scripted(always(answer(b"x")))
+    assert ask(server.url, body=bytes(1 << 20)).body == b"x"
+    assert server.seen[0].body == bytes(1 << 20)
+
+
+# -- connections ------------------------------------------------------------------------------------------------
+
+
+def test_the_next_address_of_a_name_is_tried_while_one_does_not_answer(scripted, ask, loop, monkeypatch):
+    server = scripted(always(answer(b"x")))
+    with socket.create_server(("127.0.0.2", 0), backlog=0) as silent:
+        port = silent.getsockname()[1]
+        full = [socket.socket() for _ in range(4)]
+        for it in full:  # Its line is full, so it does not answer.
+            it.setblocking(False)
+            it.connect_ex(("127.0.0.2", port))
+        kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+
+        async def two(*_: object, **__: object) -> list[Any]:
+            return [(*kind, ("127.0.0.2", port)), (*kind, ("127.0.0.1", server.port))]
+
+        monkeypatch.setattr(loop.wires.loop, "getaddrinfo", two)
+        assert ask(f"http://name.test:{server.port}", connect_s=5.0).body == b"x"
+        for it in full:
+            it.close()
+
+
+def test_an_exchange_that_is_cut_while_it_connects_sends_nothing(scripted, loop):
+    server = scripted(always(answer(b"x")))
+
+    async def cut() -> Answer | Broken:
+        limits = Limits(5.0, math.inf, time.monotonic() + 10, 1000)
+        exchange = loop.wires.begin("POST", server.url, {}, b"1", limits)
+        exchange.cut()
+        return await exchange.reply
+
+    reply = loop.wait_for(cut())
+    assert isinstance(reply, Broken) and reply.how is Break.CONNECT and server.seen == []
+
+
+def test_connections_that_have_been_idle_for_long_are_closed(scripted, ask, loop, monkeypatch):
+    closed = threading.Event()
+
+    def act(sock: socket.socket) -> None:
+        sock.sendall(answer(b"x"))
+        sock.recv(1)
+        closed.set()
+
+    monkeypatch.setattr(wire, "MAX_IDLE_S", 0.01)
+    assert ask(scripted(always(act)).url).body == b"x"
+    assert closed.wait(10)
+
+
+def test_wires_that_are_closed_leave_no_connection(scripted, ask, loop):
+    closed = threading.Event()
+
+    def act(sock: socket.socket) -> None:
+        sock.sendall(answer(b"x"))
+        sock.recv(1)
+        closed.set()
+
+    assert ask(scripted(always(act)).url).body == b"x"
+    loop.soon(loop.wires.close)
+    assert closed.wait(10)

@@ -18,7 +18,7 @@ Celery
     attendance   the worker as a step of its consumer
     celery_app   the application                            inference    the task `infer`
     asking       what a call of it asks for                 telling      how its callers hear of an end
-    shown        a run as a task                            pool         jobs to the loop, the rest to threads
+    shown, requests, events  a run as a task                pool         jobs to the loop, the rest to threads
     messages, wake_up  the wake-up, and how it is known   publisher    sends it, in a thread of its own
     announce     offers and ends, told                      revoking     a revoke is a cancel
     broker, consumer, packed, queues  messages that are none, or too much

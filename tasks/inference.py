@@ -45,9 +45,13 @@ class InferRequest(Request):
         super().__init__(message, *args, **kwargs)
         self._eta = None  # A job waits in the record, never in this worker's memory.
 
+    @property
+    def carries_offer(self) -> bool:
+        return is_wake_up(self.request_dict)
+
     def on_accepted(self, pid: Any, time_accepted: Any) -> None:
         super().on_accepted(pid, time_accepted)
-        if is_wake_up(self.request_dict):
+        if self.carries_offer:
             self.acknowledge()
 
     def revoked(self) -> bool:

@@ -80,6 +80,12 @@ def _of_model(model: str) -> task_message:
     )
 
 
+def written_args(model: str) -> tuple[str, str]:
+    """Arguments, and named ones, of the messages for a model, as people read them."""
+    headers = _of_model(model).headers
+    return headers["argsrepr"], headers["kwargsrepr"]
+
+
 class Unsent:
     """A task message that never was at a broker, as far as a worker's strategy looks at one."""
 

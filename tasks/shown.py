@@ -3,9 +3,9 @@
 Celery's own tracer does this for a function that a thread is in from beginning to end; a run is in no thread.
 """
 
+import logging
 import os
 import time
-from functools import partial
 from typing import Any
 
 import structlog
@@ -26,12 +26,13 @@ from jobs.states import State
 from jobs.store import Moved
 from routing.queues import Offer
 from tasks import messages
+from tasks.requests import own_requests
 from tasks.telling import JobFailed
 
 log = structlog.get_logger(__name__)
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
-_FEW, _SMALL = 20, 500  # parts, and characters of each
+_FEW, _SMALL = 20, 500  # parts, and characters of a text
 
 
 class ServerFault(Exception):
@@ -65,13 +66,19 @@ class Reception:
         task, eventer = consumer.app.tasks[messages.TASK], consumer.event_dispatcher
         base, host = symbol_by_name(task.Request), consumer.hostname
         made = create_request_cls(base, task, consumer.pool, host, eventer, app=consumer.app)
-        self._request = partial(made, hostname=host, eventer=eventer, app=consumer.app, task=task)
+
+        def whole(offer: Offer, failures: int) -> Request:
+            message = messages.handed_on(offer, failures)
+            return made(message, hostname=host, eventer=eventer, app=consumer.app, task=task)
+
+        self._request = own_requests(base, whole, task, eventer)
         self._consumer = consumer
 
     def receive(self, offer: Offer, failures: int) -> Request:
         """The request of a run that this worker has begun by itself."""
-        request = self._request(messages.handed_on(offer, failures))
-        strategy.info(trace.LOG_RECEIVED, {"name": request.name, "id": request.id})
+        request: Request = self._request(offer, failures)
+        if strategy.isEnabledFor(logging.INFO):
+            strategy.info(trace.LOG_RECEIVED, {"name": request.name, "id": request.id})
         if signals.task_received.receivers:
             signals.task_received.send(sender=self._consumer, request=request)
         request.send_event(
@@ -181,18 +188,29 @@ class Shown:
 def _written(result: Any, longest: int) -> str:
     """As Celery writes results; a small one at once, for its way of stopping in time costs twenty times that."""
     parts = [*result, *result.values()] if type(result) is dict else [result]
-    if len(parts) <= _FEW and all(type(it) in _PLAIN and len(str(it)) <= _SMALL for it in parts):
+    if len(parts) <= _FEW and _are_small(parts):
         text = repr(result)
         if len(text) <= longest:
             return text
     return str(saferepr(result, longest))
 
 
+def _are_small(parts: list[Any]) -> bool:
+    for it in parts:
+        if type(it) is str:
+            if len(it) > _SMALL:
+                return False
+        elif type(it) not in _PLAIN:
+            return False
+    return True
+
+
 _LOG_FAILED = "Task %(name)s[%(id)s] raised: %(exc)s"
 
 
 def _say(line: str, request: Request, **facts: Any) -> None:
-    trace.logger.info(line, {"name": request.name, "id": request.id, **facts})
+    if trace.logger.isEnabledFor(logging.INFO):
+        trace.logger.info(line, {"name": request.name, "id": request.id, **facts})
 
 
 def _info(error: Exception) -> ExceptionInfo:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery.app import trace
 from celery.events import EventDispatcher
 from celery.utils.saferepr import saferepr
 from celery.worker import state, strategy
@@ -79,6 +80,47 @@ def test_a_run_that_no_message_brought_is_active_until_it_ends(consumer: Any) ->
     assert events.heard[-1]["result"] == "{'url': 'x'}"
 
 
+def test_a_whole_request_is_made_once_and_only_for_who_looks(consumer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    real = messages.handed_on
+    monkeypatch.setattr(messages, "handed_on", lambda offer, n: made.append(offer.job_id) or real(offer, n))
+    shown, reception = Shown(), Reception(consumer)
+    shown.introduce(reception, OFFER, 0)
+    shown.began()
+    assert not made
+    [request] = state.active_requests
+    told = request.info()
+    assert told["acknowledged"] and told["time_start"] and told["worker_pid"] and told["args"] == ("zimg",)
+    assert request._context.id == "job-1" and made == ["job-1"]
+    shown.ended(None)
+    assert made == ["job-1"] and not state.successful_requests
+
+
+def test_after_a_new_connection_a_run_is_told_of_by_that(consumer: Any) -> None:
+    shown, later = Shown(), Listener()
+    shown.introduce(Reception(consumer), OFFER, 0)
+    for request in tuple(state.reserved_requests):  # as Celery's own step does
+        request.eventer = later
+    shown.began()
+    assert [it["type"] for it in later.heard] == ["task-started"]
+
+
+LEVELS = {"INFO": ["Task infer[job-1] received", "Task infer[job-1] succeeded"], "WARNING": []}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_run_has_its_lines_in_the_log_at_the_level_of_info(
+    consumer: Any, caplog: pytest.LogCaptureFixture, level: str
+) -> None:
+    for name in (strategy.logger.name, trace.logger.name):
+        caplog.set_level(level, name)
+    shown = Shown()
+    shown.introduce(Reception(consumer), OFFER, 0)
+    shown.began()
+    shown.ended(None)
+    assert [it.getMessage().partition(" in ")[0] for it in caplog.records] == LEVELS[level]
+
+
 def test_a_run_that_a_message_brought_is_not_told_twice(consumer: Any) -> None:
     shown = Shown(_by_celerys_strategy(consumer))
     shown.introduce(Reception(consumer), OFFER, 0)
@@ -93,8 +135,16 @@ def test_a_receiver_of_signals_that_fails_ends_nothing(consumer: Any, monkeypatc
     shown.ended(None)
 
 
-SMALL = [None, True, 7, 0.5, "a", {}, {"url": "http://h/x.png", "seed": 7, "nsfw": False, "cost": None}]
-LARGE = ["x" * 5_000, {"image": "x" * 5_000}, {str(n): n for n in range(500)}, list(range(5_000)), {"a": {"b": [1]}}]
+SMALL = [None, True, 7, 10**200, 0.5, "a", {}, {"url": "http://h/x.png", "seed": 7, "nsfw": False, "cost": None}]
+LARGE = [
+    "x" * 5_000,
+    10**600,
+    {"n": 10**600},
+    {"image": "x" * 5_000},
+    {str(n): n for n in range(500)},
+    list(range(5_000)),
+    {"a": {"b": [1]}},
+]
 
 
 @pytest.mark.parametrize("result", [*SMALL, *LARGE], ids=lambda it: str(it)[:20])

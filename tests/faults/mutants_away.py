@@ -27,7 +27,7 @@ AWAY = [
         "a bare message is acknowledged before it is recorded",
         "JOB-3",
         "tasks/inference.py",
-        "if is_wake_up(self.request_dict):",
+        "if self.carries_offer:",
         "if self.request_dict:",
         (f"{WORKERS}test_only_a_wake_up_is_acknowledged_before_it_is_done",),
     ),

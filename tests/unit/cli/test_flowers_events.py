@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from flower import app, events
 from flower.options import default_options  # noqa: F401  Flower's options must be there when it counts.
+from prometheus_client import generate_latest
 
 from cli import flowers_events
-from cli.flowers_events import _AT_ONCE, BundledEvents
+from cli.flowers_events import _AT_ONCE, BundledEvents, Timeline
 
 
 @pytest.fixture
@@ -81,6 +82,41 @@ def test_an_event_that_cannot_be_understood_costs_no_other(flower: Any) -> None:
         flower.io_loop.turns.popleft()()
     _run(flower)
     assert list(flower.state.tasks) == ["one"]
+
+
+def test_the_oldest_that_was_heard_is_dropped_and_the_order_kept(flower: Any) -> None:
+    timeline = flower.state._taskheap
+    assert isinstance(timeline, Timeline)
+    timeline[:] = range(1_000)
+    assert timeline.pop(0) == 0 and timeline == list(range(timeline[0], 1_000)) and 900 < len(timeline) < 999
+    assert timeline.pop() == 999 and timeline[-1] == 998
+
+
+def test_a_timeline_has_room_for_all_tasks_when_it_is_full(flower: Any) -> None:
+    flower.state.max_tasks_in_memory = flower.state.tasks.limit = 100
+    for n in range(300):
+        for kind in ("received", "started", "succeeded"):
+            flower.on_event(_event(kind, str(n), name="infer", clock=n))
+    _run(flower)
+    assert len(flower.state._taskheap) <= 400
+    assert {uuid for uuid, _ in flower.state.tasks_by_time()} >= set(flower.state.tasks)
+
+
+def _counted(worker: str) -> float:
+    found = (it for it in generate_latest().decode().splitlines() if it.startswith("flower_events_total"))
+    return sum(float(line.rpartition(" ")[2]) for line in found if worker in line)
+
+
+def test_events_are_counted_for_each_worker_until_it_is_forgotten(flower: Any) -> None:
+    for worker, times in (("first@host", 2), ("second@host", 3)):
+        for _ in range(times):
+            flower.on_event({**_event("received", "one", name="infer"), "hostname": worker})
+    _run(flower)
+    assert (_counted("first@host"), _counted("second@host")) == (2, 3)
+    assert flower.state.metrics.remove_workers({"first@host"}) == 1 and _counted("first@host") == 0
+    flower.on_event({**_event("received", "two", name="infer"), "hostname": "first@host"})
+    _run(flower)
+    assert (_counted("first@host"), _counted("second@host")) == (1, 3)
 
 
 def test_flower_is_made_with_these(flower: Any) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
@@ -17,6 +17,9 @@ from tasks.servers import wire
 _LONGEST_HEAD = 256 * 1024  # bytes
 _LARGE = 64 * 1024  # bytes of a request's body that are not copied behind its head
 _LOOK_ONLY = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
+_TCP_INFO = getattr(socket, "TCP_INFO", None)  # Linux: its first byte is the connection's state
+_ESTABLISHED = b"\x01"
+_SO_MEMINFO = 55  # Linux: first, what is taken by that which has come and was not read, in four bytes
 _SWITCHES = 101  # protocols: the last head that is HTTP's
 
 
@@ -54,7 +57,7 @@ class Connection(asyncio.Protocol):
         self._idle_since_s = 0.0  # monotonic
         self.heard = 0  # bytes
         self._head_begins = 0  # in these bytes
-        self._fields: list[tuple[bytes, bytes]] = []
+        self._fields: dict[bytes, bytes] = {}
         self._forget_answer()
         self._parser = HttpResponseParser(self)
         # What is odd in an answer and means but one thing is understood: nobody else reads this connection.
@@ -82,15 +85,7 @@ class Connection(asyncio.Protocol):
     @property
     def is_fit(self) -> bool:
         """Whether a request may leave by it: it has not been idle for long, and its other end is open and silent."""
-        if self._is_closed or self.is_old:
-            return False
-        try:
-            self._socket.recv(1, _LOOK_ONLY)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
+        return not self._is_closed and not self.is_old and _is_open_and_silent(self._socket)
 
     def carry(self, asking: Asking, head: bytes, body: bytes, *, is_bodiless: bool) -> None:
         """Send a request; `asking` hears of its answer.  `is_bodiless`: that will have no body, whatever it says."""
@@ -157,11 +152,11 @@ class Connection(asyncio.Protocol):
     # -- called by the parser --------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._fields = []
+        self._fields = {}
         self._is_spoiled |= self._is_whole  # More has come than was asked for.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._fields.append((name, value))
+        self._fields[name.strip().lower()] = value
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -184,25 +179,44 @@ class Connection(asyncio.Protocol):
 class Head(Mapping[str, str]):
     """Headers by their names, however those are written.  Few of them are ever asked for."""
 
-    def __init__(self, fields: list[tuple[bytes, bytes]]) -> None:
+    def __init__(self, fields: Mapping[bytes, bytes]) -> None:
+        """`fields`: their names in small letters."""
         self._fields = fields
 
     def __getitem__(self, name: str) -> str:
-        wanted, found = name.lower().encode("latin-1"), None
-        for said, value in self._fields:
-            if said.strip().lower() == wanted:
-                found = value
-        if found is None:
-            raise KeyError(name)
-        return found.decode("latin-1").strip()
+        return self._fields[name.lower().encode("latin-1")].decode("latin-1").strip()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        found = self._fields.get(name.lower().encode("latin-1"))
+        return default if found is None else found.decode("latin-1").strip()
 
     def __iter__(self) -> Iterator[str]:
-        return iter({name.strip().lower().decode("latin-1"): None for name, _ in self._fields})
+        return (name.decode("latin-1") for name in self._fields)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._fields)
 
 
-def _tells_its_end(fields: list[tuple[bytes, bytes]]) -> bool:
+def _is_open_and_silent(connected: socket.socket) -> bool:
+    """Whether its other end is open, and has said nothing that was not read.
+
+    To read ahead lets go of the interpreter's lock, which another thread then keeps for longer than all of it takes.
+    """
+    try:
+        if _TCP_INFO is not None:
+            state = connected.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 1)
+            return state == _ESTABLISHED and not any(connected.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 4))
+    except OSError:  # This system does not tell.
+        pass
+    try:
+        connected.recv(1, _LOOK_ONLY)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _tells_its_end(fields: Mapping[bytes, bytes]) -> bool:
     head = Head(fields)
     return "content-length" in head or "chunked" in head.get("transfer-encoding", "").lower()

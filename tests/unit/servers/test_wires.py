@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tasks.servers import wire
+from tasks.servers import connection, wire
 from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.connection import _LONGEST_HEAD
 from tasks.servers.wire import Limits
@@ -208,13 +208,19 @@ def test_what_comes_unasked_is_nobodys_answer(scripted, ask, loop):
     assert ask(server.url).body == b"second" and server.connections == 2
 
 
-def test_a_connection_that_was_closed_in_this_very_moment_is_not_used(scripted, ask, loop):
+@pytest.mark.parametrize("system", ["tells", "has to be read ahead"])
+@pytest.mark.parametrize("end", [hang_up, lambda sock: sock.sendall(answer(b"unasked"))], ids=["closed", "said more"])
+def test_a_connection_whose_other_end_did_this_in_this_very_moment_is_not_used(
+    scripted, ask, loop, end, system, monkeypatch
+):
+    if system != "tells":
+        monkeypatch.setattr(connection, "_TCP_INFO", None)
     closed, may_close = threading.Event(), threading.Event()
 
     def act(sock: socket.socket) -> None:
         sock.sendall(answer(b"first"))
         may_close.wait(10)
-        hang_up(sock)
+        end(sock)
         closed.set()
 
     server = scripted(lambda seen: act if seen.connection == 1 else answer(b"second"))

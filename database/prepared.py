@@ -92,21 +92,22 @@ class Rows:
 
     def write(self, connection: Connection, rows: Sequence[Values]) -> list[Any]:
         """Insert rows that all name the same columns.  Of a witness PostgreSQL answers the transaction's number."""
-        names, answers = tuple(rows[0]), list[Any]()
-        for part in _portions(rows) if connection.dialect.name == "sqlite" else [rows]:
-            text, values = self._said(connection.dialect, names, part)
-            answers += run(connection, text, values, _fetch_any)
+        dialect, names = connection.dialect, tuple(rows[0])
+        if dialect.name != "sqlite":  # where one statement takes any number
+            columns = {name: [row[name] for row in rows] for name in names}
+            return run(connection, self._said(dialect, names, 0), columns, _fetch_any)
+        answers: list[Any] = []
+        for part in _portions(rows) if len(rows) > 1 else (rows,):
+            values = [row[name] for row in part for name in names]
+            answers += run(connection, self._said(dialect, names, len(part)), values, _fetch_any)
         return answers
 
-    def _said(self, dialect: Dialect, names: tuple[str, ...], rows: Sequence[Values]) -> tuple[str, Any]:
-        """The statement and its parameters; on PostgreSQL it is the same for any number of rows."""
-        is_sqlite = dialect.name == "sqlite"
-        key = dialect.name, names, len(rows) if is_sqlite else 0
-        if key not in self._texts:
-            self._texts[key] = self._text(dialect, names, len(rows))
-        if is_sqlite:
-            return self._texts[key], [row[name] for row in rows for name in names]
-        return self._texts[key], {name: [row[name] for row in rows] for name in names}
+    def _said(self, dialect: Dialect, names: tuple[str, ...], number: int) -> str:
+        key = dialect.name, names, number
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = self._text(dialect, names, number)
+        return text
 
     def _text(self, dialect: Dialect, names: Sequence[str], number: int) -> str:
         columns = [self.table.c[name].name for name in names]  # as the database names them

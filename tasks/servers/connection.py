@@ -14,7 +14,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from tasks.servers import wire
 
-_LONGEST_HEAD = 256 * 1024  # bytes
+_LONGEST_HEAD = 256 * 1024  # bytes; as much may be said between pieces of a body, and behind it
 _LARGE = 64 * 1024  # bytes of a request's body that are not copied behind its head
 _LOOK_ONLY = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 _TCP_INFO = getattr(socket, "TCP_INFO", None)  # Linux: its first byte is the connection's state
@@ -53,10 +53,10 @@ class Connection(asyncio.Protocol):
         self._socket, self._keep, self._ended = connected, keep, ended
         self._asking: Asking | None = None
         self._is_bodiless = False  # what is asked for is answered by a head alone
-        self._is_closed = False
+        self.is_closed = False
         self._idle_since_s = 0.0  # monotonic
         self.heard = 0  # bytes
-        self._head_begins = 0  # in these bytes
+        self._heard_at_body = 0  # of these, when the last of a body had come, or a request left
         self._fields: dict[bytes, bytes] = {}
         self._forget_answer()
         self._parser = HttpResponseParser(self)
@@ -85,12 +85,12 @@ class Connection(asyncio.Protocol):
     @property
     def is_fit(self) -> bool:
         """Whether a request may leave by it: it has not been idle for long, and its other end is open and silent."""
-        return not self._is_closed and not self.is_old and _is_open_and_silent(self._socket)
+        return not self.is_closed and not self.is_old and _is_open_and_silent(self._socket)
 
     def carry(self, asking: Asking, head: bytes, body: bytes, *, is_bodiless: bool) -> None:
         """Send a request; `asking` hears of its answer.  `is_bodiless`: that will have no body, whatever it says."""
         self._asking, self._is_bodiless = asking, is_bodiless
-        self._head_begins = self.heard
+        self._heard_at_body = self.heard
         self._forget_answer()
         if len(body) < _LARGE:
             self._transport.write(head + body)
@@ -100,8 +100,8 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Whoever asks hears no more."""
         self._asking = None
-        if not self._is_closed:
-            self._is_closed = True
+        if not self.is_closed:
+            self.is_closed = True
             self._transport.abort()
 
     # -- called by the loop ----------------------------------------------------------------------------------
@@ -120,11 +120,11 @@ class Connection(asyncio.Protocol):
             self._is_spoiled = True
         if self._is_whole:
             self._conclude()
-        elif self._is_spoiled or (not self._status and self.heard - self._head_begins > _LONGEST_HEAD):
+        elif self._is_spoiled or self.heard - self._heard_at_body > _LONGEST_HEAD:
             self._break()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._is_closed = True
+        self.is_closed = True
         self._ended(self)
         if error is None and self._status and not _tells_its_end(self._fields):
             self._conclude()  # Where it says nothing else, an answer ends with its connection.
@@ -156,7 +156,8 @@ class Connection(asyncio.Protocol):
         self._is_spoiled |= self._is_whole  # More has come than was asked for.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._fields[name.strip().lower()] = value
+        if not self._status:  # What follows a body is not of its head.
+            self._fields[name.strip().lower()] = value
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -168,6 +169,7 @@ class Connection(asyncio.Protocol):
             self._is_whole = self._is_spoiled = True
 
     def on_body(self, piece: bytes) -> None:
+        self._heard_at_body = self.heard
         if self._asking is not None and not self._is_whole:
             self._asking.take(piece)
 

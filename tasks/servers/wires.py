@@ -117,6 +117,8 @@ class Exchange:
         if self._unpacker is not None:
             try:
                 piece = self._unpacker.decompress(piece, self._limits.max_bytes - self._size + 1)
+                if self._unpacker.unused_data:
+                    raise zlib.error("it goes on behind its end")
             except zlib.error:
                 self.break_off(Break.RESET)
                 return
@@ -181,6 +183,7 @@ class Exchange:
             self._looking.cancel()
 
     def _finish(self, reply: Answer | Broken) -> None:
+        self._connection = None  # It may be another's from now on.
         self._deadline.cancel()
         self._stop_looking()
         if self._listening is not None:
@@ -276,6 +279,8 @@ class Wires:
         except BaseException:
             connected.close()
             raise
+        if connection.is_closed:  # already, by its other end
+            raise ConnectionAbortedError
         self._open.add(connection)
         return connection
 

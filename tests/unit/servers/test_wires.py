@@ -1,5 +1,6 @@
 """One exchange in a loop, and the connections that are kept for the next."""
 
+import asyncio
 import gzip
 import math
 import socket
@@ -264,6 +265,14 @@ def test_an_endless_head_is_no_answer(scripted, ask):
     assert isinstance(reply, Broken) and reply.how is Break.RESET
 
 
+def test_what_follows_a_body_is_bounded_and_not_of_its_head(scripted, ask):
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nA: "
+    reply = ask(scripted(always(head + b"1\r\n\r\n")).url)
+    assert reply.body == b"x" and "a" not in reply.headers
+    reply = ask(scripted(always(head + b"x" * 2 * _LONGEST_HEAD)).url)
+    assert isinstance(reply, Broken) and reply.how is Break.RESET
+
+
 def test_what_is_packed_is_bounded_as_it_is_unpacked(scripted, ask):
     server = scripted(always(answer(gzip.compress(b"x" * 1000), Content_Encoding="gzip")))
     assert ask(server.url, max_bytes=1000).body == b"x" * 1000
@@ -271,7 +280,14 @@ def test_what_is_packed_is_bounded_as_it_is_unpacked(scripted, ask):
     assert isinstance(reply, Broken) and reply.how is Break.TOO_LARGE
 
 
-@pytest.mark.parametrize("packed", [gzip.compress(b"x" * 1000)[:-9], b"no gzip"])
+_PACKED = gzip.compress(b"x" * 1000)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [_PACKED[:-9], _PACKED + b"more", _PACKED + _PACKED, b"no gzip"],
+    ids=["half", "with more behind it", "twice", "not packed"],
+)
 def test_what_cannot_be_unpacked_is_no_answer(scripted, ask, packed):
     reply = ask(scripted(always(answer(packed, Content_Encoding="gzip"))).url)
     assert isinstance(reply, Broken) and reply.how is Break.RESET
@@ -316,6 +332,35 @@ def test_an_exchange_that_is_cut_while_it_connects_sends_nothing(scripted, loop)
 
     reply = loop.wait_for(cut())
     assert isinstance(reply, Broken) and reply.how is Break.CONNECT and server.seen == []
+
+
+def test_a_connection_that_is_closed_before_the_request_leaves_by_it_carries_none(scripted, ask, loop, monkeypatch):
+    connect = loop.wires.loop.create_connection
+
+    async def too_late(*args: Any, **more: Any) -> Any:
+        transport, connection = await connect(*args, **more)
+        transport.abort()
+        while not connection.is_closed:
+            await asyncio.sleep(0)
+        return transport, connection
+
+    monkeypatch.setattr(loop.wires.loop, "create_connection", too_late)
+    reply = ask(scripted(always(answer(b"x"))).url)
+    assert isinstance(reply, Broken) and reply.how is Break.CONNECT and not loop.wires._open
+
+
+def test_an_exchange_that_is_cut_after_its_answer_leaves_the_next_its_connection(scripted, ask, loop):
+    server = scripted(always(answer(b"x")))
+
+    async def cut() -> Answer | Broken:
+        limits = Limits(5.0, math.inf, time.monotonic() + 10, 1000)
+        first = loop.wires.begin("POST", server.url, {}, b"1", limits)
+        await first.reply
+        second = loop.wires.begin("POST", server.url, {}, b"2", limits)
+        first.cut()
+        return await second.reply
+
+    assert loop.wait_for(cut()).body == b"x" and server.connections == 1
 
 
 def test_connections_that_have_been_idle_for_long_are_closed(scripted, ask, loop, monkeypatch):

@@ -174,7 +174,9 @@ class Connection(asyncio.Protocol):
             self._asking.take(piece)
 
     def on_message_complete(self) -> None:
-        if self._status and not self._is_whole:
+        if not self._status:  # What is on the way to an answer cannot be the last that comes.
+            self._is_spoiled |= not self._parser.should_keep_alive()
+        elif not self._is_whole:
             self._is_whole, self._may_stay = True, self._parser.should_keep_alive()
 
 

@@ -58,6 +58,7 @@ class Exchange:
         "_deadline",
         "_head",
         "_hearing",
+        "_is_begun",
         "_limits",
         "_listening",
         "_looking",
@@ -77,6 +78,7 @@ class Exchange:
         self._connection: Connection | None = None  # From when there is one, the request may have left.
         self._status = 0
         self._head: Mapping[str, str] = {}
+        self._is_begun = False  # Some of the body has come.
         self._unpacker: Any = None  # of a body that the server has packed, though it was not asked to
         self._body: list[bytes] = []
         self._size = 0
@@ -107,13 +109,14 @@ class Exchange:
 
     def headed(self, status: int, head: Mapping[str, str]) -> None:
         self._status, self._head = status, head
-        self._unpacker = _unpacker(head.get("Content-Encoding"))
         if int(head.get("Content-Length") or 0) > self._limits.max_bytes:
             self.break_off(Break.TOO_LARGE)
         elif self._hearing is not None and self._hearing.opens(status, head):
             self._listen_on(self._hearing)
 
     def take(self, piece: bytes) -> None:
+        if not self._is_begun:
+            self._is_begun, self._unpacker = True, _unpacker(self._head.get("Content-Encoding"))
         if self._unpacker is not None:
             try:
                 piece = self._unpacker.decompress(piece, self._limits.max_bytes - self._size + 1)
@@ -131,7 +134,7 @@ class Exchange:
             self._body.append(piece)
 
     def answered(self) -> None:
-        if self._unpacker is not None and not self._unpacker.eof and self._size:
+        if self._unpacker is not None and not self._unpacker.eof:
             self.break_off(Break.RESET)
         else:
             self._finish(Answer(self._status, self._head, b"".join(self._body)))

@@ -254,6 +254,16 @@ def test_an_answer_that_is_cut_is_none(scripted, ask, head):
     assert isinstance(reply, Broken) and reply.how is Break.RESET
 
 
+@pytest.mark.parametrize("said", [b"100 Continue\r\nConnection: close", b"000 What\r\nConnection: close"])
+def test_what_is_on_the_way_to_an_answer_and_the_last_that_comes_is_none(scripted, ask, said):
+    reply = ask(scripted(always(b"HTTP/1.1 " + said + b"\r\nContent-Length: 0\r\n\r\n")).url)
+    assert isinstance(reply, Broken) and reply.how is Break.RESET
+
+
+def test_a_packed_answer_of_nothing_is_nothing(scripted, ask):
+    assert ask(scripted(always(answer(b"", Content_Encoding="gzip"))).url).body == b""
+
+
 def test_a_head_is_answered_without_a_body(scripted, ask):
     server = scripted(always(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n"))
     assert ask(server.url, "HEAD").body == b"" and ask(server.url, "HEAD").status == 200
@@ -285,8 +295,8 @@ _PACKED = gzip.compress(b"x" * 1000)
 
 @pytest.mark.parametrize(
     "packed",
-    [_PACKED[:-9], _PACKED + b"more", _PACKED + _PACKED, b"no gzip"],
-    ids=["half", "with more behind it", "twice", "not packed"],
+    [_PACKED[:-9], _PACKED[:5], _PACKED + b"more", _PACKED + _PACKED, b"no gzip"],
+    ids=["half", "not all of its head", "with more behind it", "twice", "not packed"],
 )
 def test_what_cannot_be_unpacked_is_no_answer(scripted, ask, packed):
     reply = ask(scripted(always(answer(packed, Content_Encoding="gzip"))).url)

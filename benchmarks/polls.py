@@ -16,7 +16,7 @@ from typing import Any
 import requests
 
 from benchmarks.rest import memory_mib, processor_s
-from local.ports import quiet_port
+from local.ports import free_port
 from tests.support.stack import Process, Stack, eventually
 
 _POLLED_EVERY_S = 2
@@ -94,7 +94,7 @@ class _Trial:
 
     def __init__(self, stack: Stack, jobs: int) -> None:
         self.stack, self.jobs = stack, jobs
-        port = quiet_port()
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         stack.start("server", [sys.executable, "-m", "benchmarks.polls", "serve", str(port)])
         eventually(lambda: self.ask("health"), "the server answers")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from local.errors import UpError
 
 _QUIET = range(10_240, 32_768)  # below those from which systems choose for outgoing connections
+_HERE = "127.0.0.1"
+_given = set[int]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,7 @@ class Port:
     number: int
     role: str
     variable: str
-    host: str = "127.0.0.1"
+    host: str = _HERE
 
 
 def check(ports: Iterable[Port]) -> None:
@@ -35,19 +37,18 @@ def check(ports: Iterable[Port]) -> None:
             raise UpError(reason.format(port=port))
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody has at this moment."""
-    with socket.create_server((host, 0)) as taken:
-        return int(taken.getsockname()[1])
+def free_port() -> int:
+    """A port of the loopback address that nobody has, for a listener that may come a while later.
 
-
-def quiet_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody has, and that no outgoing connection is given: for a listener that comes a while later."""
+    No outgoing connection is given it, and this process not again.  Raises UpError when there is none.
+    """
     draw = random.SystemRandom()
     for _ in _QUIET:
-        if _obstacle(host, number := draw.choice(_QUIET)) is None:
+        number = draw.choice(_QUIET)
+        if number not in _given and _obstacle(_HERE, number) is None:
+            _given.add(number)
             return number
-    return free_port(host)
+    raise UpError(f"No port from {_QUIET.start} to {_QUIET.stop - 1} is free on {_HERE}.")
 
 
 def is_open(host: str, port: int, timeout_s: float = 1.0) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from local.ports import quiet_port
+from local.ports import free_port
 from reference_server.server import ReferenceServer, ServeConfig
 from tests.support.scripted import Scripted, Seen, answer
 from tests.support.stack import BIN, Stack, eventually
@@ -111,7 +111,7 @@ def _visiting(url: str, profile: Path) -> Iterator[None]:
 
 def test_a_strangers_page_changes_and_reads_nothing(tmp_path: Path) -> None:
     ran: list[object] = []
-    flower = quiet_port()
+    flower = free_port()
     with (
         ReferenceServer(ran.append, ServeConfig(port=0)) as server,
         Stack(tmp_path / "home", {"SLOTKEEPER_FLOWER_PORT": str(flower)}) as stack,

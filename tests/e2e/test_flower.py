@@ -9,7 +9,7 @@ import requests
 from flower.urls import handlers
 from tornado.web import URLSpec
 
-from local.ports import quiet_port
+from local.ports import free_port
 from tests.support.stack import BIN, Stack, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -22,7 +22,7 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH")
 @pytest.fixture(scope="module")
 def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, tuple[str, str]]]:
     """Its address, and who may come in."""
-    home, port = tmp_path_factory.mktemp("flower"), quiet_port()
+    home, port = tmp_path_factory.mktemp("flower"), free_port()
     with Stack(home, {"SLOTKEEPER_FLOWER_PORT": str(port)}) as stack:
         process = stack.start("flower", [str(BIN / "slotkeeper"), "flower"])
         url = f"http://127.0.0.1:{port}"

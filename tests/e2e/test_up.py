@@ -130,8 +130,12 @@ class Up:
 
     def says(self, words: str) -> None:
         """Wait until it has said this."""
-        until(lambda: words in self.printed or self.process.poll() is not None, words)
-        assert words in self.printed, self.printed
+        self.shows(lambda: words in self.printed, words)
+
+    def shows(self, condition: Callable[[], Any], what: str) -> None:
+        """Wait until this is so, and no longer than it runs."""
+        until(lambda: condition() or self.process.poll() is not None, what)
+        assert condition(), self.printed
 
     def stop(self, number: int = signal.SIGINT) -> float:
         """Ask it to stop; the seconds that it took."""
@@ -380,7 +384,7 @@ def test_a_taken_port_is_named_and_nothing_is_started(installation: Installation
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_the_start_leaves_nothing_behind(installation: Installation, number: int) -> None:
     with installation.up("--no-demo") as up:
-        until(lambda: installation.pid_of("worker@"), "the worker's process")
+        up.shows(lambda: installation.pid_of("worker@"), "the worker's process")
         assert up.stop(number) < STOPPED_WITHIN_S
         assert installation.processes() == {}
 

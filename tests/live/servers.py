@@ -19,7 +19,7 @@ import requests
 
 from dispatch.outcome import Kind
 from foundation.home import private_folder
-from local.ports import quiet_port
+from local.ports import free_port
 from tasks.servers.probe import GENERIC
 
 REPO = Path(__file__).resolve().parents[2]
@@ -291,7 +291,7 @@ def installed(package: str) -> Path:
 
 @contextmanager
 def started(live: Live, binaries: Path) -> Iterator[str]:
-    port = str(quiet_port())
+    port = str(free_port())
     command = [part.replace("{port}", port) for part in live.command]
     env = {name: value.replace("{port}", port) for name, value in live.env.items()}
     path = f"{binaries}{os.pathsep}{os.environ['PATH']}"

@@ -18,7 +18,7 @@ from typing import IO, Any
 import requests
 
 from local.plan import procfile
-from local.ports import quiet_port
+from local.ports import free_port
 from tests.support.valkey import Valkey
 
 REPO = Path(__file__).resolve().parents[2]
@@ -84,7 +84,7 @@ class Stack:
 
     def __init__(self, home: Path, env: dict[str, str] | None = None) -> None:
         self.home = home
-        self.port = quiet_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.processes: dict[str, Process] = {}
         self.valkey: Valkey | None = None
@@ -129,7 +129,7 @@ class Stack:
 
     def server(self, name: str, slots: int, *options: str, function: str = "reference_server.demo:zimg") -> "RefServer":
         """A reference server; answers once it listens."""
-        port = quiet_port()
+        port = free_port()
         command = [sys.executable, "-m", "reference_server", function, "--slots", str(slots), "--port", str(port)]
         journal = self.home / f"{name}.journal"
         process = self.start(name, [*command, "--journal", str(journal), *options])

@@ -20,7 +20,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from local.ports import quiet_port
+from local.ports import free_port
 
 _START_S = 10.0
 _STOP_S = 10.0
@@ -48,7 +48,7 @@ class Valkey:
         self.folder = folder
         self.binary = binary or find_binary()
         self.socket_path = folder / "valkey.sock" if unix else None
-        self.port = 0 if unix else quiet_port()
+        self.port = 0 if unix else free_port()
         self._fixed = {"appendonly": "yes" if appendonly else "no", "appendfsync": "always", "save": ""}
         self._fixed |= settings or {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -76,7 +76,7 @@ class Valkey:
                 return self
             self.kill()
             if self.socket_path is None:
-                self.port = quiet_port()
+                self.port = free_port()
         raise NoValkey(f"{self.binary} did not start: {(self.folder / 'log').read_text()[-1000:]}")
 
     def stop(self) -> None:

@@ -67,9 +67,9 @@ def server_plans(slots: int = 8) -> list[ServerPlan]:
     """Three servers for two models, one of them asynchronous; at least 4 `slots` among them."""
     quarter = slots // 4
     return [
-        ServerPlan("sync-1", "sync", quarter, ports.quiet_port(), False),
-        ServerPlan("sync-2", "sync", quarter, ports.quiet_port(), False),
-        ServerPlan("async-1", "async", slots - 2 * quarter, ports.quiet_port(), True),
+        ServerPlan("sync-1", "sync", quarter, ports.free_port(), False),
+        ServerPlan("sync-2", "sync", quarter, ports.free_port(), False),
+        ServerPlan("async-1", "async", slots - 2 * quarter, ports.free_port(), True),
     ]
 
 
@@ -97,7 +97,7 @@ class Stack:
         self._commands = procfile()
         self.helpers = tuple(name for name in self._commands if name not in _ELSEWHERE)
         self.servers = server_plans(setting.slots)
-        self._ports = {name: ports.quiet_port() for name in ("web", *self._valkeys(), "database")}
+        self._ports = {name: ports.free_port() for name in ("web", *self._valkeys(), "database")}
         self._ports |= {server.name: server.port for server in self.servers}
         if receiver_port is not None:
             self._ports["receivers"] = receiver_port

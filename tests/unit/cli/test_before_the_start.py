@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,6 +44,25 @@ def test_a_free_port_is_no_obstacle() -> None:
     port = free_port()
     check([Port(port, "the API", "SLOTKEEPER_PORT")])
     assert not is_open("127.0.0.1", port)
+
+
+def test_no_port_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = sorted(free_port() for _ in range(3))
+    monkeypatch.setattr("local.ports._given", set())
+    monkeypatch.setattr("local.ports.random.SystemRandom", lambda: _Turns(few))
+    assert [free_port() for _ in range(3)] == few
+    with pytest.raises(UpError, match="No port from 10240 to 32767 is free"):
+        free_port()
+
+
+class _Turns:
+    """Draws one after the other, each twice."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self._numbers = cycle(number for number in numbers for _ in range(2))
+
+    def choice(self, _: range) -> int:
+        return next(self._numbers)
 
 
 def test_a_port_that_was_in_use_a_moment_ago_can_be_had_again(taken: int) -> None:

@@ -96,8 +96,8 @@ class _Trial:
         self.stack, self.jobs = stack, jobs
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        stack.start("server", [sys.executable, "-m", "benchmarks.polls", "serve", str(port)])
-        eventually(lambda: self.ask("health"), "the server answers")
+        server = stack.start("server", [sys.executable, "-m", "benchmarks.polls", "serve", str(port)])
+        server.shows(lambda: self.ask("health"), "it answers")
         stack.maintenance()
         stack.beat()
 

@@ -15,7 +15,7 @@ from database.db import Database
 from jobs.record import now_ms
 from local.plan import procfile
 from registry.tenants import Tenant, Tenants
-from tests.support.stack import BIN, Stack, eventually
+from tests.support.stack import BIN, Stack
 
 PLACES = 1200
 """Connections that the process takes."""
@@ -66,8 +66,8 @@ def staged(home: Path, **env: str) -> Iterator[Stage]:
     settings = {"SLOTKEEPER_REQUIRE_KEYS": "true", "SLOTKEEPER_MAX_CONNECTIONS": str(PLACES), **env}
     with Stack(home, settings) as stack:
         stack.env["PATH"] = f"{BIN}:{stack.env['PATH']}"
-        stack.start("web", ["sh", "-c", f"exec {procfile()['web']}"])
-        eventually(lambda: stack.answers("/health/live"), "the API answers")
+        web = stack.start("web", ["sh", "-c", f"exec {procfile()['web']}"])
+        web.shows(lambda: stack.answers("/health/live"), "it answers")
         stage = Stage(stack, _keys(home))
         answer = stage.ask("operator", "PUT", "/admin/model-configs/zimg", {})
         assert answer.ok, answer.text

@@ -117,9 +117,9 @@ def test_a_strangers_page_changes_and_reads_nothing(tmp_path: Path) -> None:
         Stack(tmp_path / "home", {"SLOTKEEPER_FLOWER_PORT": str(flower)}) as stack,
     ):
         stack.web()
-        stack.start("flower", [str(BIN / "slotkeeper"), "flower"])
+        process = stack.start("flower", [str(BIN / "slotkeeper"), "flower"])
         assert requests.put(f"{stack.url}/admin/model-configs/zimg", json={}, timeout=10).ok
-        eventually(lambda: _answers(flower), "Flower answers", 60)
+        process.shows(lambda: _answers(flower), "it answers")
         ports = {"api": stack.port, "server": int(server.url.rpartition(":")[2]), "flower": flower}
         with _stranger(ports) as (port, told), _visiting(f"http://evil.test:{port}/", tmp_path / "profile"):
             eventually(lambda: told, "the page has tried everything", 200)

@@ -10,7 +10,7 @@ from flower.urls import handlers
 from tornado.web import URLSpec
 
 from local.ports import free_port
-from tests.support.stack import BIN, Stack, eventually
+from tests.support.stack import BIN, Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -26,7 +26,7 @@ def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, tupl
     with Stack(home, {"SLOTKEEPER_FLOWER_PORT": str(port)}) as stack:
         process = stack.start("flower", [str(BIN / "slotkeeper"), "flower"])
         url = f"http://127.0.0.1:{port}"
-        eventually(lambda: process.popen.poll() is None and _status("GET", f"{url}/healthcheck"), "it answers", 60)
+        process.shows(lambda: _status("GET", f"{url}/healthcheck"), "it answers")
         yield url, ("slotkeeper", Path(home, "flower-password").read_text().strip())
 
 

@@ -54,6 +54,14 @@ class Process:
             self.command, env=env, cwd=REPO, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
         )
 
+    def shows(self, condition: Callable[[], Any], what: str, within_s: float = 60.0) -> None:
+        """Wait until this is so.  Raises AssertionError with its log's end: it has ended, or not within this time."""
+        try:
+            eventually(lambda: condition() or self.popen.poll() is not None, what, within_s)
+            assert self.popen.poll() is None, f"it ended before {what}"
+        except AssertionError as error:
+            raise AssertionError(f"{self.name}: {error}\n{self.log[-2000:]}") from error
+
     def ask_to_stop(self) -> None:
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGTERM)
@@ -134,7 +142,7 @@ class Stack:
         journal = self.home / f"{name}.journal"
         process = self.start(name, [*command, "--journal", str(journal), *options])
         server = RefServer(name, port, slots, journal, process)
-        eventually(lambda: _listens(port), f"{name} listens", 10)
+        process.shows(lambda: _listens(port), "it listens")
         return server
 
     def worker(self, name: str = "worker", threads: int = 64, level: str = "info") -> Process:
@@ -156,7 +164,7 @@ class Stack:
 
     def web(self) -> Process:
         process = self.start("web", [sys.executable, "-m", "app.web"])
-        eventually(lambda: self.answers("/health/live"), "the API answers", 30)
+        process.shows(lambda: self.answers("/health/live"), "it answers")
         return process
 
     def celery(self, *words: str) -> list[str]:

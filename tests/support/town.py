@@ -171,11 +171,11 @@ class Town:
         command = server.process.command
         server.process = self.stack.start(server.name, command)
         url = server.endpoint.replace("/generate", "/health")
-        eventually(lambda: _answers(url), f"{server.name} answers again", 10)
+        server.process.shows(lambda: _answers(url), "it answers again")
 
 
-def ready(process: Process, within_s: float = 30) -> None:
-    eventually(lambda: re.search(r"@\S+ ready\.", process.log), f"{process.name} is ready", within_s)
+def ready(process: Process, within_s: float = 60) -> None:
+    process.shows(lambda: re.search(r"@\S+ ready\.", process.log), "it is ready", within_s)
 
 
 def freeze(process: Process) -> None:

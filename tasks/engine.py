@@ -9,10 +9,12 @@ longer.  All else a thread writes, behind them.
 import asyncio
 import threading
 import time
+import types
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
+from contextvars import copy_context
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
@@ -117,6 +119,15 @@ def _answer(futures: Sequence["asyncio.Future[Any]"], found: Sequence[Any]) -> N
             future.set_result(answer)
 
 
+@types.coroutine
+def _from_there(life: Coroutine[Any, Any, T], awaited: Any) -> Generator[Any, None, T]:
+    """A life from where it waits for the first time."""
+    if awaited is None or not awaited.done():
+        with suppress(Exception, asyncio.CancelledError):  # What it waits for tells it of these by itself.
+            yield awaited
+    return (yield from life)
+
+
 class Engine:
     """The loop, its thread, and its ways to Redis, to the record and to servers."""
 
@@ -129,7 +140,7 @@ class Engine:
         self._rare = ThreadPoolExecutor(_RARE_THREADS, thread_name_prefix="rare")
         self._lives: set[asyncio.Task[Any]] = set()
         self._count = 0  # of lives, those among them that the loop has not begun yet
-        self._later: deque[Callable[[], object]] = deque()
+        self._later: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._idle = threading.Condition()
         self._closed = False
         self._pulse = Pulse("engine", wake=lambda: self.soon(self._pulse.beat))
@@ -140,16 +151,19 @@ class Engine:
 
     def soon(self, act: Callable[..., object], *args: Any) -> None:
         """Have the loop call `act`."""
-        if threading.current_thread() is self._thread:
+        if self._is_here:
             self.loop.call_soon(act, *args)
         else:
             self.loop.call_soon_threadsafe(act, *args)
 
     def live(self, life: Coroutine[Any, Any, object]) -> None:
-        """Have the loop carry out `life`."""
+        """Have the loop carry out `life`; from the loop's own thread it begins at once, up to where it first waits."""
         with self._idle:
             self._count += 1
-        self.soon(self._begin, life)
+        if self._is_here:
+            self._begin(life)
+        else:
+            self.loop.call_soon_threadsafe(self._begin, life)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until nothing lives any more; False: it took longer."""
@@ -178,17 +192,17 @@ class Engine:
 
     def later(self, act: Callable[..., object], *args: Any) -> None:
         """Have `act` called when no request and no slot has to wait for it: soon, and in the order asked for."""
-        self._later.append(partial(act, *args))
+        self._later.append((act, args))
         if len(self._later) == 1:
             self.loop.call_later(_LATER_S, self._catch_up)
 
-    async def ask_room(self, command: Command[T]) -> T:
-        """Run a script.  Raises redis errors."""
-        return await self._room.ask(command)
+    def ask_room(self, command: Command[T]) -> "asyncio.Future[T]":
+        """Run a script.  The future raises redis errors."""
+        return self._room.ask(command)
 
-    async def store(self, write: Write[T]) -> T:
-        """Raises RecordUnavailable, RecordUncertain."""
-        return await (self._relaxed if write.relaxed else self._durable).ask(write)
+    def store(self, write: Write[T]) -> "asyncio.Future[T]":
+        """The future raises RecordUnavailable, RecordUncertain."""
+        return (self._relaxed if write.relaxed else self._durable).ask(write)
 
     async def rarely(self, act: Callable[..., T], *args: Any) -> T:
         """Have something done that waits for others, in a thread: not what every run needs."""
@@ -204,25 +218,44 @@ class Engine:
         finally:
             self.loop.stop()
 
+    @property
+    def _is_here(self) -> bool:
+        """Whether this is the loop's own thread."""
+        return threading.get_ident() == self._thread.ident
+
     def _begin(self, life: Coroutine[Any, Any, object]) -> None:
-        task = self.loop.create_task(life)
-        self._lives.add(task)
-        task.add_done_callback(self._ended)
+        """What it asks for first is asked for in this turn, and not when its task has come to its turn."""
+        context = copy_context()
+        try:
+            awaited = context.run(life.send, None)
+        except StopIteration:
+            self._over()
+        except Exception as error:
+            self._over(error)
+        else:
+            task = self.loop.create_task(_from_there(life, awaited), context=context)
+            self._lives.add(task)
+            task.add_done_callback(self._ended)
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._lives.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        self._over(None if task.cancelled() else task.exception())
+
+    def _over(self, error: BaseException | None = None) -> None:
+        if error is not None:
             log.error("run_failed", exc_info=error)
         with self._idle:
             self._count -= 1
-            self._idle.notify_all()
+            if not self._count:
+                self._idle.notify_all()
 
     def _catch_up(self) -> None:
         """A little at a time, lest what has become urgent meanwhile wait for all of it."""
         until = time.monotonic() + _SLICE_S
         while self._later and time.monotonic() < until:
             try:
-                self._later[0]()
+                act, args = self._later[0]
+                act(*args)
             except Exception:
                 log.exception("act_failed")
             self._later.popleft()

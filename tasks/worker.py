@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -416,13 +416,13 @@ class Worker:
         else:
             self.run_claimed(offer)
 
-    async def _stored(self, write: Write[T], watch: Watch) -> T:
-        return await self._until_stored(lambda: self.engine.store(write), watch)
+    def _stored(self, write: Write[T], watch: Watch) -> Awaitable[T]:
+        return self._until_stored(partial(self.engine.store, write), watch)
 
-    async def _patiently(self, act: Callable[[], T], watch: Watch) -> T:
-        return await self._until_stored(lambda: self.engine.rarely(act), watch)
+    def _patiently(self, act: Callable[[], T], watch: Watch) -> Awaitable[T]:
+        return self._until_stored(partial(self.engine.rarely, act), watch)
 
-    async def _until_stored(self, act: Callable[[], Any], watch: Watch) -> Any:
+    async def _until_stored(self, act: Callable[[], Awaitable[Any]], watch: Watch) -> Any:
         """Try until the record takes it, for as long as the run is this worker's.  Raises RecordUnavailable."""
         ends: float | None = None
         while True:

@@ -60,6 +60,14 @@ LOOP = [
         (f"{_ENGINE}test_so_much_that_the_loop_would_stand_still_is_done_by_the_thread",),
     ),
     Mutant(
+        "a run whose first word to the record failed ends unheard",
+        "JOB-1",
+        "tasks/engine.py",
+        "with suppress(Exception, asyncio.CancelledError):  # What",
+        "if True:  # What",
+        (f"{_ENGINE}test_a_run_hears_itself_that_what_it_asked_for_first_was_not_done",),
+    ),
+    Mutant(
         "a dead thread of the record is not missed",
         "JOB-3",
         "tasks/engine.py",

@@ -4,12 +4,16 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from database.db import Write
+from foundation import logs
+from foundation.errors import RecordUnavailable
 from tasks import engine
-from tasks.engine import Together
+from tasks.engine import Engine, Together
 
 
 class Record:
@@ -72,3 +76,82 @@ def test_what_need_not_be_at_once_waits_for_more_of_its_kind(record: Record) -> 
     with _together(record, behind_s=0.05) as ask:
         ask([1, 2])
     assert record.done == [("record", [1, 2])]
+
+
+# -- lives ------------------------------------------------------------------------------------------------------
+
+
+def _not_stored(writes: Sequence[Any]) -> Sequence[Any]:
+    return [RecordUnavailable("away") for _ in writes]
+
+
+@pytest.fixture
+def lived() -> Iterator[Engine]:
+    """An engine with a record that stores nothing, whether it is asked at once or by a thread."""
+
+    async def close() -> None:
+        pass
+
+    record: Any = SimpleNamespace(do_all=_not_stored, do_at_once=_not_stored)
+    room: Any = SimpleNamespace(pipeline=lambda loop: SimpleNamespace(close=close))
+    found = Engine(record, room)
+    yield found
+    found.close()
+
+
+def test_what_a_run_asks_for_first_is_asked_for_in_the_turn_that_brought_it(lived: Engine) -> None:
+    said: list[str] = []
+
+    async def next_run() -> None:
+        said.append("asked")
+        await asyncio.sleep(0)
+        said.append("ended")
+
+    async def run() -> None:
+        lived.live(next_run())
+        said.append("went on")
+
+    lived.live(run())
+    assert lived.wait(10) and said == ["asked", "went on", "ended"]
+
+
+@pytest.mark.parametrize("relaxed", [True, False])
+def test_a_run_hears_itself_that_what_it_asked_for_first_was_not_done(lived: Engine, relaxed: bool) -> None:
+    heard: list[Exception] = []
+
+    async def run() -> None:
+        try:
+            await lived.store(Write(lambda tx: None, relaxed))
+        except RecordUnavailable as error:
+            heard.append(error)
+
+    lived.live(run())
+    assert lived.wait(10) and len(heard) == 1
+
+
+@pytest.mark.parametrize("waits", [0, 1, 2])
+def test_a_run_that_fails_is_over(lived: Engine, waits: int) -> None:
+    async def run() -> None:
+        for _ in range(waits):
+            await asyncio.sleep(0)
+        raise ValueError
+
+    lived.live(run())
+    assert lived.wait(10)
+
+
+def test_a_run_says_of_its_lines_what_they_are_about_and_not_of_others(lived: Engine) -> None:
+    told: dict[str, Any] = {}
+
+    async def other() -> None:
+        logs.about(job_id="other")
+        await asyncio.sleep(0)
+        told["other"] = logs._about.get()
+
+    async def run() -> None:
+        logs.about(job_id="one")
+        lived.live(other())
+        told["one"] = logs._about.get()
+
+    lived.live(run())
+    assert lived.wait(10) and told == {"one": {"job_id": "one"}, "other": {"job_id": "other"}}

@@ -68,6 +68,15 @@ class Released(NamedTuple):
     offers: list[Offer]
 
 
+class _Release(NamedTuple):
+    lease: Lease
+    back: bool
+    cooldown_ms: int
+    outcome: Outcome
+    draining: Lease
+    offering: Offering
+
+
 class _Renewed(NamedTuple):
     epoch: str
     offers: int
@@ -95,17 +104,8 @@ class LeaseScripts(Protocol):
 
     def claim(self, fleet: str, *, offer: Offer, owner: str, lease_ms: int) -> Command[Offer | None]: ...
     def release(
-        self,
-        fleet: str,
-        *,
-        lease: Lease,
-        back: bool,
-        cooldown_ms: int,
-        outcome: Outcome,
-        settings: RoutingSettings,
-        draining: Lease,
-        offering: Offering,
-    ) -> Command[Released]: ...
+        self, fleet: str, *, settings: RoutingSettings, releases: Sequence[_Release]
+    ) -> Command[list[Released]]: ...
     def renew(
         self, fleet: str, *, owner: str, lease_ms: int, known_epoch: str, known_offers: int, leases: Sequence[Lease]
     ) -> Command[_Renewed]: ...
@@ -173,11 +173,12 @@ class Leases:
         """
         return self.scripts.run(
             self.releasing(lease, back=back, cooldown_ms=cooldown_ms, claimant=claimant, limit=limit, outcome=outcome)
-        )
+        )[0]
 
     def withhold(self, lease: Lease, draining: Lease, *, back: bool, claimant: str, outcome: Outcome) -> Released:
         """Give up a lease whose slot stays taken, by the lease `draining`.  Answers as `release`."""
-        return self.scripts.run(self.releasing(lease, back=back, claimant=claimant, outcome=outcome, draining=draining))
+        asked = self.releasing(lease, back=back, claimant=claimant, outcome=outcome, draining=draining)
+        return self.scripts.run(asked)[0]
 
     def releasing(
         self,
@@ -189,18 +190,11 @@ class Leases:
         limit: int = 8,
         outcome: Outcome = "",
         draining: Lease = _NOTHING,
-    ) -> Command[Released]:
+    ) -> Command[list[Released]]:
         """The command of `release` and of `withhold`.  It may have to ask Redis how much room there is."""
-        return self._acts.release(
-            lease.fleet,
-            lease=lease,
-            back=back,
-            cooldown_ms=cooldown_ms,
-            outcome=outcome,
-            settings=self._settings,
-            draining=draining,
-            offering=offering(self._settings, self._room(), limit, claimant),
-        )
+        making = offering(self._settings, self._room(), limit, claimant)
+        one = _Release(lease, back, cooldown_ms, outcome, draining, making)
+        return self._acts.release(lease.fleet, settings=self._settings, releases=[one])
 
     def keep(self, lease: Lease, *, resumes: bool) -> Kept:
         """Give an open offer more time: "kept"; "closed": nothing is started there now; "lost": it is not open.

@@ -1,16 +1,17 @@
 """Redis as an event loop reaches it: on one connection, where nothing waits for the answer to what was asked before.
 
-What is asked in one turn of the loop leaves in one write, and Redis answers in the order in which it was asked.
+What is asked in one turn of the loop leaves in one write, and Redis answers in the order in which it was asked.  Calls
+of a script that joins them (scripting/signatures.py) become one, in the place of the first.
 redis-py connects and shakes hands; then commands and answers go past it, since its streams, and tasks that wait at
 them, would cost more than what they carry.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import hiredis
@@ -21,10 +22,12 @@ from redis.exceptions import InvalidResponse, RedisError
 from redis.exceptions import TimeoutError as Silent
 
 from scripting.scripts import Command, Scripts, connection_for, is_missing
+from scripting.signatures import joined
 
 log = structlog.get_logger(__name__)
 
 _MORE = object()  # The next answer has not come whole.
+_MOST_JOINED = 32  # calls; Redis serves nobody else while it works them off
 
 
 @dataclass(slots=True)
@@ -39,6 +42,11 @@ class _Asked:
     number: int = -1
     after: "_Asked | None" = None  # what told Redis the script's text, before it was sent again
 
+    @property
+    def kind(self) -> Hashable:
+        """What those have in common that may be joined; None: it is sent by itself."""
+        return None if self.command is None else self.command.kind
+
     def settle(self, found: Any) -> None:
         if self.answer.done():  # Nobody waits for it any more.
             return
@@ -48,6 +56,35 @@ class _Asked:
             self.answer.set_result(self.read(found))
         except Exception as error:
             self.answer.set_exception(error)
+
+
+class _Joined(_Asked):
+    """Calls of one kind that are sent as one; each has its own part of the answer."""
+
+    def __init__(self, parts: Sequence[_Asked]) -> None:
+        commands, first = [part.command for part in parts if part.command is not None], parts[0]
+        whole = joined(commands)
+        super().__init__(whole.packed, first.read, first.answer, first.until, whole, first.number)
+        self._parts = [(part, command.entries) for part, command in zip(parts, commands, strict=True)]
+
+    def settle(self, found: Any) -> None:
+        rest = None if isinstance(found, RedisError) else iter(found)
+        for part, entries in self._parts:
+            part.settle(found if rest is None else list(islice(rest, entries)))
+
+
+def _together(asked: list[_Asked]) -> list[_Asked]:
+    """The same, where those of one kind, up to as many as may be, are one in the place of the first."""
+    groups: list[list[_Asked]] = []
+    of_kind: dict[Hashable, list[_Asked]] = {}
+    for one in asked:
+        group = of_kind.get(one.kind)
+        if group is None or len(group) == _MOST_JOINED:
+            groups.append(group := [])
+            if one.kind is not None:
+                of_kind[one.kind] = group
+        group.append(one)
+    return [its[0] if len(its) == 1 else _Joined(its) for its in groups]
 
 
 class _Line(asyncio.Protocol):
@@ -131,7 +168,7 @@ class Pipeline:
         """In one write.  What a line that is over has not taken fails when its life ends."""
         if line.over.done():
             return
-        now, self._next = self._next, []
+        now, self._next = _together(self._next), []
         self._sent += now
         if not self._is_watched:
             self._watch()

@@ -28,6 +28,7 @@ from scripting.keys import Keys
 from scripting.signatures import (
     Caller,
     Command,
+    Rows,
     Signature,
     Target,
     caller,
@@ -222,14 +223,14 @@ class Scripts:
             self._bound[declared] = SimpleNamespace(**made)
         return self._bound[declared]
 
-    def target(self, script: str, on: str, read: Callable[[Any], Any]) -> Target:
+    def target(self, script: str, on: str, read: Callable[[Any], Any], rows: Rows | None = None) -> Target:
         """`on`: a fleet, or the key of a script that works on one."""
         keys = self.keys.fleet(on) if "@include lib/fleet" in source(script) else [on]
         words: tuple[str | int, ...] = ("FCALL", self._function(script).name, len(keys), *keys)
-        return Target(script, keys, words, pack(words), read)
+        return Target(script, keys, words, pack(words), read, rows)
 
     def _targets(self, script: str, found: Caller) -> Callable[[str], Target]:
-        return lru_cache(_REMEMBERED)(lambda on: self.target(script, on, found.read(on)))
+        return lru_cache(_REMEMBERED)(lambda on: self.target(script, on, found.read(on), found.rows))
 
     def run(self, command: Command[T]) -> T:
         """Run a script.  Raises redis errors."""

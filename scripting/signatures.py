@@ -13,12 +13,15 @@ Types are text, int, number, flag (a bool; 0 or 1 in Redis), words, `type | None
 `{name: type, …}` and pairs `{text: type}`.  A row is a class in Python; as an argument it may have more than is asked
 for.  An answer of one value is that value, one of several is a row.  Lists and pairs come after all other arguments;
 each but the last is sent with its length.
+
+A script that does for each row of its last list what it would do in a call of its own, and answers a list with one
+entry for each, says `Joins <that list>`: calls of one moment may then become one.
 """
 
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
@@ -32,10 +35,18 @@ _SCALARS: Mapping[Any, str] = {str: "text", int: "int", float: "number", bool: "
 _IN_LUA = {"int": "tonumber({})", "number": "tonumber({})", "flag": '{} == "1"'}
 
 
+class Rows(NamedTuple):
+    """With which argument the rows of a call begin that others may be joined to, and how many words each row has."""
+
+    begin: int
+    size: int
+
+
 class Target(NamedTuple):
     """A script on the keys of one fleet.
 
-    `words`: what Redis is sent before the arguments; `packed`: those as they are sent.
+    `words`: what Redis is sent before the arguments; `packed`: those as they are sent.  `rows`: None: its calls are
+    never joined.
     """
 
     script: str
@@ -43,6 +54,7 @@ class Target(NamedTuple):
     words: tuple[str | int, ...]
     packed: bytes
     read: Callable[[Any], Any]
+    rows: Rows | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +75,26 @@ class Command(Generic[T]):
         count = len(self.target.words) + len(self.args)
         return b"*%d\r\n%b%b" % (count, self.target.packed, pack(self.args))
 
+    @property
+    def kind(self) -> Hashable:
+        """Calls of one kind may be joined; None: this one is made by itself."""
+        rows = self.target.rows
+        return None if rows is None else (id(self.target), self.args[: rows.begin])
+
+    @property
+    def entries(self) -> int:
+        """How many its answer has, of a call that may be joined: one for each of its rows."""
+        assert self.target.rows is not None, "it may be joined"
+        return (len(self.args) - self.target.rows.begin) // self.target.rows.size
+
+
+def joined(commands: Sequence[Command[list[T]]]) -> Command[list[T]]:
+    """Calls of one kind as one; its answer has the entries of the first, then those of the second, and so on."""
+    first, *others = commands
+    assert first.target.rows is not None, "they may be joined"
+    rows = chain.from_iterable(it.args[first.target.rows.begin :] for it in others)
+    return Command(first.target, (*first.args, *rows))
+
 
 def pack(words: tuple[Any, ...]) -> bytes:
     """Words as Redis is sent them, without how many they are."""
@@ -74,16 +106,32 @@ class Signature(NamedTuple):
 
     takes: dict[str, ast.expr]
     returns: dict[str, ast.expr]
+    joins: str = ""
 
     @property
     def answer(self) -> str:
         """The type of the whole answer."""
         return ast.unparse(*self.returns.values()) if len(self.returns) == 1 else _row(self.returns)
 
+    @property
+    def rows(self) -> Rows | None:
+        """Of the list that is joined; None: there is none."""
+        if not self.joins:
+            return None
+        sizes = [_in_lua(it, 0)[1] for name, it in self.takes.items() if name != self.joins]
+        return Rows(sum(sizes), _item(self.joins, self.takes[self.joins])[1])
+
 
 def signature(header: str) -> Signature:
     """Raises SyntaxError."""
-    return Signature(_declared("Takes", header), _declared("Returns", header))
+    takes, returns = _declared("Takes", header), _declared("Returns", header)
+    found = re.search(r"^  Joins (\w+)$", header, re.MULTILINE)
+    if found is None:
+        return Signature(takes, returns)
+    lists, answers = [name for name, it in takes.items() if _is_many(it)], list(returns.values())
+    if lists != [found[1]] or len(answers) != 1 or not isinstance(answers[0], ast.List):
+        raise SyntaxError(f"calls are joined by their only list, and answer one: not by {found[1]}")
+    return Signature(takes, returns, joins=found[1])
 
 
 def _declared(entry: str, header: str) -> dict[str, ast.expr]:
@@ -160,11 +208,12 @@ def _item(name: str, it: ast.expr) -> tuple[str, int]:
 
 class Caller(NamedTuple):
     """`pack`: given what finds the target of a fleet, the function that calls the script.  `read`: for a fleet, what
-    reads the answer.
+    reads the answer.  `rows`: as of its targets.
     """
 
     pack: Callable[[Callable[[str], Target]], Callable[..., Command[Any]]]
     read: Callable[[str], Callable[[Any], Any]]
+    rows: Rows | None
 
 
 def caller(name: str, found: Signature, method: Callable[..., Any]) -> Caller:
@@ -183,7 +232,7 @@ def caller(name: str, found: Signature, method: Callable[..., Any]) -> Caller:
         f"lambda target: lambda {', '.join(['on', *(['*', *names] if names else [])])}: Command(target(on), ({words}))"
     )
     read = f"lambda fleet: lambda it: {_read(answer, 'it', known)}"
-    return Caller(eval(pack, known), eval(read, known))
+    return Caller(eval(pack, known), eval(read, known), found.rows)
 
 
 def _described(hint: Any, asked: ast.expr | None = None) -> str:

@@ -356,7 +356,7 @@ class Worker:
     async def _release_and_claim(self, lease: Lease, end: End) -> Offer | None:
         claimant, outcome = self.claimant, end.verdict.outcome
         try:
-            released = await self.engine.ask_room(
+            (released,) = await self.engine.ask_room(
                 self._leases.releasing(lease, back=False, claimant=claimant, outcome=outcome)
             )
         except RedisError as error:

@@ -1,20 +1,26 @@
---[[ release: give up a lease, and make the next offers in the same step (the hand-off).
+--[[ release: give up leases, one after another, and after each make the next offers in the same step (the hand-off).
   Keys: classes, groups, kinds, lanes, rules, free, cooling, slots, leases, servers, tags, stats, held, meta
   Takes
-    lease: {job_id: text, name: text, owner: text}      owner "": an offer that nobody has claimed
-    back: flag              the job goes back to its place in its lane; else it has left the room
-    cooldown_ms: int        how long the slot is offered to nobody
-    outcome: "ok" | "failed" | "busy" | ""              what the run tells of its server and model; "": nothing
     settings: {breaker_failures: int, breaker_rate: number, breaker_open_ms: int, breaker_open_max_ms: int,
                busy_cooldown_max_ms: int}
       failures in a row, or this rate of them, 0 to 1, open a server's breaker for open_ms, doubled each time in a row
       up to open_max_ms; likewise the cooldown of a slot that was busy, up to busy_cooldown_max_ms
-    draining: {job_id: text, name: text, owner: text}      under this its slot stays taken; job_id "": it is free
-    offering: {prefix: text, limit: int, room: int, offer_ms: int, claimant: text, lease_ms: int}      see lib/offer
+    releases: [{lease: {job_id: text, name: text, owner: text},
+                back: flag, cooldown_ms: int, outcome: "ok" | "failed" | "busy" | "",
+                draining: {job_id: text, name: text, owner: text},
+                offering: {prefix: text, limit: int, room: int, offer_ms: int, claimant: text, lease_ms: int}}]
+      lease         its owner is "" where it is an offer that nobody has claimed
+      back          the job goes back to its place in its lane; else it has left the room
+      cooldown_ms   how long the slot is offered to nobody
+      outcome       what the run tells of its server and model; "": nothing
+      draining      under this its slot stays taken; job_id "": it is free
+      offering      see lib/offer
   Returns
-    released: flag          0: it is another's, and left alone; offers are made all the same
-    offers: [{job_id: text, lease: text, slot: text, server: text, model: text, number: int, owner: text}]
-  Clock Redis TIME    Cost O(log n + groups + free slots)    Upholds LEASE-4, SLOT-2 ]]
+    answers: [{released: flag,
+               offers: [{job_id: text, lease: text, slot: text, server: text, model: text, number: int, owner: text}]}]
+      released      0: it is another's, and left alone; offers are made all the same
+  Joins releases
+  Clock Redis TIME    Cost O(releases × (log n + groups + free slots))    Upholds LEASE-4, SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
 -- @include lib/fields
@@ -37,7 +43,7 @@ local function note_duration(stats, name, took_ms)
   set_field(stats, name, string.format("%.3f", mean + SMOOTHING * (took_ms - mean)))
 end
 
-local function note_run(was, now)
+local function note_run(was, outcome, now)
   if not field(SERVERS, server_of(was.slot)) then return end -- it has been removed meanwhile
   local server, model = stats_key("server", server_of(was.slot)), stats_key("model", was.lane.model)
   local told = outcome == "busy" and "" or outcome
@@ -45,8 +51,8 @@ local function note_run(was, now)
   local in_a_row = rules_of(was.lane.model).failures
   if in_a_row > 0 then
     -- Of a model only the streak counts: other servers may be well.
-    settings.breaker_failures, settings.breaker_rate = in_a_row, 2
-    note_outcome(model, was.job, told, now, settings)
+    note_outcome(model, was.job, told, now, { breaker_failures = in_a_row, breaker_rate = 2,
+      breaker_open_ms = settings.breaker_open_ms, breaker_open_max_ms = settings.breaker_open_max_ms })
   end
   if outcome == "ok" then
     note_duration(model, "run_ms", now - was.since)
@@ -55,7 +61,7 @@ local function note_run(was, now)
 end
 
 -- A slot whose server said "busy", again and again, is tried less and less often; a look at its health may end that.
-local function cooldown_of(slot)
+local function cooldown_of(slot, outcome, cooldown_ms)
   local stats, name = stats_key("server", server_of(slot)), "busy:" .. slot
   read_hash(stats)
   if outcome ~= "busy" or not is_online_slot(slot) then
@@ -66,22 +72,26 @@ local function cooldown_of(slot)
   return math.min(cooldown_ms * 2 ^ math.min(times - 1, 30), math.max(cooldown_ms, settings.busy_cooldown_max_ms))
 end
 
-local now, was = now_ms(), read_lease(lease.job_id)
-local released = holds(was, lease.name, lease.owner)
-if released then
+-- Answers 1, or 0 for a lease that is another's.
+local function let_go(it, now)
+  local was, draining = read_lease(it.lease.job_id), it.draining
+  if not holds(was, it.lease.name, it.lease.owner) then return 0 end
   local is_let_go = drop_lease(was, now)
-  if back or was.again then
+  if it.back or was.again then
     add_to_lane(was.lane, was.seq, member_of(was.job, was.created))
     reindex(was.lane, was.constraints)
   end
   if draining.job_id ~= "" then
     write_lease(draining.job_id, draining.name, draining.owner, was.slot, was.lane, was.constraints, was.seq,
-      was.created, 0, 0, now, now + offering.lease_ms)
+      was.created, 0, 0, now, now + it.offering.lease_ms)
   else
-    return_slot(was.slot, now, cooldown_of(was.slot), is_let_go)
+    return_slot(was.slot, now, cooldown_of(was.slot, it.outcome, it.cooldown_ms), is_let_go)
   end
-  note_run(was, now)
+  note_run(was, it.outcome, now)
+  return 1
 end
-local offers = make_offers(offering, now)
+
+local now, answers = now_ms(), {}
+for i, it in ipairs(releases) do answers[i] = { let_go(it, now), make_offers(it.offering, now) } end
 write_fields()
-return { released and 1 or 0, offers }
+return answers

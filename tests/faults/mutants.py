@@ -293,8 +293,8 @@ MUTANTS = [
         "anybody releases",
         "LEASE-4",
         "routing/lua/release.lua",
-        "local released = holds(was, lease.name, lease.owner)",
-        "local released = was",
+        "if not holds(was, it.lease.name, it.lease.owner) then return 0 end",
+        "if not was then return 0 end",
         (
             f"{LEASES}test_nobody_else_releases",
             f"{MAINTENANCE}test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle",

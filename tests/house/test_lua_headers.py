@@ -31,7 +31,7 @@ from scripting.scripts import (
     signature_of,
     source,
 )
-from scripting.signatures import caller, locals_of, signature
+from scripting.signatures import Target, caller, joined, locals_of, signature
 from tasks.sinks.event_stream import StreamScripts
 from tests.house.lua_text import FUNCTION, body, called_functions, header, included
 from upkeep.rooms import RoomScripts
@@ -191,6 +191,63 @@ def test_what_is_sent_is_what_the_header_says_in_its_order():
     held = Lease("j1", "l1", 7)
     sent = pack("zimg", held=held, back=True, rate=0.5, leases=[held, held], names=["a"], rules={"r": "t"})
     assert sent.args == ("l1", "j1", 1, 0.5, 2, "j1", 7, "j1", 7, 1, "a", "r", "t")
+
+
+JOINING = """--[[ act: does something.
+  Takes
+    rate: number, back: flag
+    held: [{lease: {name: text, owner: text}, seen: int}]
+  Returns
+    answers: [{word: text, leases: [text]}]
+  Joins held
+  Cost O(n) ]]
+"""
+
+
+class Part(NamedTuple):
+    lease: "Named"
+    seen: int
+
+
+class Named(NamedTuple):
+    name: str
+    owner: str
+
+
+class Word(NamedTuple):
+    word: str
+    leases: list[str]
+
+
+class Joining(Protocol):
+    def act(self, fleet: str, *, rate: float, back: bool, held: Sequence[Part]) -> Command[list[Word]]: ...
+
+
+def test_calls_that_are_joined_are_sent_as_one_with_the_rows_of_all():
+    found = caller("act", signature(JOINING), Joining.act)
+    target = Target("act", [], (), b"", found.read("zimg"), found.rows)
+    call = found.pack(lambda fleet: target)
+    one = call("zimg", rate=0.5, back=False, held=[Part(Named("l1", "w1"), 1)])
+    two = call("zimg", rate=0.5, back=False, held=[Part(Named("l2", "w2"), 2), Part(Named("l3", "w3"), 3)])
+    assert [one.entries, two.entries] == [1, 2] and one.kind == two.kind
+    assert joined([one, two]).args == (0.5, 0, "l1", "w1", 1, "l2", "w2", 2, "l3", "w3", 3)
+    assert call("zimg", rate=0.6, back=False, held=[]).kind != one.kind
+    assert target.read([[b"a", [b"b"]], [b"c", []]]) == [Word("a", ["b"]), Word("c", [])]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Joins held", "Joins other"),  # it takes none of that name
+        ("Joins held", "Joins rate"),  # not a list
+        ("rate: number", "names: [text]"),  # of two lists each is sent with its length
+        ("answers: [{word: text, leases: [text]}]", "word: text"),  # of whose row would it be?
+    ],
+)
+def test_only_calls_with_one_list_and_an_answer_for_each_of_its_rows_are_joined(old, new):
+    assert JOINING.count(old) == 1
+    with pytest.raises(SyntaxError):
+        signature(JOINING.replace(old, new))
 
 
 def test_a_call_is_packed_as_redis_would_have_its_words():

@@ -1,7 +1,9 @@
 """What an event loop asks of Redis leaves together, waits for nothing, and always has its answer."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,13 @@ from redis.exceptions import ConnectionError as Broken
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as Silent
 
+from routing.config import RoutingSettings
+from routing.leases import Lease, Leases
 from scripting.keys import Keys
 from scripting.pipeline import Pipeline, _Line
 from scripting.scripts import Command, Scripts
 from scripting.signatures import pack
+from tests.support.room import Room, a
 from tests.support.valkey import Valkey
 
 KEYS = Keys("test")
@@ -26,6 +31,12 @@ _TIMEOUT_S = 0.3
 def depths(fleet: str = "zimg") -> Command:
     """A script that works on an empty room."""
     return Command(SCRIPTS.target("depths", fleet, lambda answer: ("read", int(answer[0]))), ())
+
+
+def freeing(name: str, fleet: str = "zimg", failures: int = 9) -> Command:
+    """A release of a lease that nobody has; with another fleet, or other settings, of another kind."""
+    settings = RoutingSettings(breaker_failures=failures)
+    return Leases(SCRIPTS, settings).releasing(Lease(fleet, name, name, "w1", "gpu-slot0"), back=False)
 
 
 def misused() -> Command:
@@ -118,6 +129,65 @@ def test_what_fails_is_its_own_error_and_no_neighbours(own_valkey):
 
     one, wrong, other = play(own_valkey, act)
     assert one == other == ("read", 0) and isinstance(wrong, ResponseError)
+
+
+# -- calls that are joined -------------------------------------------------------------------------------------
+
+
+@tcp
+def test_releases_of_one_turn_are_one_call_of_which_each_has_its_own_answer(own_valkey):
+    with own_valkey.client() as client:
+        room = Room(client, prefix="test")
+        offers = room.with_slots(3).enqueue(*[a(f"j{n}", n) for n in range(3)])
+        held = [Lease("zimg", it.job, it.lease, "", it.slot) for it in offers]
+        held[1] = replace(held[1], owner="somebody")
+        client.config_resetstat()
+
+    async def act(pipeline: Pipeline) -> Any:
+        await pipeline.ask(depths())
+        leases = Leases(SCRIPTS, RoutingSettings())
+        return await asyncio.gather(*(pipeline.ask(leases.releasing(it, back=True, limit=1)) for it in held))
+
+    (one,), (refused,), (three,) = play(own_valkey, act)
+    assert (one.released, refused.released, three.released) == (True, False, True)
+    # What each frees the next free slot's job goes to; the refused one's offer finds nothing that waits.
+    assert [[it.job_id for it in one.offers], [it.job_id for it in three.offers]] == [["j0"], ["j2"]]
+    assert refused.offers == []
+    with own_valkey.client() as client:
+        calls = client.info("commandstats")["cmdstat_fcall"]
+        assert calls["calls"] - calls["failed_calls"] == 2, "and one that asks how many wait"
+        assert Room(client, prefix="test").lease_of("j1")["lease"] == offers[1].lease
+
+
+@tcp
+def test_what_is_joined_is_of_one_room_in_the_order_asked_and_not_too_much(own_valkey):
+    """Nobody else is served while one call lasts."""
+    sent: list[bytes] = []
+
+    async def act(pipeline: Pipeline) -> Any:
+        await pipeline.ask(depths())
+        line = pipeline._line
+        assert line is not None
+        send, line.send = line.send, lambda packed: (sent.extend(packed), send(packed))[1]  # type: ignore[method-assign]
+        asked = [freeing(f"j{n:02}-", "flux" if n == 3 else "zimg", 8 if n == 5 else 9) for n in range(40)]
+        return await asyncio.gather(*(pipeline.ask(it) for it in asked))
+
+    assert all(len(answers) == 1 and not answers[0].released for answers in play(own_valkey, act))
+    names = [re.findall(rb"j\d\d-", text)[::2] for text in sent if b"FCALL" in text][:4]
+    others = [b"j%02d-" % n for n in range(40) if n not in (3, 5)]
+    assert names == [others[:32], [b"j03-"], [b"j05-"], others[32:]]
+
+
+@tcp
+def test_what_a_joined_call_comes_to_is_every_askers_error(own_valkey):
+    with own_valkey.client() as client:
+        client.set(Keys("test").of("zimg", "meta"), "no hash")
+
+    async def act(pipeline: Pipeline) -> Any:
+        return await outcomes(*(pipeline.ask(freeing(f"j{n}")) for n in range(3)), pipeline.ask(depths("flux")))
+
+    *wrong, right = play(own_valkey, act)
+    assert all(isinstance(it, ResponseError) for it in wrong) and len(wrong) == 3 and right == ("read", 0)
 
 
 @tcp

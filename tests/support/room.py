@@ -262,9 +262,15 @@ class Room:
         outcome: str = "",
         breaker: tuple[float, ...] = BREAKER,
     ) -> tuple[str, list[Offered]]:
-        args = [offer.job, offer.lease, owner, int(back), cooldown_ms, outcome, *breaker, BUSY_MAX_MS]
-        released, rows = self.run("release", *args, *[""] * 3, *self._offering(limit, room, claimant))
-        return "released" if released else "lost", [Offered(*row) for row in rows]
+        row = [offer.job, offer.lease, owner, int(back), cooldown_ms, outcome, *[""] * 3]
+        return self.release_all([[*row, *self._offering(limit, room, claimant)]], breaker)[0]
+
+    def release_all(
+        self, rows: Sequence[Sequence[Any]], breaker: tuple[float, ...] = BREAKER
+    ) -> list[tuple[str, list[Offered]]]:
+        """Releases in one call, each as the script takes it."""
+        answers = self.run("release", *breaker, BUSY_MAX_MS, *[word for row in rows for word in row])
+        return [("released" if released else "lost", [Offered(*it) for it in made]) for released, made in answers]
 
     def held(self) -> list[list[str]]:
         """All leases: job, lease, owner, slot of each."""

@@ -74,7 +74,7 @@ local function stop(job, how, fate)
   running = running - 1
   for _, value in ipairs({ job, run.slot, starts, text(NOW), turn, fate }) do answer[#answer + 1] = value end
   if fate == "broken" then waiting = waiting + 1 else redis.call("HDEL", LASTS, job) end
-  local released = act(how, filled(how, run))
+  local released = act(how, filled(how, run))[1]
   if released[1] == 0 then error("the lease of " .. job .. " was lost") end
   start(released[2])
 end

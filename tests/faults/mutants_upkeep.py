@@ -75,8 +75,8 @@ UPKEEP = [
         "a release forgets that its job was queued again",
         "QUEUE-1",
         "routing/lua/release.lua",
-        "if back or was.again then",
-        "if back then",
+        "if it.back or was.again then",
+        "if it.back then",
         (f"{_UPKEEP}test_a_job_that_is_queued_again_before_its_slot_is_freed_goes_to_its_place_then",),
     ),
     Mutant(

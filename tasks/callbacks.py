@@ -3,14 +3,17 @@
 import hashlib
 import hmac
 from functools import lru_cache
+from typing import Any
 
 from foundation.once import once
 from tasks.config import TaskSettings
 from tasks.keyring import callback_keys
 
+_BLOCK = 64  # bytes, of SHA-256
+
 
 def token(job_id: str, attempt: int) -> str:
-    return _token(next(callback_keys()), job_id, attempt)
+    return _token(callback_keys()[0], job_id, attempt)
 
 
 def is_valid(shown: str, job_id: str, attempt: int) -> bool:
@@ -19,14 +22,17 @@ def is_valid(shown: str, job_id: str, attempt: int) -> bool:
 
 
 def _token(key: bytes, job_id: str, attempt: int) -> str:
-    made = _keyed(key).copy()  # A third of what it takes to begin with the key.
-    made.update(f"callback {job_id} {attempt}".encode())
-    return made.hexdigest()
+    inner, outer = (begun.copy() for begun in _keyed(key))
+    inner.update(f"callback {job_id} {attempt}".encode())
+    outer.update(inner.digest())
+    return str(outer.hexdigest())
 
 
 @lru_cache(maxsize=16)
-def _keyed(key: bytes) -> hmac.HMAC:
-    return hmac.new(key, digestmod=hashlib.sha256)
+def _keyed(key: bytes) -> tuple[Any, Any]:
+    """HMAC-SHA256's two hashes, begun with a key no longer than their block: `hmac` takes four times as long."""
+    block = key.ljust(_BLOCK, b"\0")
+    return tuple(hashlib.sha256(bytes(byte ^ pad for byte in block)) for pad in (0x36, 0x5C))  # type: ignore[return-value]
 
 
 def url(job_id: str) -> str:

@@ -48,9 +48,14 @@ def derive(secret: bytes, purpose: Purpose, *context: str) -> bytes:
     return hmac.digest(extracted, info + b"\x01", hashlib.sha256)
 
 
-def callback_keys() -> Iterator[bytes]:
+def callback_keys() -> tuple[bytes, ...]:
     """Those under which a callback token is valid; new ones are made with the first."""
-    return (derive(secret, Purpose.CALLBACK) for secret in installation_secrets())
+    return _callback_keys(installation_secrets())
+
+
+@lru_cache(maxsize=16)
+def _callback_keys(secrets: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    return tuple(derive(secret, Purpose.CALLBACK) for secret in secrets)
 
 
 def sealing_keys() -> Iterator[bytes]:

@@ -59,6 +59,11 @@ class Answer:
         return self._json
 
     @property
+    def is_flat(self) -> bool:
+        """Whether nothing in its JSON value can be too deep: so few lists and objects begin in it, or in its texts."""
+        return self.body.count(b"[") + self.body.count(b"{") <= MAX_DEPTH
+
+    @property
     def text(self) -> str:
         """The body as text; what is not UTF-8 is replaced."""
         return self.body.decode("utf-8", "replace")

@@ -2,18 +2,17 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_DEADLINE_S = 7 * 86_400.0  # sockets take no endless time-outs
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One attempt of one job, as far as a server needs to know of it."""
 
     job_id: str
     attempt: int  # counted from 1
-    payload: Any  # a JSON value
+    payload: Any  # a JSON value; where nobody looks into it also an orjson.Fragment
     callback_url: str | None = None  # where the server may push its answer; ours, never the client's
     callback_token: str | None = None  # the secret that such a push must show
     traceparent: str | None = None  # W3C trace context

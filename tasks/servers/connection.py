@@ -8,6 +8,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
@@ -188,10 +189,10 @@ class Head(Mapping[str, str]):
         self._fields = fields
 
     def __getitem__(self, name: str) -> str:
-        return self._fields[name.lower().encode("latin-1")].decode("latin-1").strip()
+        return self._fields[_field(name)].decode("latin-1").strip()
 
     def get(self, name: str, default: Any = None) -> Any:
-        found = self._fields.get(name.lower().encode("latin-1"))
+        found = self._fields.get(_field(name))
         return default if found is None else found.decode("latin-1").strip()
 
     def __iter__(self) -> Iterator[str]:
@@ -199,6 +200,11 @@ class Head(Mapping[str, str]):
 
     def __len__(self) -> int:
         return len(self._fields)
+
+
+@lru_cache(maxsize=256)
+def _field(name: str) -> bytes:
+    return name.lower().encode("latin-1")
 
 
 def _is_open_and_silent(connected: socket.socket) -> bool:

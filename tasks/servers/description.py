@@ -432,6 +432,14 @@ class Description(_Data):
         return any(source == "payload" for text in texts for source, _ in sources_in(text))
 
     @cached_property
+    def sends_payload_alone(self) -> bool:
+        """Whether a submit's body is the payload as it is, of which nothing is needed elsewhere."""
+        submit = self.submit
+        texts = [text for _, text in texts_in({"path": submit.path, "headers": submit.headers})]
+        looks = any(source in ("payload", "run") for text in texts for source, _ in sources_in(text))
+        return submit.body is None and not (submit.stream and submit.stream.ask) and not looks
+
+    @cached_property
     def asks_for_swap(self) -> bool:
         """Whether the server is told that its model changes."""
         return self._where_put_in("run", "swap") is not None

@@ -39,6 +39,7 @@ _CODES = {
     Kind.UNKNOWN: "no_answer",
     Kind.UNREACHABLE: "unreachable",
 }
+_KINDS = {kind.value: kind for kind in Kind}
 TOO_DEEP = Outcome(
     Kind.RETRY, code="answer_too_deep", message=f"The server's result is nested more than {MAX_DEPTH} levels deep."
 )
@@ -169,7 +170,7 @@ class Judge:
 
     def conclude(self, rule: Said, reply: Answer | Broken, about: About) -> Outcome:
         """What a rule that holds makes of the reply."""
-        kind = Kind(rule.then)
+        kind = _KINDS[rule.then]
         if kind is Kind.DONE and isinstance(reply, Answer):
             return self._done(reply, about)
         remote_id = self._remote_id(reply, about) if kind is Kind.PENDING else None
@@ -191,12 +192,13 @@ class Judge:
     def _done(self, answer: Answer, about: About) -> Outcome:
         if self.as_text:
             return Outcome(Kind.DONE, result=answer.text)
-        if answer.json is NOT_JSON:
+        document = answer.json
+        if document is NOT_JSON:
             return self._nonsense("the answer is not JSON", about)
-        value = resolve(answer.json, _with_id(self.result, about.asked))
+        value = resolve(document, _with_id(self.result, about.asked))
         if value is MISSING:
             return Outcome(Kind.DONE)
-        return TOO_DEEP if is_too_deep(value) else Outcome(Kind.DONE, result=value)
+        return TOO_DEEP if not answer.is_flat and is_too_deep(value) else Outcome(Kind.DONE, result=value)
 
     def _remote_id(self, reply: Answer | Broken, about: About) -> str | None:
         if self.is_poll or isinstance(reply, Broken) or reply.json is NOT_JSON:

@@ -13,7 +13,7 @@ import time
 import zlib
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
@@ -347,22 +347,27 @@ def _target(url: str) -> _Target:
 
 def _head(method: str, target: _Target, headers: Mapping[str, str], body: bytes | None) -> bytes:
     """Raises ValueError: they cannot be written as a header."""
-    given = [f"{name}: {value}" for name, value in headers.items()]
-    if not "".join(given).isprintable():
+    if not "".join(headers.values()).isprintable():
         raise ValueError("this cannot be written as a header")
-    length = (f"Content-Length: {len(body or b'')}",) if body is not None or method not in _BODILESS else ()
-    ours = _beside(frozenset(headers))
-    lines = (f"{method} {target.path} HTTP/1.1", *target.fields, *ours, *length, *given, "", "")
-    return "\r\n".join(lines).encode("latin-1")
+    length = len(body or b"") if body is not None or method not in _BODILESS else None
+    form = _form(method, target, tuple(headers), length is not None)
+    said = headers.values() if length is None else (length, *headers.values())
+    return (form % tuple(said)).encode("latin-1")
 
 
 @lru_cache(maxsize=1024)
-def _beside(names: Set[str]) -> tuple[str, ...]:
-    """What is said beside headers of these names.  Raises ValueError: one of them is none."""
-    if not all(names) or any(":" in name for name in names):
+def _form(method: str, target: _Target, names: tuple[str, ...], has_length: bool) -> str:
+    """A head with places for its length, if it has one, and for the values of headers of these names, in this order.
+
+    Raises ValueError: one of them is none.
+    """
+    if not all(names) or not "".join(names).isprintable() or any(":" in name for name in names):
         raise ValueError("this cannot be the name of a header")
     said = {name.lower() for name in names}
-    return tuple(f"{name}: {value}" for name, value in _OURS.items() if name.lower() not in said)
+    ours = [f"{name}: {value}" for name, value in _OURS.items() if name.lower() not in said]
+    fixed = [it.replace("%", "%%") for it in (f"{method} {target.path} HTTP/1.1", *target.fields, *ours)]
+    given = [f"{name.replace('%', '%%')}: %s" for name in names]
+    return "\r\n".join([*fixed, *["Content-Length: %d"] * has_length, *given, "", ""])
 
 
 def _unpacker(coding: str | None) -> Any:

@@ -9,6 +9,7 @@ import pytest
 
 from dispatch.dispatcher import ActiveRun
 from dispatch.outcome import Kind, Outcome
+from foundation import exact
 from jobs.record import Run, Waiting, now_ms
 from registry.config import ModelConfig
 from routing.leases import Lease
@@ -217,7 +218,7 @@ def test_the_payload_is_kept_for_questions_that_need_it(description, payload):
     live = Live({"mode": "async", **description}, submit=[Outcome(Kind.PENDING, remote_id="r")], status=[DONE])
     _watch(live)
     submit, status = live.calls
-    assert submit.payload == {"user": "anna"} and status.payload == payload
+    assert exact.dumps(submit.payload) == b'{"user":"anna"}' and status.payload == payload
     assert submit.model == status.model == "zimg"
 
 

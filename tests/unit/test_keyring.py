@@ -1,6 +1,7 @@
 """Keys are apart: what one purpose, tenant or rotation is given says nothing about another."""
 
 import base64
+import hmac
 import stat
 from itertools import combinations
 from pathlib import Path
@@ -50,6 +51,12 @@ def test_who_can_verify_webhooks_can_make_no_token(monkeypatch: pytest.MonkeyPat
     for key in (given.encode(), bare.encode(), base64.b64decode(bare), SECRET.encode()):
         assert not callbacks.is_valid(callbacks._token(key, JOB, 1), JOB, 1)
     assert callbacks.is_valid(callbacks.token(JOB, 1), JOB, 1)
+
+
+@pytest.mark.parametrize("size", [24, 32, 64])
+def test_a_token_is_hmac_sha256(size: int) -> None:
+    key = bytes(range(size))
+    assert callbacks._token(key, JOB, 3) == hmac.new(key, f"callback {JOB} 3".encode(), "sha256").hexdigest()
 
 
 def test_each_tenant_has_a_webhook_secret_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,3 +135,24 @@ def test_a_poll_template_that_cannot_work_is_refused(template):
 def test_an_unknown_model_type_is_refused():
     with pytest.raises(ValueError):
         for_model("batch")
+
+
+@pytest.mark.parametrize(
+    ("submit", "alone"),
+    [
+        ({}, True),
+        ({"path": "/{{job/model}}", "headers": {"X-Run": "{{job/id}}"}}, True),
+        ({"stream": {}}, True),
+        ({"stream": {"ask": {"stream": True}}}, False),
+        ({"body": {"input": "{{payload}}"}}, False),
+        ({"path": "/{{payload/size}}"}, False),
+        ({"headers": {"X-Size": "{{payload/size}}"}}, False),
+    ],
+)
+def test_a_payload_is_looked_into_where_something_of_it_is_put_elsewhere(submit, alone):
+    assert described(submit=submit).sends_payload_alone is alone
+
+
+def test_a_payload_is_looked_into_where_it_says_what_output_is_expected():
+    size = {"pointer": "/n", "default": 1}
+    assert not described(submit={"headers": {"X-N": "{{run/output_size}}"}}, output_size=size).sends_payload_alone

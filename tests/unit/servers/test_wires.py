@@ -114,7 +114,9 @@ def test_an_exchange_that_is_over_leaves_no_timer(clock, sent):
 # -- heads ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "value"), [("a", "b\nc: d"), ("a", "b\x00"), ("a:b", "c"), ("", "c"), ("a", "ż")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("a", "b\nc: d"), ("a", "b\x00"), ("a:b", "c"), ("", "c"), ("a\n", "c"), ("a", "ż")]
+)
 def test_no_header_can_hold_another(name, value):
     with pytest.raises(ValueError, match=r"header|codec"):
         _head("POST", _target("http://a/"), {"x": "y", name: value}, b"")
@@ -126,6 +128,11 @@ def test_headers_are_written_beside_those_that_are_always_said():
         *(b"POST /x%20y?z HTTP/1.1", b"Host: a:81", b"Accept: */*", b"Accept-Encoding: identity"),
         *(b"Content-Length: 2", b"X-A: 1", b"user-agent: mine", b"", b""),
     ]
+
+
+def test_what_looks_like_a_place_for_a_value_is_written_as_it_is():
+    lines = _head("GET", _target("http://a/x%2Fy"), {"X-%s": "%s"}, None).split(b"\r\n")
+    assert lines[0] == b"GET /x%2Fy HTTP/1.1" and b"X-%s: %s" in lines
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@
 A worker
     worker       the lives of its runs                      engine       the event loop that they live in
     runner       one run: called, polled, held              servers      how inference servers are spoken to
+    ways         what the catalog says of them, found once
     descriptions which description a server has             vault        secrets that descriptions name
     poller       work that no message told of               heartbeat    keeps leases alive
     pulse        threads that have stopped are noticed

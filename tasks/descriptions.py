@@ -265,9 +265,14 @@ def server_for(url: str, model: Model, described_by: str | None) -> Server:
 
 def server_of(run: Run, catalog: Snapshot) -> Server | None:
     """Speaks to a run's server as the run began; None: the server was removed.  Raises as server_for."""
-    server, model = catalog.servers.get(run.server), catalog.model(run.job.model)
+    return server_in(catalog, run.server, run.job.model, run.described_by)
+
+
+def server_in(catalog: Snapshot, name: str, model_name: str, described_by: str | None) -> Server | None:
+    """The same, by the names of server and model, and the version of the description."""
+    server, model = catalog.servers.get(name), catalog.model(model_name)
     url = server.endpoints.get(model.name) if server is not None and model is not None else None
-    return None if url is None or model is None else server_for(url, model, run.described_by)
+    return None if url is None or model is None else server_for(url, model, described_by)
 
 
 @lru_cache(maxsize=4096)

@@ -26,6 +26,7 @@ from insight.said import Telling
 from jobs.record import Run, now_ms
 from jobs.states import State
 from jobs.store import Moved
+from registry.catalog import Snapshot
 from registry.config import ModelConfig
 from registry.values import attribute_text
 from routing.leases import Lease
@@ -34,7 +35,7 @@ from routing.workers import Workers
 from tasks import descriptions, messages, settlement
 from tasks.aside import Aside
 from tasks.config import TaskSettings
-from tasks.descriptions import Misconfigured, server_of
+from tasks.descriptions import Misconfigured
 from tasks.engine import Engine
 from tasks.heartbeat import Heartbeat, Watch
 from tasks.inquiry import Inquiry
@@ -46,6 +47,7 @@ from tasks.said import Saying, Speech
 from tasks.servers import Live
 from tasks.settlement import End
 from tasks.shown import Reception, Shown, in_celerys_words
+from tasks.ways import Ways
 from tasks.wiring import dispatcher, leases, tallies, telling, workers
 from upkeep import draining, runs
 
@@ -88,6 +90,7 @@ class Worker:
         self._note_gap = note_gap
         self.owner = new_owner("worker")
         self._leases = leases
+        self._ways = Ways(dispatcher.catalog)
         self.engine = Engine(dispatcher.store.database, leases)
         self._saying = Saying(telling, self.engine.ask_room, self.engine.loop)
         self._workers = workers
@@ -215,11 +218,12 @@ class Worker:
         Where its COMMIT was not heard of, the record is asked until it answers.  Raises RecordUnavailable: it was not
         stored; RecordUncertain: this was not found out before the worker had to stop; SlotkeeperError.
         """
-        store, fleet, tag = self.dispatcher.store, self.dispatcher.catalog, watch.lease.tag
-        if not fleet.known().has(offer.server, offer.model):
-            await self.engine.rarely(fleet.refresh)
-        by = fleet.known().described_by(offer.server, offer.model)
-        start = store.starting(offer.job_id, offer.server, offer.slot, tag, now_ms(), offer.number, by)
+        if not self._ways.find(Snapshot.has, offer.server, offer.model):
+            await self.engine.rarely(self.dispatcher.catalog.refresh)
+        by = self._ways.find(Snapshot.described_by, offer.server, offer.model)
+        start = self.dispatcher.store.starting(
+            offer.job_id, offer.server, offer.slot, watch.lease.tag, now_ms(), offer.number, by
+        )
         try:
             return await self.engine.store(start)
         except RecordUncertain:
@@ -265,7 +269,11 @@ class Worker:
             return Outcome(Kind.CANCELED, message="Canceled before it was sent.")
         speech = self._saying.of(run.active.run.job.id, run.active.run.attempt)
         try:
-            runner = await self._runner(run, speech)
+            if not descriptions.is_known(run.active.run.described_by):
+                await self.engine.rarely(descriptions.learn, run.active.run.described_by)
+            live = self._speak_to(run, speech)
+            swap = live is not None and live.description.asks_for_swap and await self._swaps(run.active.lease)
+            runner = self._runner(run, live, swap)
             if (since_s := self._handed_on.pop(run.active.lease.name, None)) is not None:
                 self._note_gap(time.monotonic() - since_s)
             return await runner.outcome()
@@ -280,24 +288,15 @@ class Worker:
         finally:
             speech.end()
 
-    async def _runner(self, run: OwnRun, speech: Speech) -> Runner:
-        """Raises Misconfigured, RecordUnavailable, UnknownModel."""
+    def _runner(self, run: OwnRun, live: Live | None, swap: bool) -> Runner:
+        """Raises UnknownModel."""
         it, store = run.active.run, self.dispatcher.store
-        config = self._config_of(it.job.model)
-        if not descriptions.is_known(it.described_by):
-            await self.engine.rarely(descriptions.learn, it.described_by)
+        config, version = self._config_of(it.job.model), self._ways.find(_version_at, it.server, it.job.model)
 
         async def note_remote(remote_id: str) -> bool:
             return await self._stored(store.noting_remote(it.job.id, it.attempt, remote_id, now_ms()), run.watch)
 
-        live = self._speak_to(run, speech)
-        swap = live is not None and live.description.asks_for_swap and await self._swaps(run.active.lease)
-        return Runner(run.active, run.watch, config, live, note_remote, self._version_at(it), swap)
-
-    def _version_at(self, it: Run) -> str:
-        """Of the run's model, as its server was registered for it; "": it was registered without."""
-        server = self.dispatcher.catalog.known().servers.get(it.server)
-        return "" if server is None else attribute_text(server.declared(it.job.model, "model_version") or "")
+        return Runner(run.active, run.watch, config, live, note_remote, version, swap)
 
     async def _swaps(self, lease: Lease) -> bool:
         """Whether the server has to change its model for this run, as far as is known."""
@@ -308,11 +307,13 @@ class Worker:
 
     def _config_of(self, model: str) -> ModelConfig:
         """Of a model that may have been renamed since the run began.  A model is not removed while it has runs."""
-        found = self.dispatcher.catalog.known().model(model)
+        found = self._ways.find(Snapshot.model, model)
         return found.config if found is not None else self.dispatcher.catalog.model(model).config
 
     def _speak_to(self, run: OwnRun, speech: Speech) -> Live | None:
-        server = server_of(run.active.run, self.dispatcher.catalog.known())
+        """Raises Misconfigured.  Its description is known."""
+        it = run.active.run
+        server = self._ways.find(descriptions.server_in, it.server, it.job.model, it.described_by)
         return None if server is None else Live(server, self.engine.wires, speech)
 
     # -- its end ---------------------------------------------------------------------------------------------
@@ -562,6 +563,12 @@ class Worker:
         self.heartbeat.end()
         self.inquiry.end()
         self.engine.close()
+
+
+def _version_at(catalog: Snapshot, server: str, model: str) -> str:
+    """Of a model, as its server was registered for it; "": it was registered without."""
+    found = catalog.servers.get(server)
+    return "" if found is None else attribute_text(found.declared(model, "model_version") or "")
 
 
 @once

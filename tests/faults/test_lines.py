@@ -56,7 +56,7 @@ def test_no_line_of_a_whole_run_shows_a_payload_a_key_a_secret_or_what_a_server_
         server.answers = [outcome, outcome, outcome]
         run(stage)
 
-    async def fails(*_: object) -> Any:
+    def fails(*_: object) -> Any:
         raise ValueError(PLANTED)
 
     monkeypatch.setattr(worker, "_runner", fails)
@@ -91,7 +91,7 @@ def test_what_a_worker_says_of_a_run_names_its_job_tenant_and_trace(stage, worke
     stage.register()
     job_id = stage.submit(tenant="acme")
 
-    async def says(*_: object) -> Any:
+    def says(*_: object) -> Any:
         workers.log.info("here")
         raise RuntimeError
 

@@ -527,6 +527,7 @@ def test_a_run_that_is_polled_does_not_keep_its_payload(stage, worker, server, m
         return DONE
 
     monkeypatch.setattr(runner, "exact", SimpleNamespace(loads=loads))
+    monkeypatch.setattr(runner, "orjson", SimpleNamespace(Fragment=loads))
     monkeypatch.setattr(server, "status", status)
     stage.register(model_type="async", poll_interval=0.001)
     stage.submit()

@@ -1,0 +1,31 @@
+"""By what a worker goes in its runs, as the catalog says: found out once for all that are alike."""
+
+from collections.abc import Callable, Hashable
+from typing import TypeVar, TypeVarTuple
+
+from registry.cache import CatalogCache
+from registry.catalog import Snapshot
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class Ways:
+    """Remembers what follows from the catalog for as long as that stays the same.  For the loop's thread alone."""
+
+    def __init__(self, catalog: CatalogCache) -> None:
+        self._catalog = catalog
+        self._known: Snapshot | None = None
+        self._found: dict[Hashable, object] = {}
+
+    def find(self, find: Callable[[Snapshot, *Ts], T], *of: *Ts) -> T:
+        """What `find` finds in the catalog as it was last read, for these.  Raises what it raises, again each time."""
+        known = self._catalog.known()
+        if known is not self._known:
+            self._known, self._found = known, {}
+        key = find, of
+        try:
+            return self._found[key]  # type: ignore[return-value]
+        except KeyError:
+            found = self._found[key] = find(known, *of)
+            return found

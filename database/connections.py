@@ -3,8 +3,6 @@
 import math
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 CONNECT_S = 5
@@ -14,18 +12,23 @@ SILENT: dict[str, Any] = {"hide_parameters": True}  # or the texts of errors wou
 _clock = threading.local()
 
 
-@contextmanager
-def within(seconds: float) -> Iterator[None]:
+class within:
     """Whatever this thread asks of PostgreSQL meanwhile takes no longer in all: then the connection is given up.
 
     On SQLite, what begins meanwhile waits no longer for others who write.
     """
-    before = getattr(_clock, "until", math.inf)
-    _clock.until = min(before, time.monotonic() + seconds)
-    try:
-        yield
-    finally:
-        _clock.until = before
+
+    __slots__ = ("_before", "_seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        self._before = getattr(_clock, "until", math.inf)
+        _clock.until = min(self._before, time.monotonic() + self._seconds)
+
+    def __exit__(self, *_: object) -> None:
+        _clock.until = self._before
 
 
 def left() -> float:

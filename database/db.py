@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection, Engine, func, select
@@ -88,6 +90,8 @@ class Write(Generic[T]):
     """A unit, to be committed alone or with others.  `relaxed`, `committed`: as in Database.write.
 
     `heard`, `unheard`: what is done when its commit was answered, or when it is not known whether it was stored.
+    `alike`: does at once what the units of several writes would do that have it, come one after another, and are
+    `about` something of its own each.  It takes what they `asked`, and answers as many results, or None: it cannot.
     """
 
     unit: Unit[T]
@@ -95,16 +99,18 @@ class Write(Generic[T]):
     committed: Callable[[T], object] | None = None
     heard: Callable[[], object] = _nothing
     unheard: Callable[[], object] = _nothing
+    alike: Callable[[Transaction, Sequence[Any]], Sequence[T] | None] | None = None
+    about: str = ""
+    asked: Any = None
 
 
 class _Ticket(Generic[T]):
     """One unit in the line for the next commit."""
 
-    __slots__ = ("_committed", "_woken", "done", "error", "leads", "relaxed", "result", "unit", "until")
+    __slots__ = ("_committed", "_woken", "done", "error", "leads", "result", "until", "write")
 
     def __init__(self, write: Write[T], until: float) -> None:
-        self.unit = write.unit
-        self.relaxed = write.relaxed
+        self.write = write
         self._committed = write.committed
         self.until = until  # monotonic: when it is refused if it has not been begun
         self.leads = False
@@ -151,7 +157,7 @@ class Database:
         self.url = url
         self.limits = limits or Limits()
         self.engine = engines.make(url, self.limits)
-        self._writer = Writer(self.engine)
+        self._writer = Writer(self.engine, self.limits.lock_s)
         dialect = self.engine.dialect.name
         self._reader = self.engine.execution_options(**engines.READS[dialect])
         self._snapshots = self.engine.execution_options(**engines.SNAPSHOT[dialect])
@@ -218,15 +224,16 @@ class Database:
 
     def _tried(self, writes: Sequence[Write[Any]]) -> list[Any] | None:
         """One transaction, and no second.  None: nothing of it was stored, whatever was in the way."""
+        results: list[Any] = []
         try:
-            with self._transaction(time.monotonic()) as transaction:
-                return [write.unit(transaction) for write in writes]
+            self._transact(lambda transaction: _perform(transaction, writes, results), time.monotonic())
         except _Unanswered as lost:
             if lost.interrupt is not None:
                 raise lost.interrupt from lost
             return [_uncertain(lost.reason) for _ in writes]  # To ask what came of it may take seconds.
         except Exception:
             return None
+        return results
 
     def _answer_to(self, ticket: _Ticket[T]) -> T | Exception:
         try:
@@ -283,7 +290,7 @@ class Database:
     def _secure_and_wake(self, batch: Sequence[_Ticket[Any]]) -> None:
         """Whoever was promised something is answered when it is on the disk."""
         try:
-            promised = [ticket for ticket in batch if ticket.done and ticket.error is None and not ticket.relaxed]
+            promised = [ticket for ticket in batch if ticket.done and ticket.error is None and not ticket.write.relaxed]
             if promised:
                 self._secure(promised)
         finally:
@@ -312,42 +319,51 @@ class Database:
         if in_time:
             self._commit(in_time, now + self.limits.transaction_s)
 
-    def _commit(self, batch: Sequence[_Ticket[Any]], until: float, look_again: bool = True) -> bool:
-        """Answer every ticket of `batch`.  False: the database did not even begin."""
-        began, results = False, []
+    def _commit(
+        self, batch: Sequence[_Ticket[Any]], until: float, look_again: bool = True, singly: bool = False
+    ) -> bool:
+        """Answer every ticket of `batch`.  False: the database did not even begin.
+
+        `singly`: each unit by itself, so that it is known which fails.
+        """
+        results: list[Any] | None = None
+
+        def work(transaction: Transaction) -> None:
+            nonlocal results
+            results = []
+            _perform(transaction, [ticket.write for ticket in batch], results, singly)
+            for ticket in batch:  # From here on, until it is heard; also if Ctrl-C comes in between.
+                ticket.fail(_uncertain("the commit was interrupted"))
+
         try:
-            with self._transaction(until) as transaction:
-                began = True
-                for ticket in batch:
-                    results.append(ticket.unit(transaction))
-                for ticket in batch:  # From here on, until it is heard; also if Ctrl-C comes in between.
-                    ticket.fail(_uncertain("the commit was interrupted"))
+            self._transact(work, until)
         except _Unanswered as lost:
-            self._inquire(batch, results, lost)
+            self._inquire(batch, results or [], lost)
         except Exception as error:
-            if began and len(batch) > 1:
+            if results is not None and len(batch) > 1:
                 return self._commit_apart(batch, len(results), until)
             # On PostgreSQL another process may insert a row between our look and our insert.  And the connection that
             # was kept may have been lost since: then nothing was begun on it.
-            if began and look_again and (isinstance(error, IntegrityError) or _was_lost(error)):
-                return self._commit(batch, until, look_again=False)
+            if results is not None and look_again and (isinstance(error, IntegrityError) or _was_lost(error)):
+                return self._commit(batch, until, False, singly)
             for ticket in batch:
                 ticket.fail(error)
         else:
-            _fulfil(batch, results)
-        return began
+            _fulfil(batch, results or [])
+        return results is not None
 
     def _commit_apart(self, batch: Sequence[_Ticket[Any]], n: int, until: float) -> bool:
         """Nothing of a group was stored: try again without its `n`-th unit, which spoiled it, and that one alone.
 
-        If none of them did, but what they wrote together, each is tried alone.
+        If none of them did, but what they wrote together, each is tried alone.  Where several did something at once, of
+        which the `n`-th is the first, the others find out who it was.
         """
         groups = [[ticket] for ticket in batch]
         if n < len(batch):
             groups = [[*batch[:n], *batch[n + 1 :]], [batch[n]]]
         while groups:
             group = groups.pop(0)
-            if not self._commit(group, until):
+            if not self._commit(group, until, True, True):
                 for ticket in (ticket for others in groups for ticket in others):
                     ticket.fail(group[0].error)  # Or each would wait for the time-out in turn.
                 return False
@@ -378,19 +394,21 @@ class Database:
                     return found
                 time.sleep(_ASK_AGAIN_S)
 
-    @contextmanager
-    def _transaction(self, until: float) -> Iterator[Transaction]:
-        """Commits at the end of the block.  Raises RecordUnavailable: nothing was stored; _Unanswered."""
-        lent = self._writer.connection()
+    def _transact(self, work: Callable[[Transaction], None], until: float) -> None:
+        """Have `work` done in a transaction.  Raises RecordUnavailable: nothing was stored; _Unanswered."""
         try:
-            with connections.within(until - time.monotonic()), lent as connection, connection.begin() as begun:
-                transaction = Transaction(connection)
-                yield transaction
-                mark = transaction.flush()
+            with connections.within(until - time.monotonic()):
+                connection = self._writer.begin()
                 try:
-                    begun.commit()
+                    transaction = Transaction(connection)
+                    work(transaction)
+                    mark = transaction.flush()
+                except BaseException:
+                    self._writer.undo(connection)
+                    raise
+                try:
+                    self._writer.commit(connection)
                 except BaseException as error:
-                    connection.invalidate()  # It may still be in the transaction, with its locks.
                     raise _Unanswered(mark, error) from error
         except _GONE as error:
             raise _unavailable(_reason(error)) from error
@@ -424,6 +442,19 @@ class Database:
     def close(self) -> None:
         self._writer.close()
         self.engine.dispose()
+
+
+def _perform(transaction: Transaction, writes: Sequence[Write[Any]], results: list[Any], singly: bool = False) -> None:
+    """Do what these ask for, together what can be, and add what each came to."""
+    for alike, these in groupby(writes, attrgetter("alike")):
+        group, found = list(these), None
+        if alike is not None and not singly and 1 < len(group) == len({write.about for write in group}):
+            found = alike(transaction, [write.asked for write in group])
+        if found is not None:
+            results += found
+            continue
+        for write in group:
+            results.append(write.unit(transaction))
 
 
 def _answer_of(ticket: _Ticket[T]) -> T | Exception:

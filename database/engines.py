@@ -85,6 +85,12 @@ def _prepare_sqlite(connection: Any, _: object) -> None:
 
 def _begin_sqlite(connection: Connection, patience_s: float) -> None:
     if connection.get_execution_options().get("slotkeeper_begins", True):
+        begin(connection, patience_s)
+
+
+def begin(connection: Connection, patience_s: float) -> None:
+    """Begin to write, when nobody else does.  PostgreSQL's driver does so by itself."""
+    if connection.dialect.name == "sqlite":
         until, pause_s = time.monotonic() + min(patience_s, left()), _LOOK_AGAIN_S
         while not _has_begun(connection, until):
             time.sleep(pause_s)
@@ -117,6 +123,7 @@ def make_writer(connection: Connection) -> str | None:
     """
     if connection.dialect.name != "sqlite":
         return None
+    connection.execution_options(**_NO_BEGIN)  # Whoever writes has begun, before SQLAlchemy would.
     say(connection, "PRAGMA busy_timeout=0")
     (mode,), (_, _, file) = _row(connection, "PRAGMA journal_mode"), _row(connection, "PRAGMA database_list")
     if mode != "wal" or not file:  # There are file systems where SQLite can keep no log.

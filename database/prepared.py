@@ -8,17 +8,21 @@ the engine's statements hears these, too.
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any, NoReturn, TypeAlias
 
-from sqlalchemy import Connection, Dialect, Table
+from sqlalchemy import BindParameter, Connection, Dialect, Table, literal_column
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.dml import ReturningUpdate
 from sqlalchemy.sql.expression import ClauseElement
+from sqlalchemy.sql.visitors import replacement_traverse
 
 Row: TypeAlias = Any  # a named tuple of the statement's columns
 Values: TypeAlias = Mapping[str, Any]
 
+_FEW_ROWS = 8
 _MOST_ROWS = 64  # in one statement of SQLite's, whose text and parameters grow with them
 
 
@@ -45,6 +49,10 @@ class Prepared:
         """The rows that it answers.  Raises what SQLAlchemy raises, as the others do."""
         said = self._said_on(connection.dialect)
         return [said.row(it) for it in run(connection, said.text, said.bound(values), _fetch_all)]
+
+    def rows(self, dialect: Dialect, answered: Sequence[Any]) -> list[Row]:
+        """What the driver has answered to a statement of the same columns."""
+        return [self._said_on(dialect).row(it) for it in answered]
 
     def first(self, connection: Connection, values: Values) -> Row | None:
         """The first of them."""
@@ -92,15 +100,8 @@ class Rows:
 
     def write(self, connection: Connection, rows: Sequence[Values]) -> list[Any]:
         """Insert rows that all name the same columns.  Of a witness PostgreSQL answers the transaction's number."""
-        dialect, names = connection.dialect, tuple(rows[0])
-        if dialect.name != "sqlite":  # where one statement takes any number
-            columns = {name: [row[name] for row in rows] for name in names}
-            return run(connection, self._said(dialect, names, 0), columns, _fetch_any)
-        answers: list[Any] = []
-        for part in _portions(rows) if len(rows) > 1 else (rows,):
-            values = [row[name] for row in part for name in names]
-            answers += run(connection, self._said(dialect, names, len(part)), values, _fetch_any)
-        return answers
+        names = tuple(rows[0])
+        return _in_portions(connection, names, rows, partial(self._said, connection.dialect, names))
 
     def _said(self, dialect: Dialect, names: tuple[str, ...], number: int) -> str:
         key = dialect.name, names, number
@@ -112,26 +113,112 @@ class Rows:
     def _text(self, dialect: Dialect, names: Sequence[str], number: int) -> str:
         columns = [self.table.c[name].name for name in names]  # as the database names them
         named, answers, order = ", ".join(columns), self._answers, ""
-        if dialect.name == "sqlite":
-            first, others = ", ".join(f"? AS {name}" for name in columns), ", ".join("?" * len(columns))
-            given = "(" + " UNION ALL SELECT ".join([f"SELECT {first}", *[others] * (number - 1)]) + ") AS given"
-        else:
-            arrays = ", ".join(f"%({name})s::{self.table.c[name].type.compile(dialect)}[]" for name in names)
-            given, order = f"unnest({arrays}) WITH ORDINALITY AS given ({named}, nth)", " ORDER BY nth"
+        if dialect.name != "sqlite":
+            order = " ORDER BY nth"
             answers = answers or ("txid_current()" if self.is_witness else "")
+        given = {name: (self.table.c[name].name, self.table.c[name].type) for name in names}
         return (
-            f"INSERT INTO {self.table.name} ({named}) SELECT {named} FROM {given} WHERE NOT {self._unless}"
+            f"INSERT INTO {self.table.name} ({named}) SELECT {named} FROM {_given(dialect, given, number)}"
+            f" WHERE NOT {self._unless}"
             f"{order}{self._once}{' RETURNING ' + answers if answers else ''}"
         )
 
 
+class Each:
+    """An UPDATE of one row, done to any number of rows by few statements, to each by parameters of its own."""
+
+    def __init__(self, statement: ReturningUpdate[Any]) -> None:
+        self._one = Prepared(statement)
+        self._statement = statement
+        self._texts: dict[tuple[str, int], str] = {}
+        self._given: dict[str, dict[str, tuple[str, Any]]] = {}
+
+    def all(self, connection: Connection, values: Sequence[Values]) -> list[Row]:
+        """The rows that it answers, in any order.  No two of `values` may find the same row."""
+        if len(values) == 1:
+            return self._one.all(connection, values[0])
+        dialect = connection.dialect
+        given = self._given_on(dialect)
+        answers = _in_portions(connection, tuple(given), values, partial(self._said, dialect))
+        return self._one.rows(dialect, answers)
+
+    def _said(self, dialect: Dialect, number: int) -> str:
+        key = dialect.name, number
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = self._text(dialect, number)
+        return text
+
+    def _text(self, dialect: Dialect, number: int) -> str:
+        each: ClauseElement = replacement_traverse(self._statement, {}, _as_column)  # type: ignore[assignment]
+        text = str(each.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))
+        return text.replace(" WHERE ", f" FROM {_given(dialect, self._given_on(dialect), number)} WHERE ", 1)
+
+    def _given_on(self, dialect: Dialect) -> dict[str, tuple[str, Any]]:
+        """The parameters by their names: as a column of `given`, and its type."""
+        given = self._given.get(dialect.name)
+        if given is None:
+            binds = _compiled(self._statement, dialect, None).binds
+            given = {name: (name, bind.type) for name, bind in binds.items() if bind.required}
+            self._given[dialect.name] = given
+        return given
+
+
+def _as_column(element: Any, **_: Any) -> Any:
+    """Stands for a parameter where many rows have one of its name each."""
+    return literal_column(f"given.{element.key}") if isinstance(element, BindParameter) and element.required else None
+
+
+def _given(dialect: Dialect, columns: Mapping[str, tuple[str, Any]], number: int) -> str:
+    """A table called `given` of `number` rows, in their order; 0: of any number, whose columns come as arrays.
+
+    `columns`: the names of parameters, and what each is called and of which type it is there.
+    """
+    if dialect.name == "sqlite":
+        first, others = ", ".join(f"? AS {name}" for name, _ in columns.values()), ", ".join("?" * len(columns))
+        return "(" + " UNION ALL SELECT ".join([f"SELECT {first}", *[others] * (number - 1)]) + ") AS given"
+    arrays = ", ".join(f"%({name})s::{type_.compile(dialect)}[]" for name, (_, type_) in columns.items())
+    return f"unnest({arrays}) WITH ORDINALITY AS given ({', '.join(name for name, _ in columns.values())}, nth)"
+
+
+def _in_portions(
+    connection: Connection, names: Sequence[str], rows: Sequence[Values], said: Callable[[int], str]
+) -> list[Any]:
+    """Run a statement for rows of these values; `said`: its text for a number of them, 0: for any."""
+    if connection.dialect.name != "sqlite":  # where one statement takes any number
+        return run(connection, said(0), {name: [row[name] for row in rows] for name in names}, _fetch_any)
+    answers: list[Any] = []
+    for part in _portions(rows) if len(rows) > 1 else (rows,):
+        values = tuple([row[name] for row in part for name in names])
+        answers += run(connection, said(len(part)), values, _fetch_any)
+    return answers
+
+
 def _portions(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
-    """In powers of two, so that few statements are enough for any number."""
+    """All at once where they are few, else in powers of two, so that few statements are enough for any number."""
     done = 0
     while left := len(rows) - done:
-        size = min(_MOST_ROWS, 1 << (left.bit_length() - 1))
+        size = left if left <= _FEW_ROWS else min(_MOST_ROWS, 1 << (left.bit_length() - 1))
         yield rows[done : done + size]
         done += size
+
+
+def commit(connection: Connection) -> None:
+    """Commit what was begun on a connection.  Raises: what came of it is not known."""
+    if connection.in_transaction():  # SQLAlchemy has said something, too, and keeps a transaction of its own.
+        connection.commit()
+        return
+    for listener in connection.engine.dispatch.commit:
+        listener(connection)
+    connection.dialect.do_commit(connection.connection.dbapi_connection)  # type: ignore[arg-type]
+
+
+def undo(connection: Connection) -> None:
+    """Undo what was begun on a connection, if that is not lost."""
+    if not connection.invalidated:
+        if not connection.in_transaction():
+            connection.begin()  # SQLAlchemy's own, so that it undoes it.
+        connection.rollback()
 
 
 def say(connection: Connection, text: str) -> None:

@@ -8,12 +8,11 @@ commits without waiting, and the log it has written to is waited for afterwards,
 
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from sqlalchemy import Connection, Engine
 
 from database import engines
+from database.prepared import commit, undo
 
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has no other
 
@@ -42,25 +41,43 @@ class _Log:
 class Writer:
     """Lends the connection to one at a time.  `is_quick`: what it is asked it answers without waiting for anybody."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, patience_s: float) -> None:
+        """`patience_s`: how long others who write are waited for, on SQLite."""
         self._engine = engine
+        self._patience_s = patience_s
         self.is_quick = engine.dialect.name == "sqlite"
         self._kept: Connection | None = None
         self._log: _Log | None = None
 
-    @contextmanager
-    def connection(self) -> Iterator[Connection]:
-        """The connection.  Whatever is raised with it in use gives it up: the next one is as good as new."""
+    def begin(self) -> Connection:
+        """The connection, on which a transaction has begun: to be handed to `commit` or to `undo`."""
         connection, self._kept = self._kept or self._connect(), None
         try:
-            yield connection
+            engines.begin(connection, self._patience_s)
         except BaseException as error:
             if engines.is_busy(error):  # Nothing was begun on it.
                 self._keep(connection)
             else:
                 engines.end_writer(connection)
             raise
+        return connection
+
+    def commit(self, connection: Connection) -> None:
+        """Raises: what came of it is not known."""
+        try:
+            commit(connection)
+        except BaseException:
+            connection.invalidate()  # It may still be in the transaction, with its locks.
+            connection.close()
+            raise
         self._keep(connection)
+
+    def undo(self, connection: Connection) -> None:
+        """Give the connection up, with what was begun on it: the next one is as good as new."""
+        try:
+            undo(connection)
+        finally:
+            engines.end_writer(connection)
 
     def _keep(self, connection: Connection) -> None:
         if connection.invalidated or self._kept is not None:

@@ -1,6 +1,6 @@
 """What each transition changes in a job: one prepared UPDATE for each row of states.TRANSITIONS.
 
-    ONE    of one job, by its id; of a running one under the token of that very run
+    ONE    of one job by its id, or of each of several; of a running one under the token of that very run
     MANY   of jobs that were just found, and locked, because their time has come
 
 Each names the state that it expects to find, so that its rows are the jobs that it moved.
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from sqlalchemy import ColumnElement, Connection, Text, Update, bindparam, case, literal_column, update
 from sqlalchemy.sql.dml import ReturningUpdate
 
-from database.prepared import Prepared
+from database.prepared import Each
 from jobs.models import jobs
 from jobs.states import TRANSITIONS, Budget, Edge, State, Why, edge
 
@@ -28,22 +28,11 @@ WAITING_COLUMNS = (
     jobs.c.created_ms,
     jobs.c.constraints.label("constraints"),
 )
-_MOVED_COLUMNS = (
-    *WAITING_COLUMNS,
-    jobs.c.attempt,
-    jobs.c.failures,
-    jobs.c.crashes,
-    jobs.c.deadline_ms,
-    jobs.c.remote_id,
-    jobs.c.sent_ms,
-    jobs.c.started_ms,
-    jobs.c.cancel_requested_ms,
-    jobs.c.callback_url,
-    jobs.c.envelope,
-    jobs.c.described_by,
-    jobs.c.traceparent,
-    jobs.c.server,
+_ALSO_MOVED = (
+    *("attempt", "failures", "crashes", "deadline_ms", "remote_id", "sent_ms", "started_ms", "cancel_requested_ms"),
+    *("callback_url", "envelope", "described_by", "traceparent", "server"),
 )
+_MOVED_COLUMNS = (*WAITING_COLUMNS, *(jobs.c[name] for name in _ALSO_MOVED))
 # A worker may die and its job go on at the server: these transitions keep what is needed to resume it.
 _KEEPS_REMOTE = frozenset({Why.LEASE_EXPIRED, Why.HANDED_BACK})
 # What happens to many at the same moment.
@@ -56,10 +45,13 @@ UNFINISHED = frozenset({State.QUEUED, State.DELAYED, State.DEAD})
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One transition, and what makes it: it takes parameters by name, and answers the jobs that it moved."""
+    """One transition, and what makes it: it takes parameters by name, and answers the jobs that it moved.
+
+    ONE takes parameters of any number of jobs, each of its own.
+    """
 
     edge: Edge
-    jobs: Callable[[Connection, Mapping[str, Any]], Sequence[Row]]
+    jobs: Callable[[Connection, Sequence[Mapping[str, Any]]], Sequence[Row]]
 
 
 def stands(state: State) -> ColumnElement[bool]:
@@ -82,7 +74,7 @@ def _one(state: State, why: Why) -> Move:
         statement = statement.where(jobs.c.attempt == bindparam("p_attempt"))
     if state is State.RUNNING and edge(state, why).to in UNFINISHED:
         statement = statement.where(jobs.c.cancel_requested_ms.is_(None))
-    return Move(edge(state, why), Prepared(_moving(state, why, statement)).all)
+    return Move(edge(state, why), Each(_moving(state, why, statement)).all)
 
 
 def _many(state: State, why: Why) -> Move:
@@ -90,8 +82,8 @@ def _many(state: State, why: Why) -> Move:
     statement = _moving(state, why, these)
     names = [name for name in statement.compile().params if name.startswith("p_")]
 
-    def moved(connection: Connection, given: Mapping[str, Any]) -> Sequence[Row]:
-        return connection.execute(statement, {name: given[name] for name in names}).all()
+    def moved(connection: Connection, given: Sequence[Mapping[str, Any]]) -> Sequence[Row]:
+        return connection.execute(statement, {name: given[0][name] for name in names}).all()
 
     return Move(edge(state, why), moved)
 
@@ -154,9 +146,6 @@ def _if_same_server(column: ColumnElement[Any]) -> ColumnElement[Any]:
     return case((jobs.c.server == bindparam("p_server"), column), else_=None)
 
 
-ONE: dict[tuple[State, Why], Move] = {
-    (state, why): _one(state, why) for (state, why) in TRANSITIONS if state is not None
-}
-MANY: dict[tuple[State, Why], Move] = {
-    (state, why): _many(state, why) for (state, why) in TRANSITIONS if state is not None and why in _OF_TIME
-}
+Moves: TypeAlias = Mapping[tuple[State, Why], Move]
+ONE: Moves = {(state, why): _one(state, why) for (state, why) in TRANSITIONS if state is not None}
+MANY: Moves = {(state, why): _many(state, why) for (state, why) in TRANSITIONS if state is not None and why in _OF_TIME}

@@ -20,7 +20,7 @@ from foundation.errors import IdempotencyConflict
 from jobs import events, idempotency, listings, moves, names, owed, withheld
 from jobs.counters import count
 from jobs.models import IS_ACTIVE, JOB_COLUMNS, MAY_EXPIRE, jobs
-from jobs.moves import UNFINISHED, WAITING_COLUMNS, Move, stands
+from jobs.moves import UNFINISHED, WAITING_COLUMNS, stands
 from jobs.record import Accepted, Brief, Event, Job, NewJob, Run, Waiting, storable
 from jobs.states import State, Why, edge
 from jobs.withheld import Withholding
@@ -223,12 +223,14 @@ class Store:
         placed = {"p_id": job_id, "p_server": server, "p_slot": slot, "p_lease": lease, "p_described_by": described_by}
         step = _Step(State.QUEUED, Why.STARTED, now_ms, placed, {"server": server, "slot": slot, "offer": offer})
 
-        def unit(tx: Transaction) -> Run | None:
-            row = self._transition(tx, step)
-            return None if row is None else _run(row, server, slot)
-
         # A start is no promise: after a power cut the job is queued again, as it is after any crash.
-        return Write(unit, relaxed=True)
+        return Write(
+            lambda tx: self._started(tx, [step])[0], relaxed=True, alike=self._started, about=job_id, asked=step
+        )
+
+    def _started(self, tx: Transaction, steps: Sequence[_Step]) -> list[Run | None]:
+        found = zip(steps, self._transitions(tx, steps), strict=True)
+        return [row and _run(row, step.params["p_server"], step.params["p_slot"]) for step, row in found]
 
     def settle(self, job_id: str, attempt: int, why: Why, now_ms: int, **ends: Any) -> Moved | None:
         """End the run `attempt` for the reason `why`, see `settling`; None: it is over already, nothing was changed."""
@@ -265,19 +267,25 @@ class Store:
                 return unheard
             if withhold is not None:
                 withheld.note(tx, job_id, attempt, now_ms, withhold)
-            moved = self._moved(tx, step) or self._moved_if_canceled(tx, instead)
+            moved = self._moved(tx, step)
+            if moved is None and instead is not None and _CANCEL_WANTED.scalar(tx.connection, params) is not None:
+                moved = self._moved(tx, instead)
             if withhold is not None and withhold.resumes and moved is not None and moved.to is State.QUEUED:
                 withheld.drop(tx, job_id, attempt)
             return moved
 
         return Write(
-            unit, heard=lambda: self._unheard.pop(run, None), unheard=lambda: self._remember(run, step, instead)
+            unit,
+            heard=lambda: self._unheard.pop(run, None),
+            unheard=lambda: self._remember(run, step, instead),
+            alike=self._settled if instead is None and withhold is None else None,
+            about=job_id,
+            asked=step,
         )
 
-    def _moved_if_canceled(self, tx: Transaction, step: _Step | None) -> Moved | None:
-        if step is None or _CANCEL_WANTED.scalar(tx.connection, step.params) is None:
-            return None
-        return self._moved(tx, step)
+    def _settled(self, tx: Transaction, steps: Sequence[_Step]) -> list[Moved | None] | None:
+        """The ends of several runs.  None: one of them may be stored already, and each has to look."""
+        return None if self._unheard else self._all_moved(tx, steps)
 
     def _remember(self, run: tuple[str, int], *steps: _Step | None) -> None:
         self._unheard[run] = [*self._unheard.get(run, ()), *filter(None, steps)]
@@ -336,8 +344,8 @@ class Store:
 
         def unit(tx: Transaction) -> list[Waiting]:
             seqs = [row.seq for row in _locked(tx, _DUE, now_ms, limit)]
-            rows = self._transitions(tx, moves.MANY, _Step(State.DELAYED, Why.DUE, now_ms, {"p_seqs": seqs}))
-            found = {row.seq: _waiting(row) for row in rows}
+            step = _Step(State.DELAYED, Why.DUE, now_ms, {"p_seqs": seqs})
+            found = {row.seq: _waiting(row) for row in self._perform(tx, moves.MANY, {None: step})}
             return [found[seq] for seq in seqs]
 
         return self.database.write(unit) if self._any(_DUE, now_ms) else []
@@ -367,7 +375,7 @@ class Store:
         error = Error("deadline_passed", f"Its deadline passed while it was {state}.")
         params = {"p_seqs": seqs} | _fields(error=error)
         step = _Step(state, Why.DEADLINE_PASSED, now_ms, params, _event_data(error))
-        return [self._ended(tx, row, State.EXPIRED, now_ms) for row in self._transitions(tx, moves.MANY, step)]
+        return [self._ended(tx, row, State.EXPIRED, now_ms) for row in self._perform(tx, moves.MANY, {None: step})]
 
     def _any(self, query: Select[Any], now_ms: int) -> bool:
         """Whether there is anything to do: a look that keeps nobody from writing."""
@@ -379,7 +387,7 @@ class Store:
         step = _Step(State.DEAD, Why.REVIVED, now_ms, {"p_id": job_id})
 
         def unit(tx: Transaction) -> Waiting | None:
-            if (row := self._transition(tx, step)) is None:
+            if (row := self._transitions(tx, [step])[0]) is None:
                 return None
             row = row._replace(model=names.revived(tx, job_id, row.model))
             note(tx, model=row.model, tenant=row.tenant)
@@ -389,23 +397,35 @@ class Store:
 
     def _moved(self, tx: Transaction, step: _Step) -> Moved | None:
         """Perform a transition, and what follows from it; None: the job does not stand where it begins."""
-        row = self._transition(tx, step)
-        return None if row is None else self._ended(tx, row, edge(step.state, step.why).to, step.now_ms)
+        return self._all_moved(tx, [step])[0]
+
+    def _all_moved(self, tx: Transaction, steps: Sequence[_Step]) -> list[Moved | None]:
+        found = zip(steps, self._transitions(tx, steps), strict=True)
+        return [row and self._ended(tx, row, edge(step.state, step.why).to, step.now_ms) for step, row in found]
 
     def _ended(self, tx: Transaction, row: Row, to: State, now_ms: int) -> Moved:
         """A transition that has been performed; at a job's end what its clients wait for is owed from now on."""
         owed.webhook(tx, row, to, now_ms)
         return Moved(_waiting(row), to, row.attempt, owed.telling(tx, row, to, now_ms))
 
-    def _transition(self, tx: Transaction, step: _Step) -> Row | None:
-        return next(iter(self._transitions(tx, moves.ONE, step)), None)
+    def _transitions(self, tx: Transaction, steps: Sequence[_Step]) -> list[Row | None]:
+        """Perform transitions, each of a job of its own; None: that job does not stand where its transition begins."""
+        rows: dict[str, Row] = {}
+        for _, alike in groupby(steps, attrgetter("state", "why")):
+            rows |= {row.id: row for row in self._perform(tx, moves.ONE, {it.params["p_id"]: it for it in alike})}
+        return [rows.get(step.params["p_id"]) for step in steps]
 
-    def _transitions(self, tx: Transaction, how: Mapping[tuple[State, Why], Move], step: _Step) -> Sequence[Row]:
-        """The one place that changes states: guarded by them, with an event beside each."""
+    def _perform(self, tx: Transaction, how: moves.Moves, steps: Mapping[str | None, _Step]) -> Sequence[Row]:
+        """The one place that changes states: guarded by them, with an event beside each.
+
+        `steps`: by their jobs' ids, all out of one state for one reason; of MANY jobs the only one, by None.
+        """
+        step = next(iter(steps.values()))
         move = how[(step.state, step.why)]
-        rows = move.jobs(tx.connection, step.params | {"p_now": step.now_ms})
+        rows = move.jobs(tx.connection, [it.params | {"p_now": it.now_ms} for it in steps.values()])
         for row in rows:
-            events.insert(tx, events.row_of(row, move.edge.to, step.now_ms, row.attempt, step.told, row.server))
+            its = steps.get(row.id, step)
+            events.insert(tx, events.row_of(row, move.edge.to, its.now_ms, row.attempt, its.told, row.server))
         return rows
 
     # -- reading ---------------------------------------------------------------------------------------------

@@ -55,13 +55,7 @@ class Withheld:
 _COLUMNS = [field.name for field in fields(Withheld)]
 _THIS = (withheld.c.job_id == bindparam("p_id"), withheld.c.attempt == bindparam("p_attempt"))
 _RUNS = select(
-    jobs.c.id,
-    jobs.c.attempt,
-    jobs.c.server,
-    jobs.c.slot,
-    jobs.c.model,
-    jobs.c.tenant,
-    jobs.c.remote_id,
+    *(jobs.c[name] for name in ("id", "attempt", "server", "slot", "model", "tenant", "remote_id")),
     bindparam("p_reason"),
     jobs.c.started_ms,
     bindparam("p_now", type_=withheld.c.since_ms.type),

@@ -138,7 +138,7 @@ def _nodes(node: dict[str, Any]) -> Iterator[str]:
 
 # A table or an index from its first row to its last: PostgreSQL's have no condition.
 _WALKS = re.compile(r"Seq Scan|(?:Index|Index Only|Bitmap Index) Scan \S+(?: \S+)?$|Bitmap Index Scan \S+$")
-_WALKS_ON_SQLITE = re.compile(r"^SCAN (?!CONSTANT|subquery|anon_|\()")
+_WALKS_ON_SQLITE = re.compile(r"^SCAN (?!CONSTANT|given|subquery|anon_|\()")
 # What finds one row, or the few rows of one job.
 _KEYS = re.compile(r"pk_\w+|uq_\w+|sqlite_autoindex_\w+|PRIMARY KEY|ix_\w+_job(?:_id)?|rowid")
 
@@ -171,6 +171,12 @@ BY_KEY: dict[str, Callable[[Database, Store], Any]] = {
     "knows": lambda _, store: store.knows([a_job(idempotency_key="k")], T0),
     "start": lambda _, store: store.start("wait-1", "gpu1", "gpu1-slot0", "l w", T0),
     "settle": lambda _, store: store.settle("wait-1", 1, Why.FINISHED, T0, result="{}"),
+    "starts at once": lambda database, store: _all_at_once(
+        database, *[store.starting(f"wait-{n}", "gpu1", f"gpu1-slot{n}", "l w", T0, 0) for n in (3, 4, 5)]
+    ),
+    "settles at once": lambda database, store: _all_at_once(
+        database, *[store.settling(f"wait-{n}", 1, Why.FINISHED, T0, result="{}") for n in (3, 4, 5)]
+    ),
     "settle of a run without result": lambda _, store: store.settle("wait-1", 1, Why.SERVER_BUSY, T0),
     "settle that withholds": lambda _, store: store.settle("wait-2", 1, Why.SERVER_LOST, T0, withhold=_LINGERS),
     "end_waiting": lambda _, store: store.end_waiting("wait-1", Why.CANCEL_REQUESTED, T0),
@@ -194,6 +200,10 @@ BY_KEY: dict[str, Callable[[Database, Store], Any]] = {
     "tenant of a key": lambda database, _: Tenants(database).by_key("k"),
     "secret of a tenant": lambda database, _: Rotations(database).of("big"),
 }
+
+
+def _all_at_once(database: Database, *writes: Any) -> None:
+    assert None not in database.do_all(writes)
 
 
 def _wrote(database: Database) -> bool:

@@ -144,13 +144,19 @@ MUTANTS = [
         "events are written after the commit",
         "JOB-2",
         "database/db.py",
-        """                mark = transaction.flush()
+        """                    mark = transaction.flush()
+                except BaseException:
+                    self._writer.undo(connection)
+                    raise
                 try:
-                    begun.commit()
+                    self._writer.commit(connection)
 """,
-        """                mark = Mark(None, None)
+        """                    mark = Mark(None, None)
+                except BaseException:
+                    self._writer.undo(connection)
+                    raise
                 try:
-                    begun.commit()
+                    self._writer.commit(connection)
                     with self.engine.begin() as transaction.connection:
                         transaction.flush()
 """,

@@ -4,6 +4,7 @@ from tests.faults.mutant import WORKERS, Mutant
 
 DB = "tests/unit/jobs/test_db.py::"
 COMMIT = "tests/contracts/test_record_uncertain.py::"
+TOGETHER = "tests/contracts/test_record_together.py::"
 MASS = "tests/contracts/test_record_mass.py::"
 
 KEPT = [
@@ -122,10 +123,57 @@ KEPT = [
     Mutant(
         "a commit that failed leaves its transaction open",
         "JOB-3",
-        "database/db.py",
-        "connection.invalidate()  # It may still be in the transaction, with its locks.",
-        "pass",
+        "database/writer.py",
+        """connection.invalidate()  # It may still be in the transaction, with its locks.
+            connection.close()
+""",
+        "self._keep(connection)\n",
         (f"{COMMIT}test_a_commit_that_did_not_happen_on_sqlite_stored_nothing",),
+    ),
+    Mutant(
+        "a connection that was busy is given up",
+        "time",
+        "database/writer.py",
+        "if engines.is_busy(error):",
+        "if error is None:",
+        (f"{DB}test_who_must_not_wait_does_not_wait_for_another_process_and_keeps_its_connection",),
+    ),
+    Mutant(
+        "what was begun and failed is kept",
+        "JOB-3",
+        "database/writer.py",
+        "            undo(connection)\n        finally:\n            engines.end_writer(connection)\n",
+        "            pass\n        finally:\n            self._keep(connection)\n",
+        (f"{TOGETHER}test_one_end_that_cannot_be_stored_fails_alone_and_costs_the_others_few_commits",),
+    ),
+    Mutant(
+        "of two starts of one job in one transaction both are told that it is theirs",
+        "LEASE-1",
+        "database/db.py",
+        "1 < len(group) == len({write.about for write in group})",
+        "1 < len(group)",
+        (
+            "tests/contracts/test_record_commit.py::"
+            "test_of_two_transitions_of_one_job_in_one_group_only_the_first_counts",
+        ),
+        still=f"{TOGETHER}test_ends_that_come_together_take_no_more_statements_than_one",
+    ),
+    Mutant(
+        "whoever shares a statement with one that fails is committed by himself",
+        "time",
+        "database/db.py",
+        "self._commit(group, until, True, True)",
+        "self._commit(group, until, True, False)",
+        (f"{TOGETHER}test_one_end_that_cannot_be_stored_fails_alone_and_costs_the_others_few_commits",),
+    ),
+    Mutant(
+        "an end that was stored unheard is taken for somebody else's when it is asked again among others",
+        "JOB-1",
+        "jobs/store.py",
+        "return None if self._unheard else",
+        "return",
+        (f"{TOGETHER}test_an_end_that_was_stored_unheard_is_told_so_when_it_is_asked_again_among_others",),
+        still=f"{TOGETHER}test_ends_that_come_together_take_no_more_statements_than_one",
     ),
     Mutant(
         "a start of unknown outcome is put back",

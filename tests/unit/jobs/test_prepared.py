@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy import Boolean, Column, Integer, MetaData, Table, Text, bindparam, event, insert, select, update
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from database.prepared import Prepared, Rows, run, say
+from database.prepared import Each, Prepared, Rows, run, say
 
 things = Table(
     "things",
@@ -20,6 +20,8 @@ GROW = Prepared(
     .values(size=things.c.size + bindparam("p_by"))
     .returning(things.c.name, things.c.size)
 )
+_NAMED = update(things).where(things.c.name == bindparam("p_name"), things.c.size < 1000)
+EACH = Each(_NAMED.values(size=things.c.size + bindparam("p_by")).returning(things.c.name, things.c.size.label("now")))
 SIZE = Prepared(select(things.c.size).where(things.c.name == bindparam("p_name")))
 
 
@@ -52,6 +54,26 @@ def test_rows_that_are_there_already_or_not_wanted_are_left_out_and_the_others_a
     assert rows.write(connection, [{"name": "a", "size": 0}]) == [(0,)]
     given = [{"name": name, "size": n} for n, name in enumerate(["a", "b", "b", *map(str, range(3, 1000))])]
     assert rows.write(connection, given) == [(n,) for n in [1, *range(3, 901)]]
+
+
+def _sizes(connection):
+    return dict(connection.exec_driver_sql("SELECT name, size FROM things").all())
+
+
+@pytest.mark.parametrize("number", [1, 2, 7, 8, 9, 64, 65, 300])
+def test_many_rows_are_changed_each_by_its_own_parameters_and_where_the_condition_holds(connection, number):
+    Rows(things).write(connection, [{"name": f"n{n}", "size": n * 10} for n in range(number)])
+    asked = [{"p_name": f"n{n}", "p_by": n, "more": "than it takes"} for n in range(number)]
+    answered = EACH.all(connection, [*asked, {"p_name": "nobody", "p_by": 1}])
+    changed = {f"n{n}": n * 11 for n in range(number) if n < 100}
+    assert {row.name: row.now for row in answered} == changed
+    assert _sizes(connection) == {f"n{n}": n * 10 for n in range(number)} | changed
+
+
+def test_a_value_that_is_missing_is_missing_in_its_row_alone(connection):
+    Rows(things).write(connection, [{"name": name, "size": 1} for name in "abc"])
+    EACH.all(connection, [{"p_name": "a", "p_by": 1}, {"p_name": "b", "p_by": None}, {"p_name": "c", "p_by": 3}])
+    assert _sizes(connection) == {"a": 2, "b": None, "c": 4}
 
 
 def test_what_the_driver_raises_is_what_sqlalchemy_raises_without_any_value(connection):

@@ -1,0 +1,173 @@
+"""What the record promises of starts and ends that are written together: few statements, each answered by itself."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+from database.db import Database, Write
+from foundation.errors import RecordUncertain
+from jobs.models import tellings, webhooks
+from jobs.record import Run
+from jobs.states import State, Why
+from jobs.store import Error, Store
+from tests.support.builders import CALLBACK, T0, a_queued_job, a_running_job, rows_in, trail_of
+
+LATER = T0 + 60_000
+_NOT_TEXT = "\ud800\x00"  # neither database stores both halves of it
+
+
+@contextmanager
+def _heard(database: Database, name: str) -> Iterator[list[Any]]:
+    """What the engine says of its statements or commits."""
+    heard: list[Any] = []
+
+    def note(*said: Any) -> None:
+        heard.append(said[2] if len(said) > 2 else said)
+
+    if name == "commit":
+        event.listen(database.engine, name, one := lambda connection: note(connection))
+    else:
+        event.listen(database.engine, name, one := lambda c, cursor, text, values, context, many: note(c, cursor, text))
+    try:
+        yield heard
+    finally:
+        event.remove(database.engine, name, one)
+
+
+def _statements(heard: Sequence[str]) -> list[str]:
+    return [text for text in heard if not text.startswith(("BEGIN", "SELECT txid"))]
+
+
+def _end(store: Store, run: Run, why: Why = Why.FINISHED, attempt: int | None = None, result: str = "{}") -> Write[Any]:
+    error = None if why is Why.FINISHED else Error("bad", f"of {run.job.id}")
+    return store.settling(run.job.id, attempt or run.attempt, why, LATER, result=result, error=error)
+
+
+def test_ends_that_come_together_take_no_more_statements_than_one(database, store):
+    runs = [a_running_job(store) for _ in range(8)]
+    with _heard(database, "before_cursor_execute") as heard:
+        moved = database.do_all([_end(store, run, result=f'"{n}"') for n, run in enumerate(runs)])
+    assert [text.split()[0] for text in _statements(heard)] == ["UPDATE", "INSERT"]
+    assert [it.job for it in moved] == [run.job for run in runs]
+    assert [store.get(run.job.id).result for run in runs] == [f'"{n}"' for n in range(8)]
+    assert all(trail_of(store, run.job.id)[-1] == ("job.completed", "finished", 1) for run in runs)
+
+
+def test_starts_that_come_together_take_no_more_statements_than_one(database, store):
+    jobs = [a_queued_job(store, payload=f'"{n}"') for n in range(8)]
+    starts = [
+        store.starting(job.id, f"gpu{n}", f"gpu{n}-slot0", f"l{n}", LATER, n, f"v{n}") for n, job in enumerate(jobs)
+    ]
+    with _heard(database, "before_cursor_execute") as heard:
+        runs = database.do_all(starts)
+    assert [text.split()[0] for text in _statements(heard)] == ["UPDATE", "INSERT"]
+    for n, (job, run) in enumerate(zip(jobs, runs, strict=True)):
+        assert (run.job.id, run.payload, run.attempt, run.described_by) == (job.id, f'"{n}"', 1, f"v{n}")
+        assert (run.server, run.slot, store.get(job.id).lease) == (f"gpu{n}", f"gpu{n}-slot0", f"l{n}")
+        (told,) = [it.data for it in store.events_of(job.id) if it.type == "job.started"]
+        assert told == {"why": "started", "server": f"gpu{n}", "slot": f"gpu{n}-slot0", "offer": n}
+
+
+def test_lease_3_each_end_is_guarded_by_its_own_state_and_token_and_told_by_itself(database, store):
+    ends, old, over, gone, failed, again = (a_running_job(store) for _ in range(6))
+    store.settle(over.job.id, 1, Why.FINISHED, T0, result='"first"')
+    waits = a_queued_job(store)
+    asked = [
+        _end(store, ends),
+        _end(store, old, attempt=7),
+        _end(store, over),
+        store.settling("nobody", 1, Why.FINISHED, LATER, result="{}"),
+        store.settling(waits.id, 1, Why.FINISHED, LATER, result="{}"),
+        _end(store, failed, Why.INVALID_REQUEST),
+        _end(store, again, Why.SERVER_BUSY),
+        _end(store, gone),
+    ]
+    told = database.do_all(asked)
+    assert [it and (it.job.id, it.to) for it in told] == [
+        (ends.job.id, State.COMPLETED),
+        None,
+        None,
+        None,
+        None,
+        (failed.job.id, State.FAILED),
+        (again.job.id, State.QUEUED),
+        (gone.job.id, State.COMPLETED),
+    ]
+    assert (store.get(old.job.id).state, store.get(over.job.id).result) == (State.RUNNING, '"first"')
+    assert store.get(waits.id).state is State.QUEUED
+    assert store.get(failed.job.id).error_message == f"of {failed.job.id}"
+    assert [len(trail_of(store, run.job.id)) for run in (ends, old, over, gone)] == [3, 2, 3, 3]
+
+
+def test_lease_1_a_start_of_what_is_not_queued_is_none_among_others(database, store):
+    first, running, last = a_queued_job(store), a_running_job(store).job, a_queued_job(store)
+    started = database.do_all(
+        [store.starting(job.id, "gpu1", "gpu1-slot0", "l", LATER, 1) for job in (first, running, last)]
+    )
+    assert [run and (run.job.id, run.attempt) for run in started] == [(first.id, 1), None, (last.id, 1)]
+
+
+def test_each_of_several_ends_owes_what_its_own_job_asked_for(database, store):
+    runs = [a_running_job(store, **more) for more in ({}, {"callback_url": CALLBACK}, {"envelope": "{}"})]
+    moved = database.do_all([_end(store, run) for run in runs])
+    assert [it.telling_id is not None for it in moved] == [False, False, True]
+    assert (rows_in(database, webhooks), rows_in(database, tellings)) == (1, 1)
+
+
+def test_one_end_that_cannot_be_stored_fails_alone_and_costs_the_others_few_commits(database, store):
+    runs = [a_running_job(store) for _ in range(6)]
+    asked = [_end(store, run, result=_NOT_TEXT if n == 4 else "{}") for n, run in enumerate(runs)]
+    with _heard(database, "commit") as commits:
+        told = database.do_all(asked)
+    assert [isinstance(it, Exception) for it in told] == [False, False, False, False, True, False]
+    assert [store.get(run.job.id).state for run in runs] == [
+        State.RUNNING if n == 4 else State.COMPLETED for n in range(6)
+    ]
+    assert len(commits) == 2
+    assert all(len(trail_of(store, run.job.id)) == (2 if n == 4 else 3) for n, run in enumerate(runs))
+
+
+def test_other_writes_go_on_among_ends_in_the_order_in_which_they_came(database, store):
+    one, two, three = (a_running_job(store) for _ in range(3))
+    told = database.do_all(
+        [
+            _end(store, one),
+            store.noting_remote(two.job.id, 1, "r", LATER),
+            _end(store, two),
+            _end(store, three),
+            store.noting_remote(three.job.id, 1, "r", LATER),
+        ]
+    )
+    assert [getattr(it, "to", it) for it in told] == [State.COMPLETED, True, State.COMPLETED, State.COMPLETED, False]
+
+
+def test_an_end_that_was_stored_unheard_is_told_so_when_it_is_asked_again_among_others(database, store, monkeypatch):
+    before, other = a_running_job(store), a_running_job(store)
+    end = _end(store, before)
+    assert database.do(end).to is State.COMPLETED
+    end.unheard()  # as who commits would, whose answer was lost
+    told = database.do_all([_end(store, other), end])
+    assert [it.to for it in told] == [State.COMPLETED] * 2
+    assert len(trail_of(store, before.job.id)) == 3
+    assert database.do_all([end])[0] is None, "it has been told"
+
+
+@pytest.mark.postgres
+def test_several_ends_of_which_the_answer_was_lost_are_known_by_what_they_wrote(postgres_url, monkeypatch):
+    database = Database(postgres_url)
+    store = Store(database)
+    runs = [a_running_job(store) for _ in range(3)]
+
+    def lost(raw: Any) -> None:
+        raw.commit()
+        raise database.engine.dialect.loaded_dbapi.OperationalError("the answer was lost")
+
+    with monkeypatch.context() as network:
+        network.setattr(database.engine.dialect, "do_commit", lost)
+        told = database.do_all([_end(store, run) for run in runs])
+    assert not [it for it in told if isinstance(it, RecordUncertain)]
+    assert [it.to for it in told] == [State.COMPLETED] * 3
+    database.close()

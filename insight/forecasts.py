@@ -10,10 +10,13 @@ It is a help and no promise to anybody: all of it may be lost, and is learned an
 import hashlib
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
+
+from redis.exceptions import RedisError
 
 from insight import interval
 from insight.interval import HEAVIEST, KEPT, MOST, PARTS, SIZES, Estimate, Memory, Promise, Seen
@@ -26,6 +29,7 @@ _STALE_MS = 24 * 3_600_000  # a promise this old is the first to be forgotten
 _IDLE_S = 14 * 86_400  # a model without submits for so long starts anew
 _DIGITS = 8  # of one ratio, as lua/learn.lua writes them
 _JOB = "job:"
+_MOST_NOTED = 10_000  # promises that wait to be remembered; Redis may be away
 _FIELDS = (
     "level",
     "balance:low",
@@ -83,6 +87,12 @@ class Forecasts:
         self._lock = threading.Lock()
         self._known: dict[str, _Known] = {}
         self._levels: dict[str, _Level] = {}
+        self._noted: deque[tuple[str, str, Promise]] = deque(maxlen=_MOST_NOTED)  # key, job
+        self._ask: Callable[[], object] | None = None
+
+    def remember_by(self, ask: Callable[[], object]) -> None:
+        """From now on whom a promise is given waits for no Redis: `ask` has somebody else, always one, `remember`."""
+        self._ask = ask
 
     def estimate(
         self, fleet: str, model: str, ahead: int, slots: int, run_ms: float | None, now_ms: int
@@ -115,8 +125,12 @@ class Forecasts:
             while len(chosen) > self._remembered:
                 level += 1
                 chosen = {name: one for name, one in chosen.items() if _in_sample(name, level)}
-        if chosen:
-            self._remember(key, chosen, level, now_ms)
+        chosen = {name: replace(one, level=level) for name, one in chosen.items()}
+        if self._ask is None:
+            self._remember(key, chosen)
+        elif chosen:
+            self._noted.extend((key, name, one) for name, one in chosen.items())
+            self._ask()
         return [None if it is None else interval.estimate(known.memory, it) for it in given]
 
     def memory(self, fleet: str, model: str) -> Memory:
@@ -193,9 +207,21 @@ class Forecasts:
 
     # -- remembering -------------------------------------------------------------------------------------------
 
-    def _remember(self, key: str, chosen: Mapping[str, Promise], level: int, now_ms: int) -> None:
+    def remember(self) -> None:
+        """All that was promised since.  From what Redis does not take now nothing is learned."""
+        by_key = defaultdict[str, dict[str, Promise]](dict)
+        while self._noted:
+            key, job_id, given = self._noted.popleft()
+            by_key[key][job_id] = given
+        with suppress(RedisError):
+            for key, chosen in by_key.items():
+                self._remember(key, chosen)
+
+    def _remember(self, key: str, chosen: Mapping[str, Promise]) -> None:
+        if not chosen:
+            return
         with self._scripts.redis.pipeline(transaction=False) as pipe:
-            pipe.hset(key, mapping={_JOB + job_id: _text(replace(it, level=level)) for job_id, it in chosen.items()})
+            pipe.hset(key, mapping={_JOB + job_id: _text(it) for job_id, it in chosen.items()})
             pipe.hlen(key)
             pipe.hget(key, "level")
             pipe.expire(key, _IDLE_S)
@@ -206,7 +232,7 @@ class Forecasts:
             self._scripts.redis.hdel(key, *late)
         self._note_level(key, level)
         if size - len(late) > self._remembered + len(_FIELDS):
-            self._thin(key, level, now_ms)
+            self._thin(key, level, max(it.at_ms for it in chosen.values()))
 
     def _thin(self, key: str, level: int, now_ms: int) -> None:
         """Forget promises that are too old, then every other job's until a quarter of the bound is free."""

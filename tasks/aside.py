@@ -1,6 +1,7 @@
 """Work that must not keep its caller waiting."""
 
 import threading
+import time
 from collections.abc import Callable
 
 import structlog
@@ -11,10 +12,13 @@ log = structlog.get_logger(__name__)
 
 
 class Aside:
-    """Does one thing in a thread of its own when it is asked to; asked meanwhile, it does it once more."""
+    """Does one thing in a thread of its own when it is asked to; asked meanwhile, it does it once more.
 
-    def __init__(self, name: str, act: Callable[[], object]) -> None:
-        self.name, self._act = name, act
+    `pause_s`: before it begins, so that those who ask meanwhile are served together.
+    """
+
+    def __init__(self, name: str, act: Callable[[], object], pause_s: float = 0.0) -> None:
+        self.name, self._act, self._pause_s = name, act, pause_s
         self._pulse = Pulse(name)
         self._asked = self._at_it = False
         self._lock = threading.Lock()
@@ -46,6 +50,7 @@ class Aside:
 
     def _goes_on(self) -> bool:
         self._pulse.beat()
+        time.sleep(self._pause_s)
         with self._lock:
             self._at_it, self._asked = self._asked, False
             return self._at_it

@@ -26,6 +26,7 @@ from routing.slots import Slots
 from routing.workers import Workers
 from scripting.keys import Keys
 from scripting.scripts import Scripts, connect
+from tasks.aside import Aside
 from tasks.config import TaskSettings
 from tasks.outbound import check_url, parse_allow
 from tasks.releases import PatientLeases
@@ -33,6 +34,8 @@ from upkeep import pulse
 
 if TYPE_CHECKING:
     from tasks.telling import Teller
+
+_TOGETHER_S = 0.02  # Promises of so long a time are remembered together; most jobs that wait start later.
 
 
 @once
@@ -103,7 +106,9 @@ def catalog_cache() -> CatalogCache:
 
 @once
 def estimates() -> Estimates:
-    return Estimates(catalog_cache(), Forecasts(scripts()))
+    forecasts = Forecasts(scripts())
+    forecasts.remember_by(Aside("promises", forecasts.remember, _TOGETHER_S).ask)
+    return Estimates(catalog_cache(), forecasts)
 
 
 @once

@@ -88,6 +88,29 @@ def test_what_one_process_learns_others_know_a_second_later(client):
     assert 2900 <= api.estimate().mid_ms <= 3100
 
 
+def test_who_is_promised_something_waits_for_no_redis_where_another_remembers_it(process):
+    told, asked = process.promise("a"), []
+    process.counting().forecasts.remember_by(lambda: asked.append("remember"))
+    assert (process.promise("b"), process.promise("c")) == (told, told)
+    assert process.sent == 0 and asked and process.outstanding() == 1
+    process.forecasts.remember()
+    assert process.sent == 2 and process.outstanding() == 3  # one to remember both, one to look
+    assert process.started("b", 5000) is True
+    process.forecasts.remember()
+    assert process.outstanding() == 2, "what was remembered once is not remembered again"
+
+
+def test_a_redis_that_is_away_is_not_remembered_in(valkey: Valkey):
+    with valkey.client() as client:
+        process = Process(client)
+        process.promise("a")
+        process.forecasts.remember_by(lambda: None)
+        process.promise("b")
+        client.connection_pool.connection_kwargs["port"] = 1
+        client.connection_pool.disconnect()
+        process.forecasts.remember()
+
+
 def test_nothing_is_promised_or_remembered_without_a_slot_or_a_measured_run(process, client):
     assert process.promise("a", slots=0) is None and process.promise("b", run_ms=None) is None
     assert not client.exists(KEY)

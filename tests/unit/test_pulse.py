@@ -112,6 +112,15 @@ def test_work_aside_that_is_done_has_not_stopped() -> None:
     assert not _is_found_stopped(it)
 
 
+def test_who_asks_for_work_aside_before_it_begins_is_served_together_with_others() -> None:
+    done: list[str] = []
+    it = Aside("promises", lambda: done.append("all"), pause_s=0.2)
+    for _ in range(3):
+        it.ask()
+    eventually(lambda: not it._at_it)
+    assert done == ["all"]
+
+
 class _Dies:
     """Whatever is asked of it ends the thread that asks."""
 

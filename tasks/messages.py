@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from celery import Celery
 from celery.app.amqp import task_message
 from celery.app.task import Context
 from kombu.utils import json
@@ -118,12 +119,15 @@ def read_offer(job_id: str, args: Sequence[Any], headers: Mapping[str, Any] | No
 
 _declared: set[str] = set()
 """Queues that this process has declared at the broker; for kombu to look at each message is a third of the work."""
+_kept: dict[Celery, Any] = {}
+"""The producer of the last message, if nobody has it: to fetch one of Celery's, and to put it back, is a quarter."""
 
 
 def publish(offer: Offer, priority: int, failures: int) -> None:
     """Send the wake-up to the model's queue.  Raises what kombu raises."""
     queue = queue_of(offer.model)
-    with celery.producer_or_acquire() as producer:
+    producer = _kept.pop(celery, None) or celery.producer_pool.acquire(block=True)
+    try:
         celery.amqp.send_task_message(
             producer,
             TASK,
@@ -133,4 +137,9 @@ def publish(offer: Offer, priority: int, failures: int) -> None:
             retry=False,  # The offer expires and is made again; nobody shall wait for a broker that is away.
             declare=() if queue in _declared else None,
         )
+    except BaseException:
+        producer.release()  # So that whoever fetches it looks whether its connection is still there.
+        raise
     _declared.add(queue)
+    if _kept.setdefault(celery, producer) is not producer:
+        producer.release()

@@ -60,6 +60,22 @@ def test_a_wake_up_is_in_its_queue_also_where_the_broker_has_forgotten_that(
         assert client.llen("gpu.zimg") == 1
 
 
+def test_a_producer_by_which_nothing_could_be_sent_goes_back_and_is_looked_at_anew(
+    valkey: Valkey, client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, offer = Celery(broker=valkey.url), Offer("zimg", "j1", "l1", "gpu-slot0", "gpu", "zimg", 1)
+    monkeypatch.setattr(messages, "celery", app)
+    messages.publish(offer, 1, failures=0)
+    (kept,) = (producer for of, producer in messages._kept.items() if of is app)
+    with monkeypatch.context() as broken:
+        broken.setattr(messages, "build", lambda *_: None)
+        with pytest.raises(TypeError):
+            messages.publish(offer, 1, failures=0)
+    assert app not in messages._kept and kept._channel is None, "it was put back"
+    messages.publish(offer, 1, failures=0)
+    assert client.llen("gpu.zimg") == 2
+
+
 def _raw(**properties: object) -> str:
     """A wake-up as it stands in a list of the broker; `properties`: others than it should have."""
     usual = {"delivery_tag": "1", "delivery_info": {"exchange": "", "routing_key": "gpu.zimg"}}

@@ -15,10 +15,11 @@ from hmac import compare_digest
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from flask import Flask, Response, current_app, g, request
+from flask import Flask, Request, Response, current_app, g, request
 from flask_httpauth import HTTPTokenAuth
 
 from app.config import AppSettings, is_loopback
+from app.context import asked
 from app.errors import ProblemError, problem
 from audit import acts
 from audit.acts import Actor
@@ -122,12 +123,12 @@ def for_people(view: View) -> View:
 
 def come_in(whose: Tenant) -> None:
     """This request is that tenant's, as something else than a key has shown."""
-    g.flask_httpauth_user = whose
-    _note_actor(whose, "page")
+    _come_in(whose, "page")
 
 
-def _note_actor(whose: Tenant, door: str) -> None:
+def _come_in(whose: Tenant, door: str) -> None:
     """Whatever this request changes is noted as done by them, and its lines in the log say whose it is."""
+    g.flask_httpauth_user = whose
     logs.about(tenant=whose.name)
     acts.act_as(Actor(whose.name, door, request.environ.get("REMOTE_ADDR") or None))
 
@@ -146,11 +147,12 @@ def tenant() -> Tenant:
 
 
 def _guard() -> Response | None:
-    view = current_app.view_functions.get(request.endpoint or "")
+    seen = asked()
+    view = current_app.view_functions.get(seen.endpoint or "")
     if view is None or getattr(view, "own_guard", False):
         return None
-    environ = request.environ
-    if keys() is None:
+    environ, is_open = seen.environ, keys() is None
+    if is_open:
         _refuse_strangers(environ)
     if getattr(view, "public", False) or getattr(view, "for_people", False):
         return None
@@ -158,11 +160,11 @@ def _guard() -> Response | None:
         return None if _has_metrics_key() else require_admin()
     method = environ["REQUEST_METHOD"]
     if method in _CHANGES:
-        _refuse_forms()
-    refused: Response | None = _identify()
+        _refuse_forms(seen)
+    refused: Response | None = None if is_open else _identify()
     if refused is None and method != "OPTIONS":  # which nobody needs a key for
-        by_command = environ.get("HTTP_USER_AGENT") == _COMMAND_LINE
-        _note_actor(tenant(), "command line" if by_command else "REST")
+        whose = LOCAL if is_open else tenant()
+        _come_in(whose, "command line" if environ.get("HTTP_USER_AGENT") == _COMMAND_LINE else "REST")
     return refused
 
 
@@ -279,10 +281,10 @@ def _is_same_origin(environ: Mapping[str, Any], host: str) -> bool:
     return environ.get("HTTP_SEC_FETCH_SITE") in (None, "same-origin", "none")
 
 
-def _refuse_forms() -> None:
+def _refuse_forms(seen: Request) -> None:
     """415 for a body that a form could have sent."""
-    if request.mimetype in _SAFE_TYPES:
+    if seen.mimetype in _SAFE_TYPES:
         return
-    if request.content_length or request.content_type or "HTTP_TRANSFER_ENCODING" in request.environ:
-        detail = f"The body is {request.mimetype or 'of no known type'}; send JSON with Content-Type: application/json."
+    if seen.content_length or seen.content_type or "HTTP_TRANSFER_ENCODING" in seen.environ:
+        detail = f"The body is {seen.mimetype or 'of no known type'}; send JSON with Content-Type: application/json."
         raise ProblemError(415, "unsupported_media_type", "Not JSON", detail)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import cast
 
-from flask import current_app
+from flask import Request, current_app, request
 
 from app.config import AppSettings
 from app.readiness import Readiness
@@ -32,6 +32,11 @@ def put(app_extensions: dict[str, object], context: Context) -> None:
 def context() -> Context:
     """Of the application that answers this request."""
     return cast(Context, current_app.extensions[_EXTENSION])
+
+
+def asked() -> Request:
+    """The request itself, for who looks at it more than once: through Flask's proxy each look would find it anew."""
+    return cast(Request, request._get_current_object())  # type: ignore[attr-defined]
 
 
 def dispatcher() -> Dispatcher:

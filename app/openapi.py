@@ -1,15 +1,17 @@
 """What flask-openapi is to us, in one place: how views are described, and the document that comes of it."""
 
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, lru_cache
 from typing import Any
 
 import orjson
 from flask import Flask, Response
 from flask.json.provider import JSONProvider
+from flask.wrappers import Request as AnyRequest
 from flask_openapi import APIBlueprint, Info, OpenAPI
 from pydantic import BaseModel, ConfigDict
-from werkzeug.routing import BaseConverter
+from werkzeug.routing import BaseConverter, Map, MapAdapter
+from werkzeug.wsgi import get_host
 
 from admission.placement import NAME
 from admission.submission import LONGEST_KEY
@@ -92,10 +94,49 @@ class _JobId(BaseConverter):
     part_isolating = True
 
 
+class _Told(Response):
+    """What a view answers as a dict.  It is whole, and its headers are as they go out: none has to be looked at."""
+
+    def __init__(self, body: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        """`headers`: names as they are written, and plain ASCII."""
+        self._text = orjson.dumps(body, default=str)
+        own = ("Content-Type", "application/json"), ("Content-Length", str(len(self._text)))
+        super().__init__([self._text], status, [*own, *(headers or {}).items()])
+
+    def __call__(self, environ: Any, start_response: Any) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] == "HEAD":
+            return super().__call__(environ, start_response)
+        start_response(self.status, list(self.headers))
+        return [self._text]
+
+
 class _App(OpenAPI):
     def ensure_sync(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """As it is: none of ours is a coroutine, which Flask would find out six times for each request."""
         return func
+
+    def make_response(self, rv: Any) -> Response:
+        """As Flask's, of which a dict would go through five hands."""
+        found = rv if isinstance(rv, tuple) else (rv,)
+        return _Told(*found) if isinstance(found[0], dict) else super().make_response(rv)
+
+    def create_url_adapter(self, request: AnyRequest | None) -> MapAdapter | None:
+        """As Flask's, which reads the host's name anew for each request, three times."""
+        if request is None or "HTTP_UPGRADE" in request.environ:
+            return super().create_url_adapter(request)
+        environ = request.environ
+        scheme = environ["wsgi.url_scheme"]
+        called = environ.get("HTTP_HOST"), environ["SERVER_NAME"], environ["SERVER_PORT"]
+        request.host, server_name = _host(scheme, *called)
+        path, query = request.path, request.query_string.decode(errors="replace")
+        return MapAdapter(self.url_map, server_name, request.root_path, "", scheme, path, request.method, query)
+
+
+@lru_cache(maxsize=64)
+def _host(scheme: str, header: str | None, name: str, port: str) -> tuple[str, str]:
+    """The host that a request names, and as it stands in addresses.  Raises BadHost."""
+    host = get_host({"wsgi.url_scheme": scheme, "HTTP_HOST": header, "SERVER_NAME": name, "SERVER_PORT": port})
+    return host, Map().bind(host).server_name
 
 
 def new_app(version: str) -> OpenAPI:

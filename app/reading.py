@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import flask
 from werkzeug.exceptions import RequestEntityTooLarge
 
+from app.context import asked
 from app.errors import ProblemError, printable
 from foundation import exact
 from foundation.errors import InvalidRequest
@@ -159,13 +160,14 @@ def check_whole(request: flask.Request) -> None:
 
 def refuse_nul() -> None:
     """For before_request: PostgreSQL cannot even be asked about a name with a NUL.  Raises ProblemError."""
-    if flask.request.endpoint is None:
+    seen = asked()
+    if seen.endpoint is None:
         return  # There is nothing at this address anyway.
-    for field, text in (flask.request.view_args or {}).items():
+    for field, text in (seen.view_args or {}).items():
         refuse_nul_in(field, str(text))
-    if not flask.request.query_string:
+    if not seen.query_string:
         return
-    for field, texts in flask.request.args.lists():
+    for field, texts in seen.args.lists():
         refuse_nul_in(field, *texts)
 
 

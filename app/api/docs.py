@@ -3,10 +3,11 @@
 from threading import Lock
 
 import orjson
-from flask import Flask, Response, current_app, redirect, request
+from flask import Flask, Response, current_app, redirect
 from flask_openapi_swagger.plugins import RegisterPlugin
 
 from app.auth import public
+from app.context import asked
 from app.openapi import document
 
 _DOCUMENT = "/openapi.json"
@@ -41,15 +42,24 @@ _OF_PAGE = (
 )
 # Ours (app.page): nothing inline, nothing from elsewhere, and forms lead nowhere else.
 _OF_SCREENS = "default-src 'self'; base-uri 'none'; object-src 'none'; form-action 'self'"
-_FENCE = {"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
+_NOTHING = "default-src 'none'"
+
+
+def _fenced(allowed: str) -> list[tuple[str, str]]:
+    policy = "Content-Security-Policy", f"{allowed}; frame-ancestors 'none'"
+    return [("X-Content-Type-Options", "nosniff"), ("X-Frame-Options", "DENY"), policy]
+
+
+_FENCES = {allowed: _fenced(allowed) for allowed in (_OF_PAGE, _OF_SCREENS, _NOTHING)}
 
 
 def _fence(response: Response) -> Response:
     """No page of another site shows ours inside it, and ours loads nothing from others."""
-    allowed = _OF_PAGE if request.path.startswith(_PAGE) else "default-src 'none'"
-    if request.blueprint == "page":
+    seen = asked()
+    allowed = _OF_PAGE if seen.path.startswith(_PAGE) else _NOTHING
+    if seen.blueprint == "page":
         allowed = _OF_SCREENS
-    response.headers.update(_FENCE | {"Content-Security-Policy": f"{allowed}; frame-ancestors 'none'"})
+    response.headers.extend(_FENCES[allowed])
     return response
 
 

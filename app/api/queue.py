@@ -19,6 +19,7 @@ from foundation.errors import InvalidJob
 from insight.places import Place
 from jobs.record import new_job_id
 from jobs.states import State
+from registry.tenants import Tenant
 
 Answer = tuple[dict[str, Any], int, dict[str, str]]
 
@@ -41,8 +42,9 @@ def submit(body: SubmitBody) -> Answer:
     of a model that wants that refused, and a model that is not registered are 422; a model or tenant that takes no new
     jobs, and a key that came with another request, are 409.
     """
-    asked = submission(body, request.headers.get("Idempotency-Key"))
-    receipt = dispatcher().submit_one(asked, tenant())
+    whose, sent = tenant(), request.headers
+    asked = submission(body, whose, sent.get("Idempotency-Key"), sent.get("traceparent"))
+    receipt = dispatcher().submit_one(asked, whose)
     accepted = receipt.accepted
     links = _links(accepted.id)
     answer = ReceiptView.of(accepted, **place(accepted.state, _place(receipt)), notice=receipt.notice, links=links)
@@ -61,19 +63,20 @@ def submit_batch() -> tuple[dict[str, Any], int]:
     A JSON array, or one JSON object a line (application/x-ndjson).  A refusal names the `index` of the job,
     counted from 0.
     """
-    key = check_idempotency_key(request.headers.get("Idempotency-Key"), _LONGEST_BATCH_KEY)
+    whose, sent = tenant(), request.headers
+    key, trace = check_idempotency_key(sent.get("Idempotency-Key"), _LONGEST_BATCH_KEY), sent.get("traceparent")
     settings = context().settings
     items = batch.read(request, settings.max_batch_bytes, settings.max_body_bytes)
     name = new_job_id()
-    asked = [replace(_of_batch(index, item, key), batch=name) for index, item in enumerate(items)]
-    receipts = dispatcher().submit(asked, tenant())
+    asked = [replace(_of_batch(index, item, whose, key, trace), batch=name) for index, item in enumerate(items)]
+    receipts = dispatcher().submit(asked, whose)
     jobs = [BatchReceiptItem.of(it.accepted, notice=it.notice) for it in receipts]
     accepted = sum(not it.accepted.deduplicated for it in receipts)
     known_as = name if accepted else _batch_of(receipts[0])
     return BatchReceipt.of(batch=known_as, accepted=accepted, jobs=jobs), 202
 
 
-def submission(body: SubmitBody, key: str | None) -> Submission:
+def submission(body: SubmitBody, whose: Tenant, key: str | None, trace: str | None) -> Submission:
     """What the body asks for.  Raises InvalidJob for a moment that is none."""
     delay_s, not_before_ms = moment(body.not_before)
     return Submission(
@@ -81,13 +84,13 @@ def submission(body: SubmitBody, key: str | None) -> Submission:
         payload=body.payload,
         callback_url=body.callback_url,
         priority=body.priority,
-        tenant=tenant().name,
+        tenant=whose.name,
         ttl_s=body.ttl,
         constraints=body.constraints,
         delay_s=delay_s,
         not_before_ms=not_before_ms,
         idempotency_key=key,
-        traceparent=request.headers.get("traceparent"),
+        traceparent=trace,
     )
 
 
@@ -110,12 +113,12 @@ def moment(given: Any) -> tuple[Any, int | None]:
 _SHAPE = "must be ISO 8601 with its zone, such as 2030-01-31T12:00:00Z, or a number of seconds from now"
 
 
-def _of_batch(index: int, item: batch.BatchItem, key: str | None) -> Submission:
+def _of_batch(index: int, item: batch.BatchItem, whose: Tenant, key: str | None, trace: str | None) -> Submission:
     own_key = item.idempotency_key
     if own_key is None and key is not None:
         own_key = f"{key}/{index}"
     with naming(index):
-        return submission(item, own_key)
+        return submission(item, whose, own_key, trace)
 
 
 def _batch_of(receipt: Receipt) -> str | None:

@@ -2,8 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,14 +62,18 @@ def check_model_name(name: str, field: str = "model") -> str:
     return name
 
 
-@contextmanager
-def naming(index: int) -> Iterator[None]:
+@dataclass(slots=True)
+class naming:
     """A refusal of one job of many says which it is, counted from 0."""
-    try:
-        yield
-    except InvalidJob as error:
-        error.facts["index"] = index
-        raise
+
+    index: int
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, InvalidJob):
+            error.facts["index"] = self.index
 
 
 def prepare(asked: Submission, model: Model, check_url: UrlCheck, now_ms: int) -> NewJob:

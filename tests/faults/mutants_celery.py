@@ -33,6 +33,15 @@ CELERY = [
         still=f"{MALFORMED}test_no_broadcast_ends_a_worker",
     ),
     Mutant(
+        "a producer that has lost its connection is never put back",
+        "SLOT-2",
+        "tasks/messages.py",
+        "        producer.release()  # So that whoever fetches it looks whether its connection is still there.\n",
+        "",
+        ("tests/unit/test_broker.py::test_a_producer_by_which_nothing_could_be_sent_goes_back_and_is_looked_at_anew",),
+        still="tests/unit/test_broker.py::test_a_wake_up_that_was_taken_up_does_not_come_back",
+    ),
+    Mutant(
         "what cannot be decoded ends the worker",
         "JOB-3",
         "tasks/broker.py",

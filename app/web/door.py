@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import structlog
 
@@ -39,6 +39,7 @@ _PUSH = "/tasks/callback/"
 _LIVE = "/health/live"
 _PAGE = "/page/"  # Its forms are read also from strangers: one of them is the log-in.
 _MOST_FORM_BYTES = 256 << 10
+_Then: TypeAlias = Callable[[], object]  # named here, or each request would make it anew
 _KEYLESS = ("/health/", _PUSH, "/docs", "/openapi.json", _PAGE)
 
 
@@ -124,7 +125,7 @@ class Door:
         if known is not None:
             return known
 
-        def look() -> Callable[[], object]:
+        def look() -> _Then:
             return partial(told, self._owners.look_up(authorization, connection.address))
 
         def told(owner: Owner) -> None:
@@ -157,7 +158,7 @@ class Door:
     ) -> bool:
         """Have a thread ask the application.  False: too many requests of its owner wait already."""
 
-        def work() -> Callable[[], object]:
+        def work() -> _Then:
             request.begun = True
             try:
                 found = answer(self._application, request.environ or {}, body, whole=whole)

@@ -19,6 +19,7 @@ from app.reading import WHOLE
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 Headers = list[tuple[bytes, bytes]]
+_Writing = Callable[[bytes], None]
 
 _UNPREFIXED = frozenset({"CONTENT_TYPE", "CONTENT_LENGTH"})
 _ONCE = frozenset({"HTTP_HOST", "CONTENT_LENGTH", "CONTENT_TYPE"})
@@ -175,7 +176,7 @@ def answer(application: Application, environ: Mapping[str, Any], body: bytes, *,
     given = {**environ, "wsgi.input": BytesIO(body), WHOLE: whole}
     told: list[Any] = []
 
-    def start(status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> Callable[[bytes], None]:
+    def start(status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> _Writing:
         told[:] = [int(status[:3]), headers]
         return _no_writing
 

@@ -47,3 +47,12 @@ def test_no_process_loads_what_it_has_no_use_for(process: str, spared: set[str],
 def test_a_worker_has_our_options_however_it_is_started(tmp_path: Path) -> None:
     names = "print(*(param.name for param in program('worker').params))"
     assert "embedded_beat" in loaded(f"from tasks.__main__ import program; {names}", tmp_path)
+
+
+@pytest.mark.parametrize("process", ["web", "worker", "webhooks"])
+def test_redis_is_asked_without_being_counted_for_a_telemetry_that_is_not_there(process: str, tmp_path: Path) -> None:
+    counting = "print([connection.record_connection_count.__module__, client.record_operation_duration.__module__])"
+    counts = loaded(f"{PROCESSES[process]}; from redis import client, connection; {counting}", tmp_path)
+    assert {"['scripting.lean',", "'scripting.lean']"} <= counts
+    as_library = loaded(f"import tasks.celery_app; from redis import client, connection; {counting}", tmp_path)
+    assert {"['redis.observability.recorder',", "'redis.observability.recorder']"} <= as_library

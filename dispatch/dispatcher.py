@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import structlog
 from redis.exceptions import RedisError
@@ -75,8 +75,7 @@ class Receipt:
     position: Position | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ActiveRun:
+class ActiveRun(NamedTuple):
     """A started job, and the lease under which it runs."""
 
     run: Run

@@ -3,9 +3,8 @@
 The server adapters produce it, policies.verdict turns it into what happens to the job.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Kind(StrEnum):
@@ -22,8 +21,7 @@ class Kind(StrEnum):
     UNREACHABLE = "unreachable"  # certainly not sent: costs the job nothing, the server a cooldown
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """One exchange, judged.  Which fields are set depends on `kind`."""
 
     kind: Kind

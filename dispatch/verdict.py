@@ -7,8 +7,7 @@ it died under the job       costs one of max_crashes
 the request is wrong        final at once
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dispatch.outcome import Kind, Outcome
 from jobs.states import Why
@@ -17,8 +16,7 @@ from registry.config import ModelConfig
 _FAILURES = frozenset({Why.SERVER_ERROR, Why.RETRIES_EXHAUSTED, Why.SERVER_LOST, Why.CRASHES_EXHAUSTED})
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """`blames_server`: the server, not the job, is to blame, and has a cooldown.  `retry_after_s`: that of the slot."""
 
     why: Why

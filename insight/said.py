@@ -228,11 +228,11 @@ class Clock:
     """Places for the entries of one attempt: each behind the one before, also where another process goes on."""
 
     def __init__(self, attempt: int) -> None:
-        self._last = Place(attempt, 0)
+        self._attempt, self._last_ms = attempt, 0
 
     def next(self) -> Place:
-        self._last = Place(self._last.attempt, max(self._last.ms + 1, time.time_ns() // 1_000_000))
-        return self._last
+        self._last_ms = max(self._last_ms + 1, time.time_ns() // 1_000_000)
+        return Place(self._attempt, self._last_ms)
 
 
 def _place(at: object) -> Place:

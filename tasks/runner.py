@@ -4,7 +4,6 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -95,7 +94,7 @@ class Runner:
             found = await self._pause(live, found) or await self._ask(live)
         if isinstance(found, Left) or self._is_over(live, found):
             return found
-        return replace(found, lingers=True)
+        return found._replace(lingers=True)
 
     def _is_over(self, live: Live, outcome: Outcome) -> bool:
         """Whether the server has let go of a run that it calls canceled: some say so and go on."""

@@ -1,6 +1,6 @@
 """The end of a run, whoever brings it: the worker that watched it, or the server that pushes it."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dispatch.dispatcher import ActiveRun, Settled
 from dispatch.outcome import Kind, Outcome
@@ -17,8 +17,7 @@ from tasks.wiring import dispatcher
 _PASSES_ON = frozenset({Why.FINISHED, Why.INVALID_REQUEST})
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """What came of a run, judged."""
 
     verdict: Verdict

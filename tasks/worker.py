@@ -5,9 +5,8 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 from celery.exceptions import Ignore
@@ -60,8 +59,7 @@ _STORE_AGAIN_S = 1.0
 _LAST_TRIES_S = 3.0  # A worker that is told to stop goes on trying for so long: another can resume what is stored.
 
 
-@dataclass(frozen=True, slots=True)
-class OwnRun:
+class OwnRun(NamedTuple):
     """A run of this process: the job it runs, its lease, and the task that Celery shows."""
 
     active: ActiveRun
@@ -137,7 +135,7 @@ class Worker:
     @property
     def claimant(self) -> str:
         """Who takes the next offer at once: this worker, or nobody, if it is full (see `_go_on`) or draining."""
-        return self.owner if self.room else ""
+        return self.owner if self.takes and len(self._taken_up) < self.capacity else ""
 
     # -- offers come in, from any thread ---------------------------------------------------------------------
 
@@ -364,6 +362,8 @@ class Worker:
             log.warning("release_postponed", job_id=lease.job_id, error=str(error))
             self._leases.owe(lease)
             return None
+        if len(released.offers) == 1 and released.offers[0].owner == claimant != "":
+            return released.offers[0]
         return self.dispatcher.publish_others(released.offers, claimant)
 
     async def _settle(self, run: OwnRun, end: End) -> Moved | None:

@@ -8,7 +8,7 @@ import re
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dispatch.outcome import Kind, Outcome
@@ -175,7 +175,7 @@ class Hearing:
             return self._verdict
         if isinstance(reply, Broken):
             judged = self._judge.outcome(reply, self._about())
-            return replace(judged, lingers=True) if judged and reply.how is Break.TOO_LARGE else judged
+            return judged._replace(lingers=True) if judged and reply.how is Break.TOO_LARGE else judged
         if not _tells_its_length(reply.headers):
             return _UNENDED
         self._hear_out()
@@ -244,7 +244,7 @@ class Hearing:
 
     def _add_value(self, value: Any) -> None:
         if is_too_deep(value):
-            self._verdict = replace(TOO_DEEP, lingers=True)
+            self._verdict = TOO_DEEP._replace(lingers=True)
             return
         if self._stream.join == "list":
             self._values.append(value)

@@ -128,6 +128,11 @@ def _from_there(life: Coroutine[Any, Any, T], awaited: Any) -> Generator[Any, No
     return (yield from life)
 
 
+async def _going_on(life: Coroutine[Any, Any, T], awaited: Any) -> T:
+    """The same as a coroutine: from Python 3.12 on no task is made of a generator."""
+    return await _from_there(life, awaited)
+
+
 class Engine:
     """The loop, its thread, and its ways to Redis, to the record and to servers."""
 
@@ -234,7 +239,7 @@ class Engine:
         except Exception as error:
             self._over(error)
         else:
-            task = self.loop.create_task(_from_there(life, awaited), context=context)
+            task = self.loop.create_task(_going_on(life, awaited), context=context)
             self._lives.add(task)
             task.add_done_callback(self._ended)
 

@@ -1,6 +1,7 @@
 """What the loop asks of the record goes there together: at once where nobody is waited for, else by a thread."""
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -113,6 +114,18 @@ def test_what_a_run_asks_for_first_is_asked_for_in_the_turn_that_brought_it(live
 
     lived.live(run())
     assert lived.wait(10) and said == ["asked", "went on", "ended"]
+
+
+def test_a_run_goes_on_as_a_coroutine_for_later_pythons_take_no_generator_for_a_task(lived: Engine) -> None:
+    seen: list[Any] = []
+
+    def make(loop: asyncio.AbstractEventLoop, life: Any, **how: Any) -> asyncio.Task[Any]:
+        seen.append(life)
+        return asyncio.Task(life, loop=loop, **how)
+
+    lived.loop.set_task_factory(make)
+    lived.live(asyncio.sleep(0))
+    assert lived.wait(10) and [inspect.iscoroutine(it) for it in seen] == [True]
 
 
 @pytest.mark.parametrize("relaxed", [True, False])

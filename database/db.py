@@ -13,10 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from sqlalchemy import Connection, Engine, func, select
 from sqlalchemy.exc import (
@@ -85,8 +84,7 @@ def _nothing() -> None:
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class Write(Generic[T]):
+class Write(NamedTuple, Generic[T]):
     """A unit, to be committed alone or with others.  `relaxed`, `committed`: as in Database.write.
 
     `heard`, `unheard`: what is done when its commit was answered, or when it is not known whether it was stored.
@@ -332,8 +330,9 @@ class Database:
             nonlocal results
             results = []
             _perform(transaction, [ticket.write for ticket in batch], results, singly)
+            interrupted = _uncertain("the commit was interrupted")
             for ticket in batch:  # From here on, until it is heard; also if Ctrl-C comes in between.
-                ticket.fail(_uncertain("the commit was interrupted"))
+                ticket.fail(interrupted)
 
         try:
             self._transact(work, until)
@@ -446,6 +445,9 @@ class Database:
 
 def _perform(transaction: Transaction, writes: Sequence[Write[Any]], results: list[Any], singly: bool = False) -> None:
     """Do what these ask for, together what can be, and add what each came to."""
+    if len(writes) == 1:
+        results.append(writes[0].unit(transaction))
+        return
     for alike, these in groupby(writes, attrgetter("alike")):
         group, found = list(these), None
         if alike is not None and not singly and 1 < len(group) == len({write.about for write in group}):

@@ -9,6 +9,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NoReturn, TypeAlias
 
@@ -112,16 +113,18 @@ class Rows:
 
     def _text(self, dialect: Dialect, names: Sequence[str], number: int) -> str:
         columns = [self.table.c[name].name for name in names]  # as the database names them
-        named, answers, order = ", ".join(columns), self._answers, ""
-        if dialect.name != "sqlite":
-            order = " ORDER BY nth"
-            answers = answers or ("txid_current()" if self.is_witness else "")
-        given = {name: (self.table.c[name].name, self.table.c[name].type) for name in names}
-        return (
-            f"INSERT INTO {self.table.name} ({named}) SELECT {named} FROM {_given(dialect, given, number)}"
-            f" WHERE NOT {self._unless}"
-            f"{order}{self._once}{' RETURNING ' + answers if answers else ''}"
-        )
+        named, answers = ", ".join(columns), self._answers
+        if dialect.name != "sqlite" and self.is_witness:
+            answers = answers or "txid_current()"
+        if dialect.name == "sqlite" and self._unless == "false":  # A table of rows to look through takes longer.
+            row = f"({', '.join('?' * len(columns))})"
+            source = f"VALUES {', '.join([row] * number)}"
+        else:
+            given = {name: (self.table.c[name].name, self.table.c[name].type) for name in names}
+            order = "" if dialect.name == "sqlite" else " ORDER BY nth"
+            source = f"SELECT {named} FROM {_given(dialect, given, number)} WHERE NOT {self._unless}{order}"
+        told = f" RETURNING {answers}" if answers else ""
+        return f"INSERT INTO {self.table.name} ({named}) {source}{self._once}{told}"
 
 
 class Each:
@@ -187,10 +190,12 @@ def _in_portions(
     """Run a statement for rows of these values; `said`: its text for a number of them, 0: for any."""
     if connection.dialect.name != "sqlite":  # where one statement takes any number
         return run(connection, said(0), {name: [row[name] for row in rows] for name in names}, _fetch_any)
+    pick = itemgetter(*names) if len(names) > 1 else lambda row: (row[names[0]],)
+    if len(rows) == 1:
+        return run(connection, said(1), pick(rows[0]), _fetch_any)
     answers: list[Any] = []
-    for part in _portions(rows) if len(rows) > 1 else (rows,):
-        values = tuple([row[name] for row in part for name in names])
-        answers += run(connection, said(len(part)), values, _fetch_any)
+    for part in _portions(rows):
+        answers += run(connection, said(len(part)), tuple(chain.from_iterable(map(pick, part))), _fetch_any)
     return answers
 
 

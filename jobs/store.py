@@ -410,6 +410,8 @@ class Store:
 
     def _transitions(self, tx: Transaction, steps: Sequence[_Step]) -> list[Row | None]:
         """Perform transitions, each of a job of its own; None: that job does not stand where its transition begins."""
+        if len(steps) == 1:
+            return [*self._perform(tx, moves.ONE, {None: steps[0]})] or [None]
         rows: dict[str, Row] = {}
         for _, alike in groupby(steps, attrgetter("state", "why")):
             rows |= {row.id: row for row in self._perform(tx, moves.ONE, {it.params["p_id"]: it for it in alike})}
@@ -418,7 +420,7 @@ class Store:
     def _perform(self, tx: Transaction, how: moves.Moves, steps: Mapping[str | None, _Step]) -> Sequence[Row]:
         """The one place that changes states: guarded by them, with an event beside each.
 
-        `steps`: by their jobs' ids, all out of one state for one reason; of MANY jobs the only one, by None.
+        `steps`: by their jobs' ids, all out of one state for one reason; the only one by None.
         """
         step = next(iter(steps.values()))
         move = how[(step.state, step.why)]

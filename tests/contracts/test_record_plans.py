@@ -138,7 +138,7 @@ def _nodes(node: dict[str, Any]) -> Iterator[str]:
 
 # A table or an index from its first row to its last: PostgreSQL's have no condition.
 _WALKS = re.compile(r"Seq Scan|(?:Index|Index Only|Bitmap Index) Scan \S+(?: \S+)?$|Bitmap Index Scan \S+$")
-_WALKS_ON_SQLITE = re.compile(r"^SCAN (?!CONSTANT|given|subquery|anon_|\()")
+_WALKS_ON_SQLITE = re.compile(r"^SCAN (?!(?:\d+ )?CONSTANT ROW|given|subquery|anon_|\()")
 # What finds one row, or the few rows of one job.
 _KEYS = re.compile(r"pk_\w+|uq_\w+|sqlite_autoindex_\w+|PRIMARY KEY|ix_\w+_job(?:_id)?|rowid")
 

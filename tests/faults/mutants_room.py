@@ -20,9 +20,9 @@ ROOM = [
     Mutant(
         "an offer never expires",
         "offers",
-        "routing/lua/lib/holding.lua",
-        'redis.call("ZADD", LEASES, exact(expires), job)',
-        "",
+        "routing/lua/lib/offer.lua",
+        'redis.call("ZADD", LEASES, "NX", now + lease_ms, job) == 1',
+        'not redis.call("ZSCORE", LEASES, job)',
         (
             f"{LEASES}test_an_offer_takes_the_job_and_the_slot_together",
             f"{MAINTENANCE}test_an_offer_goes_back_to_its_own_place_when_nothing_may_be_started_there_any_more",
@@ -41,7 +41,7 @@ ROOM = [
         "a job that has come in twice holds two slots",
         "LEASE-1",
         "routing/lua/lib/offer.lua",
-        'if redis.call("ZSCORE", LEASES, job) then',
+        "if not is_new then",
         "if false then",
         ("tests/faults/test_power_cuts.py::test_a_job_that_comes_again_by_its_own_id_holds_one_slot",),
         still=f"{LEASES}test_an_offer_takes_the_job_and_the_slot_together",

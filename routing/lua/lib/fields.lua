@@ -19,17 +19,16 @@ end
 local function read_fields(key, first, ...)
   local has = fields_of(key)
   if has[first] ~= nil or whole[key] then return end
-  local names = { first, ... }
-  for i, text in ipairs(redis.call("HMGET", key, first, ...)) do
-    if has[names[i]] == nil then has[names[i]] = text end
+  local names, found = { first, ... }, redis.call("HMGET", key, first, ...)
+  for i = 1, #names do
+    if has[names[i]] == nil then has[names[i]] = found[i] end
   end
 end
 
 -- All fields of a hash, by name; false or nil: it is not there.
 local function read_hash(key)
-  local has = fields_of(key)
-  if whole[key] then return has end
-  local found = redis.call("HGETALL", key)
+  if whole[key] then return hashes[key] end
+  local has, found = fields_of(key), redis.call("HGETALL", key)
   for i = 1, #found, 2 do
     if has[found[i]] == nil then has[found[i]] = found[i + 1] end
   end
@@ -39,7 +38,7 @@ end
 
 -- The text of a field; false or nil: there is none.
 local function field(key, name)
-  local has = fields_of(key)
+  local has = hashes[key] or fields_of(key)
   if has[name] == nil and not whole[key] then has[name] = redis.call("HGET", key, name) end
   return has[name]
 end
@@ -73,16 +72,17 @@ end
 
 local function write_fields()
   for key, old in pairs(stored) do
-    local set, gone = { "HSET", key }, { "HDEL", key }
+    local set, gone = { "HSET", key }, nil
     for name, before in pairs(old) do
       local text = hashes[key][name]
       if text and text ~= before then
         set[#set + 1], set[#set + 2] = name, text
       elseif before and not text then
+        gone = gone or { "HDEL", key }
         gone[#gone + 1] = name
       end
     end
     if #set > 2 then redis.call(unpack(set)) end
-    if #gone > 2 then redis.call(unpack(gone)) end
+    if gone then redis.call(unpack(gone)) end
   end
 end

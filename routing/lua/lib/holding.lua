@@ -9,10 +9,10 @@ end
 -- A slot has one holder.  Only after Redis has lost what it knew, a run can come back to a slot that was given away
 -- meanwhile: its lease stands beside the holder's, and gets the slot as soon as that is dropped.
 local function hold_slot(slot, job)
-  local is_holder = redis.call("HSETNX", SLOTS, slot, job) == 1
-  if not is_holder and redis.call("HGET", SLOTS, slot) == job then return end
-  if not is_holder then redis.call("RPUSH", beside_key(slot), job) end
-  if not is_holder or is_beyond(slot) then count_excess(server_of(slot), 1) end
+  local holder = field(SLOTS, slot)
+  if holder == job then return end
+  if holder then redis.call("RPUSH", beside_key(slot), job) else set_field(SLOTS, slot, job) end
+  if holder or is_beyond(slot) then count_excess(server_of(slot), 1) end
 end
 
 -- One lease less of a slot that has several, or is none any more: one less that has no slot.  Answers whether it holds
@@ -22,26 +22,27 @@ local function let_slot_go(slot, job)
   if may_have_beside and (redis.call("LLEN", beside_key(slot)) > 0 or is_beyond(slot)) then
     count_excess(server_of(slot), -1)
   end
-  if redis.call("HGET", SLOTS, slot) ~= job then
+  if field(SLOTS, slot) ~= job then
     redis.call("LREM", beside_key(slot), 0, job)
     return false
   end
   local heir = may_have_beside and redis.call("LPOP", beside_key(slot))
-  if heir then redis.call("HSET", SLOTS, slot, heir) else redis.call("HDEL", SLOTS, slot) end
+  set_field(SLOTS, slot, heir or false)
   return not heir
 end
 
 -- Of a server that is not here nothing is kept once it holds no lease.
 local function count_taken(server, change)
   local stats = stats_key("server", server)
+  read_hash(stats) -- Who lets a slot go, or takes one, asks for more of it.
   if add_to_field(stats, "taken", change) <= 0 and not field(SERVERS, server) then forget_hash(stats) end
 end
 
--- Write a lease: `job` holds `slot` from now on.  Its constraints are kept as `needs`.
+-- Write a lease: `job` holds `slot` from now on.  Its constraints are kept as `needs`.  `expires` nil: that is known.
 local function write_lease(job, name, owner, slot, lane, constraints, seq, created, number, charged, now, expires)
   redis.call("HSET", lease_key(job), "lease", name, "owner", owner, "slot", slot, "lane", lane.name, "needs",
-    constraints, "seq", seq, "created", created, "offer", number, "since", exact(now), "charged", exact(charged))
-  redis.call("ZADD", LEASES, exact(expires), job)
+    constraints, "seq", seq, "created", created, "offer", number, "since", now, "charged", exact(charged))
+  if expires then redis.call("ZADD", LEASES, expires, job) end
   hold_slot(slot, job)
   count_taken(server_of(slot), 1)
   if owner == "" then note_owner(job, owner, number) end

@@ -165,14 +165,14 @@ end
 local function take(head, servers, server, by_name, prefix, owner, now, lease_ms)
   local lane, job, created = read_lane(head.name), read_member(head.member)
   read_rules(lane)
-  if redis.call("ZSCORE", LEASES, job) then take_from_lane(lane, head.member, head.following) return end
+  local is_new = redis.call("ZADD", LEASES, "NX", now + lease_ms, job) == 1
+  if not is_new then take_from_lane(lane, head.member, head.following) return end
   local slot, number = take_slot(servers, server), add_to_field(META, "offers", 1)
   local lease, stats = prefix .. "-" .. number, stats_key("model", lane.model)
   local policy = policy_of(lane.model)
   local charged = policy.charge_offer and policy.charge_offer(lane, number) or 0
   take_from_lane(lane, head.member, head.following)
-  write_lease(job, lease, owner, slot, lane, head.constraints, head.seq, exact(created), number, charged, now,
-    now + lease_ms)
+  write_lease(job, lease, owner, slot, lane, head.constraints, head.seq, created, number, charged, now)
   if note_loaded(server, lane.model, by_name) then redis.call("HSET", lease_key(job), "swap", "1") end
   note_probe(stats, job)
   note_probe(stats_key("server", server.name), job)

@@ -25,16 +25,21 @@ end
 -- Let a slot be offered: now, or after its cooldown.  One that holds a lease is not, until that is dropped, nor is
 -- one of a server that is not online; sync brings it back.  `is_let_go`: it is known to hold none.
 local function return_slot(slot, now, cooldown_ms, is_let_go)
-  if not is_online_slot(slot) or (not is_let_go and redis.call("HEXISTS", SLOTS, slot) == 1) then return end
+  if not is_online_slot(slot) or (not is_let_go and field(SLOTS, slot)) then return end
   if cooldown_ms > 0 then
     redis.call("ZADD", COOLING, exact(now + cooldown_ms), slot)
   else
-    redis.call("ZADD", FREE, exact(now), slot)
+    redis.call("ZADD", FREE, now, slot)
   end
 end
 
+local are_cooldowns_ended
+
+-- Once in a call, which has one time.
 local function end_cooldowns(now)
-  local cooled = redis.call("ZRANGEBYSCORE", COOLING, "-inf", exact(now), "LIMIT", 0, 100)
+  if are_cooldowns_ended then return end
+  local cooled = redis.call("ZRANGEBYSCORE", COOLING, "-inf", now, "LIMIT", 0, 100)
+  are_cooldowns_ended = #cooled < 100
   for _, slot in ipairs(cooled) do
     redis.call("ZREM", COOLING, slot)
     return_slot(slot, now, 0)

@@ -176,7 +176,7 @@ RUN = [
         "a slot is free while an older run stands beside it",
         "SLOT-1",
         "routing/lua/lib/slots.lua",
-        'if not is_online_slot(slot) or (not is_let_go and redis.call("HEXISTS", SLOTS, slot) == 1) then return end',
+        "if not is_online_slot(slot) or (not is_let_go and field(SLOTS, slot)) then return end",
         "if not is_online_slot(slot) then return end",
         (
             f"{SLOTS}test_a_slot_that_came_back_while_it_was_leased_is_not_free_twice",

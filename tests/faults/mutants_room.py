@@ -375,6 +375,15 @@ ROOM = [
         still=f"{LEASES}test_a_slot_without_a_job_stays_free",
     ),
     Mutant(
+        "what has changed of a hash is written at once, however much it is",
+        "slots",
+        "routing/lua/lib/fields.lua",
+        "for i = 3, #words, 4000 do redis.call(words[1], words[2], unpack(words, i, math.min(i + 3999, #words))) end",
+        "if #words > 2 then redis.call(unpack(words)) end",
+        (f"{LEASES}test_thousands_of_leases_are_restored_in_one_call_each_with_its_slot",),
+        still=f"{LEASES}test_a_slot_without_a_job_stays_free",
+    ),
+    Mutant(
         "a server's breaker is inherited by whoever is given its name",
         "breakers",
         "routing/lua/sync.lua",

@@ -413,6 +413,15 @@ def test_a_restored_lease_is_held_by_the_worker_that_held_it(room):
     assert int(room.key_of("2||default|zimg")) == 2 * (1 << 49) + 4
 
 
+def test_thousands_of_leases_are_restored_in_one_call_each_with_its_slot(client):
+    count = 4500
+    room = Room(client).with_servers(Server("gpu", count))
+    assert room.restore(*((a(f"j{n}", n), f"l{n}", "w1", f"gpu-slot{n}") for n in range(count))) == count
+    assert len(room.taken()) == count and room.members("free") == []
+    room.sync(Server("gpu", count))
+    assert room.members("free") == []
+
+
 def test_restoring_before_the_slots_are_known_keeps_the_slot_from_being_offered(room):
     room.restore((a("j", 1), "p1-7", "w1", "gpu-slot0"))
     room.with_slots(2)

@@ -1,5 +1,5 @@
 -- fields: hashes of which a script reads, and changes, several fields.  Each field is read once; what has changed is
--- written at the end of the script, one command for each hash: by write_fields.
+-- written at the end of the script, by few commands for each hash: by write_fields.
 
 local hashes = {}
 local whole = {}
@@ -70,6 +70,11 @@ local function forget_hash(key)
   hashes[key], whole[key], stored[key] = {}, true, nil
 end
 
+-- Run a command on a hash, of whose fields Lua hands on some thousands at once, and no more.
+local function call_in_parts(words)
+  for i = 3, #words, 4000 do redis.call(words[1], words[2], unpack(words, i, math.min(i + 3999, #words))) end
+end
+
 local function write_fields()
   for key, old in pairs(stored) do
     local set, gone = { "HSET", key }, nil
@@ -82,7 +87,7 @@ local function write_fields()
         gone[#gone + 1] = name
       end
     end
-    if #set > 2 then redis.call(unpack(set)) end
-    if gone then redis.call(unpack(gone)) end
+    call_in_parts(set)
+    if gone then call_in_parts(gone) end
   end
 end

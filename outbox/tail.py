@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import orjson
 from sqlalchemy import Connection, Integer, bindparam, func, select, text
@@ -62,8 +62,7 @@ _WRITERS = text(
 _BEGINS_S, _ASK_AGAIN_S = 20.0, 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """An event, and what it is told with.  `server`: of the attempt that it belongs to.
 
     An act has an actor; and of model, tenant and priority only what it concerns, else "" and 0.

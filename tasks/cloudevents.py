@@ -28,18 +28,21 @@ def subject_of(it: Entry) -> str:
 def of(it: Entry, source: str) -> dict[str, Any]:
     """An event as a CloudEvent.  `source` and its `id` tell it from all others."""
     event, subject = it.event, subject_of(it)
+    at = moment(event.at_ms)
     made = {
         "specversion": "1.0",
         "id": str(event.id),
         "source": source,
         "type": event.type,
         "subject": subject,
-        "time": moment(event.at_ms),
+        "time": at,
         "datacontenttype": "application/json",
         "partitionkey": subject,
-        "data": told(it),
+        "data": _told(it, at),
     }
-    return made | {"alias": _FAILED} if event.data.get("why") in _TRIED_AGAIN else made
+    if event.data.get("why") in _TRIED_AGAIN:
+        made["alias"] = _FAILED
+    return made
 
 
 def text(it: Entry, source: str) -> str:
@@ -49,13 +52,17 @@ def text(it: Entry, source: str) -> str:
 
 def told(it: Entry) -> dict[str, Any]:
     """What an event says: of a transition, of an act, or of what was noticed."""
+    return _told(it, moment(it.event.at_ms))
+
+
+def _told(it: Entry, at: str) -> dict[str, Any]:
     event = it.event
     if it.actor is not None:
         about = {"job_id": event.job_id, "model": it.model, "server": it.server, "tenant": it.tenant}
         known = {name: value for name, value in about.items() if value}
-        return {"actor": it.actor, **known, **event.data, "at": moment(event.at_ms)}
+        return {"actor": it.actor, **known, **event.data, "at": at}
     if "why" not in event.data:
-        return {"subject": event.job_id, **event.data, "at": moment(event.at_ms)}
+        return {"subject": event.job_id, **event.data, "at": at}
     said = {
         "job_id": event.job_id,
         "model": it.model,
@@ -65,11 +72,13 @@ def told(it: Entry) -> dict[str, Any]:
         "server": it.server,
         "attempt": event.attempt,
         "why": event.data["why"],
-        "at": moment(event.at_ms),
+        "at": at,
     }
     if event.data["why"] in _TRIED_AGAIN:
         said["retry_in_ms"] = event.data.get("retry_in_ms", 0)
-    return said | ({"error": event.data["error"]} if "error" in event.data else {})
+    if "error" in event.data:
+        said["error"] = event.data["error"]
+    return said
 
 
 def moment(at_ms: int) -> str:

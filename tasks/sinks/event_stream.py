@@ -4,8 +4,7 @@ An entry's id is its event's number and 0, so that Redis itself takes none twice
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from redis.exceptions import ResponseError
 
@@ -14,8 +13,7 @@ from scripting.scripts import Command, Scripts
 _FIELD = b"event"
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """An event by its number; `body`: as it is read."""
 
     number: int

@@ -1,12 +1,10 @@
 """What all sinks of events are."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(NamedTuple):
     """An event as it is published.  `key`: what it is about; those of one key stay in their order."""
 
     number: int

@@ -22,7 +22,8 @@ def is_valid(shown: str, job_id: str, attempt: int) -> bool:
 
 
 def _token(key: bytes, job_id: str, attempt: int) -> str:
-    inner, outer = (begun.copy() for begun in _keyed(key))
+    begun = _keyed(key)
+    inner, outer = begun[0].copy(), begun[1].copy()
     inner.update(f"callback {job_id} {attempt}".encode())
     outer.update(inner.digest())
     return str(outer.hexdigest())
@@ -30,7 +31,7 @@ def _token(key: bytes, job_id: str, attempt: int) -> str:
 
 @lru_cache(maxsize=16)
 def _keyed(key: bytes) -> tuple[Any, Any]:
-    """HMAC-SHA256's two hashes, begun with a key no longer than their block: `hmac` takes four times as long."""
+    """HMAC-SHA256's two hashes, begun with a key no longer than their block: `hmac` takes half as long again."""
     block = key.ljust(_BLOCK, b"\0")
     return tuple(hashlib.sha256(bytes(byte ^ pad for byte in block)) for pad in (0x36, 0x5C))  # type: ignore[return-value]
 

@@ -350,14 +350,15 @@ def _head(method: str, target: _Target, headers: Mapping[str, str], body: bytes 
     if not "".join(headers.values()).isprintable():
         raise ValueError("this cannot be written as a header")
     length = len(body or b"") if body is not None or method not in _BODILESS else None
-    form = _form(method, target, tuple(headers), length is not None)
+    form = _form(target.fields, tuple(headers), length is not None)
     said = headers.values() if length is None else (length, *headers.values())
-    return (form % tuple(said)).encode("latin-1")
+    return f"{method} {target.path} HTTP/1.1\r\n{form % tuple(said)}".encode("latin-1")
 
 
 @lru_cache(maxsize=1024)
-def _form(method: str, target: _Target, names: tuple[str, ...], has_length: bool) -> str:
-    """A head with places for its length, if it has one, and for the values of headers of these names, in this order.
+def _form(fields: tuple[str, ...], names: tuple[str, ...], has_length: bool) -> str:
+    """A head behind its first line, with places for its length, if it has one, and for the values of headers of these
+    names, in this order.  Addresses are not remembered: many are one run's alone, and may hold what its payload says.
 
     Raises ValueError: one of them is none.
     """
@@ -365,7 +366,7 @@ def _form(method: str, target: _Target, names: tuple[str, ...], has_length: bool
         raise ValueError("this cannot be the name of a header")
     said = {name.lower() for name in names}
     ours = [f"{name}: {value}" for name, value in _OURS.items() if name.lower() not in said]
-    fixed = [it.replace("%", "%%") for it in (f"{method} {target.path} HTTP/1.1", *target.fields, *ours)]
+    fixed = [it.replace("%", "%%") for it in (*fields, *ours)]
     given = [f"{name.replace('%', '%%')}: %s" for name in names]
     return "\r\n".join([*fixed, *["Content-Length: %d"] * has_length, *given, "", ""])
 

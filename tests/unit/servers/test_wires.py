@@ -17,7 +17,7 @@ from tasks.servers import connection, wire
 from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.connection import _LONGEST_HEAD
 from tasks.servers.wire import Limits
-from tasks.servers.wires import Exchange, _head, _target
+from tasks.servers.wires import Exchange, _form, _head, _target
 from tests.support.scripted import always, answer, hang_up
 
 READ_S = 4.0
@@ -120,6 +120,15 @@ def test_an_exchange_that_is_over_leaves_no_timer(clock, sent):
 def test_no_header_can_hold_another(name, value):
     with pytest.raises(ValueError, match=r"header|codec"):
         _head("POST", _target("http://a/"), {"x": "y", name: value}, b"")
+
+
+def test_of_a_head_nothing_is_remembered_that_only_one_run_says():
+    _form.cache_clear()
+    for n in range(3):
+        head = _head("GET", _target(f"http://a/status/{n}%20?prompt=p{n}"), {"X-Job-Id": f"job{n}%s"}, None)
+        assert head.startswith(f"GET /status/{n}%20?prompt=p{n} HTTP/1.1\r\nHost: a\r\n".encode())
+        assert f"X-Job-Id: job{n}%s\r\n".encode() in head
+    assert _form.cache_info().currsize == 1
 
 
 def test_headers_are_written_beside_those_that_are_always_said():

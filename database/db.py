@@ -407,7 +407,8 @@ class Database:
                     raise
                 try:
                     self._writer.commit(connection)
-                except BaseException as error:
+                except BaseException as error:  # also Ctrl-C on the way there
+                    self._writer.drop(connection)
                     raise _Unanswered(mark, error) from error
         except _GONE as error:
             raise _unavailable(_reason(error)) from error

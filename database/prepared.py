@@ -237,11 +237,14 @@ def run(connection: Connection, text: str, values: Any, answer: Callable[[Any], 
     assert raw is not None
     for listener in connection.engine.dispatch.before_cursor_execute:
         listener(connection, None, text, values, None, False)
+    cursor = None
     try:
         cursor = raw.cursor()
         cursor.execute(text, values)
         return answer(cursor)
     except BaseException as error:
+        if cursor is not None:
+            cursor.close()  # Or SQLite's transaction would last as long as the error, which has it in its traceback.
         _fail(connection, text, error)
 
 

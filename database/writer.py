@@ -63,14 +63,14 @@ class Writer:
         return connection
 
     def commit(self, connection: Connection) -> None:
-        """Raises: what came of it is not known."""
-        try:
-            commit(connection)
-        except BaseException:
-            connection.invalidate()  # It may still be in the transaction, with its locks.
-            connection.close()
-            raise
+        """Raises: what came of it is not known.  Then the connection is to be handed to `drop`."""
+        commit(connection)
         self._keep(connection)
+
+    def drop(self, connection: Connection) -> None:
+        """Close a connection that may still be in a transaction, with its locks."""
+        connection.invalidate()
+        connection.close()
 
     def undo(self, connection: Connection) -> None:
         """Give the connection up, with what was begun on it: the next one is as good as new."""

@@ -123,12 +123,18 @@ KEPT = [
     Mutant(
         "a commit that failed leaves its transaction open",
         "JOB-3",
-        "database/writer.py",
-        """connection.invalidate()  # It may still be in the transaction, with its locks.
-            connection.close()
-""",
-        "self._keep(connection)\n",
+        "database/db.py",
+        "self._writer.drop(connection)",
+        "self._writer._keep(connection)",
         (f"{COMMIT}test_a_commit_that_did_not_happen_on_sqlite_stored_nothing",),
+    ),
+    Mutant(
+        "what was interrupted keeps its transaction as long as its error lasts",
+        "JOB-3",
+        "database/prepared.py",
+        "            cursor.close()",
+        "            pass",
+        (f"{DB}test_who_is_interrupted_between_a_statement_and_its_answer_keeps_nobody_from_writing",),
     ),
     Mutant(
         "a connection that was busy is given up",

@@ -13,6 +13,7 @@ from sqlalchemy import event
 
 from database import connections, engines, postgresql, writer
 from database.db import Database, Write, _reason, _Ticket
+from database.prepared import run
 from foundation.config import Limits
 from foundation.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
 
@@ -353,6 +354,35 @@ def test_who_shares_a_commit_with_one_that_is_interrupted_is_answered_when_it_is
     with pytest.raises(KeyboardInterrupt):
         sqlite.do_all([Write(_insert), Write(_insert, heard=lambda: outcomes.append("heard"))])
     assert len(waited) == 1 and outcomes == []
+
+
+def test_who_is_interrupted_before_it_could_commit_keeps_nobody_from_writing(sqlite, disk, monkeypatch):
+    """Also while the error is kept, with all that stands in its traceback, as a Python prompt does."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as kept:
+        patched.setattr(writer.Writer, "commit", interrupted)
+        sqlite.write(_insert)
+    assert kept.tb is not None
+    with closing(Database(sqlite.url, Limits(lock_s=0))) as other:
+        other.write(_insert)
+    with sqlite.read() as connection:
+        assert _count(connection) == 1
+
+
+def test_who_is_interrupted_between_a_statement_and_its_answer_keeps_nobody_from_writing(sqlite, disk):
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as kept:
+        sqlite.write(lambda tx: run(tx.connection, "INSERT INTO rows VALUES (1), (2) RETURNING n", (), interrupted))
+    assert kept.tb is not None
+    with closing(Database(sqlite.url, Limits(lock_s=0))) as other:
+        other.write(_insert)
+    with sqlite.read() as connection:
+        assert _count(connection) == 1
 
 
 # -- what PostgreSQL is asked for ------------------------------------------------------------------------------

@@ -340,7 +340,7 @@ class Database:
             self._inquire(batch, results or [], lost)
         except Exception as error:
             if results is not None and len(batch) > 1:
-                return self._commit_apart(batch, len(results), until)
+                return self._commit_apart(batch, len(results), until, singly)
             # On PostgreSQL another process may insert a row between our look and our insert.  And the connection that
             # was kept may have been lost since: then nothing was begun on it.
             if results is not None and look_again and (isinstance(error, IntegrityError) or _was_lost(error)):
@@ -351,14 +351,16 @@ class Database:
             _fulfil(batch, results or [])
         return results is not None
 
-    def _commit_apart(self, batch: Sequence[_Ticket[Any]], n: int, until: float) -> bool:
+    def _commit_apart(self, batch: Sequence[_Ticket[Any]], n: int, until: float, singly: bool) -> bool:
         """Nothing of a group was stored: try again without its `n`-th unit, which spoiled it, and that one alone.
 
-        If none of them did, but what they wrote together, each is tried alone.  Where several did something at once, of
-        which the `n`-th is the first, the others find out who it was.
+        If none of them did, but what they wrote together, each is tried alone.  If it may be that several did something
+        at once, of which the `n`-th is the first, all are tried again to find out who it was.
         """
         groups = [[ticket] for ticket in batch]
-        if n < len(batch):
+        if n < len(batch) and not singly and batch[n].write.alike is not None:
+            groups = [[*batch]]
+        elif n < len(batch):
             groups = [[*batch[:n], *batch[n + 1 :]], [batch[n]]]
         while groups:
             group = groups.pop(0)
@@ -452,6 +454,7 @@ def _perform(transaction: Transaction, writes: Sequence[Write[Any]], results: li
     for alike, these in groupby(writes, attrgetter("alike")):
         group, found = list(these), None
         if alike is not None and not singly and 1 < len(group) == len({write.about for write in group}):
+            engines.hurry(transaction.connection)
             found = alike(transaction, [write.asked for write in group])
         if found is not None:
             results += found

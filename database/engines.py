@@ -27,6 +27,7 @@ READS: dict[str, dict[str, Any]] = {"sqlite": _NO_BEGIN, "postgresql": {"isolati
 SNAPSHOT: dict[str, dict[str, Any]] = {"sqlite": _NO_BEGIN, "postgresql": {}}
 _LOOK_AGAIN_S = 0.0001  # at first, and twice as long each time, for most transactions are over by then
 _LOOK_EVERY_S = 0.001
+_HURRY_MS = 100
 
 
 def make(url: str, limits: Limits, *, pooled: bool = True) -> Engine:
@@ -113,6 +114,12 @@ def is_busy(error: BaseException) -> bool:
     """Whether SQLite has refused something because another writes now: its connection is as good as before."""
     code = getattr(getattr(error, "orig", None), "sqlite_errorcode", 0)
     return code & 0xFF == sqlite3.SQLITE_BUSY
+
+
+def hurry(connection: Connection) -> None:
+    """Wait for rows that others have locked no longer than lets the transaction be tried again (PostgreSQL)."""
+    if connection.dialect.name == "postgresql":
+        say(connection, f"SET LOCAL lock_timeout = {_HURRY_MS}")
 
 
 def make_writer(connection: Connection) -> str | None:

@@ -5,11 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import event, select
 
 from database.db import Database, Write
-from foundation.errors import RecordUncertain
-from jobs.models import tellings, webhooks
+from foundation.config import Limits
+from foundation.errors import RecordUnavailable, RecordUncertain
+from jobs.models import jobs, tellings, webhooks
 from jobs.record import Run
 from jobs.states import State, Why
 from jobs.store import Error, Store
@@ -38,7 +39,7 @@ def _heard(database: Database, name: str) -> Iterator[list[Any]]:
 
 
 def _statements(heard: Sequence[str]) -> list[str]:
-    return [text for text in heard if not text.startswith(("BEGIN", "SELECT txid"))]
+    return [text for text in heard if not text.startswith(("BEGIN", "SET LOCAL", "SELECT txid"))]
 
 
 def _end(store: Store, run: Run, why: Why = Why.FINISHED, attempt: int | None = None, result: str = "{}") -> Write[Any]:
@@ -57,14 +58,14 @@ def test_ends_that_come_together_take_no_more_statements_than_one(database, stor
 
 
 def test_starts_that_come_together_take_no_more_statements_than_one(database, store):
-    jobs = [a_queued_job(store, payload=f'"{n}"') for n in range(8)]
+    waiting = [a_queued_job(store, payload=f'"{n}"') for n in range(8)]
     starts = [
-        store.starting(job.id, f"gpu{n}", f"gpu{n}-slot0", f"l{n}", LATER, n, f"v{n}") for n, job in enumerate(jobs)
+        store.starting(job.id, f"gpu{n}", f"gpu{n}-slot0", f"l{n}", LATER, n, f"v{n}") for n, job in enumerate(waiting)
     ]
     with _heard(database, "before_cursor_execute") as heard:
         runs = database.do_all(starts)
     assert [text.split()[0] for text in _statements(heard)] == ["UPDATE", "INSERT"]
-    for n, (job, run) in enumerate(zip(jobs, runs, strict=True)):
+    for n, (job, run) in enumerate(zip(waiting, runs, strict=True)):
         assert (run.job.id, run.payload, run.attempt, run.described_by) == (job.id, f'"{n}"', 1, f"v{n}")
         assert (run.server, run.slot, store.get(job.id).lease) == (f"gpu{n}", f"gpu{n}-slot0", f"l{n}")
         (told,) = [it.data for it in store.events_of(job.id) if it.type == "job.started"]
@@ -126,7 +127,7 @@ def test_one_end_that_cannot_be_stored_fails_alone_and_costs_the_others_few_comm
     assert [store.get(run.job.id).state for run in runs] == [
         State.RUNNING if n == 4 else State.COMPLETED for n in range(6)
     ]
-    assert len(commits) == 2
+    assert len(commits) == 1
     assert all(len(trail_of(store, run.job.id)) == (2 if n == 4 else 3) for n, run in enumerate(runs))
 
 
@@ -153,6 +154,21 @@ def test_an_end_that_was_stored_unheard_is_told_so_when_it_is_asked_again_among_
     assert [it.to for it in told] == [State.COMPLETED] * 2
     assert len(trail_of(store, before.job.id)) == 3
     assert database.do_all([end])[0] is None, "it has been told"
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("locked", [0, 2, 3])
+def test_one_end_whose_job_is_locked_by_somebody_fails_alone_and_the_others_are_stored_in_time(postgres_url, locked):
+    """Not even two waits for a lock fit into the time of a transaction."""
+    database = Database(postgres_url, Limits(transaction_s=2.5, lock_s=2))
+    store = Store(database)
+    runs = [a_running_job(store) for _ in range(4)]
+    with database.engine.begin() as other:
+        other.execute(select(jobs.c.id).where(jobs.c.id == runs[locked].job.id).with_for_update())
+        told = database.do_all([_end(store, run) for run in runs])
+    assert [isinstance(it, RecordUnavailable) for it in told] == [n == locked for n in range(4)]
+    assert [store.get(run.job.id).state is State.RUNNING for run in runs] == [n == locked for n in range(4)]
+    database.close()
 
 
 @pytest.mark.postgres

@@ -137,6 +137,15 @@ KEPT = [
         (f"{DB}test_who_is_interrupted_between_a_statement_and_its_answer_keeps_nobody_from_writing",),
     ),
     Mutant(
+        "who writes for several waits for a lock as long as for one",
+        "JOB-3",
+        "database/db.py",
+        "            engines.hurry(transaction.connection)\n",
+        "",
+        (f"{TOGETHER}test_one_end_whose_job_is_locked_by_somebody_fails_alone_and_the_others_are_stored_in_time",),
+        postgres=True,
+    ),
+    Mutant(
         "a connection that was busy is given up",
         "time",
         "database/writer.py",

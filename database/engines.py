@@ -27,7 +27,7 @@ READS: dict[str, dict[str, Any]] = {"sqlite": _NO_BEGIN, "postgresql": {"isolati
 SNAPSHOT: dict[str, dict[str, Any]] = {"sqlite": _NO_BEGIN, "postgresql": {}}
 _LOOK_AGAIN_S = 0.0001  # at first, and twice as long each time, for most transactions are over by then
 _LOOK_EVERY_S = 0.001
-_HURRY_MS = 100
+_HURRY_MS = 250  # A commit on a busy disk takes less; the default times leave three times as much.
 
 
 def make(url: str, limits: Limits, *, pooled: bool = True) -> Engine:

@@ -160,7 +160,7 @@ def test_an_end_that_was_stored_unheard_is_told_so_when_it_is_asked_again_among_
 @pytest.mark.parametrize("locked", [0, 2, 3])
 def test_one_end_whose_job_is_locked_by_somebody_fails_alone_and_the_others_are_stored_in_time(postgres_url, locked):
     """Not even two waits for a lock fit into the time of a transaction."""
-    database = Database(postgres_url, Limits(transaction_s=2.5, lock_s=2))
+    database = Database(postgres_url, Limits(transaction_s=2.5, lock_s=1.5))
     store = Store(database)
     runs = [a_running_job(store) for _ in range(4)]
     with database.engine.begin() as other:

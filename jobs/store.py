@@ -285,7 +285,8 @@ class Store:
 
     def _settled(self, tx: Transaction, steps: Sequence[_Step]) -> list[Moved | None] | None:
         """The ends of several runs.  None: one of them may be stored already, and each has to look."""
-        return None if self._unheard else self._all_moved(tx, steps)
+        is_open = any((it.params["p_id"], it.params["p_attempt"]) in self._unheard for it in steps)
+        return None if is_open else self._all_moved(tx, steps)
 
     def _remember(self, run: tuple[str, int], *steps: _Step | None) -> None:
         self._unheard[run] = [*self._unheard.get(run, ()), *filter(None, steps)]

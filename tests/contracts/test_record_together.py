@@ -156,6 +156,14 @@ def test_an_end_that_was_stored_unheard_is_told_so_when_it_is_asked_again_among_
     assert database.do_all([end])[0] is None, "it has been told"
 
 
+def test_an_end_that_nobody_asks_for_again_keeps_no_others_from_being_written_together(database, store):
+    ends = [_end(store, a_running_job(store)) for _ in range(4)]
+    ends.pop().unheard()
+    with _heard(database, "before_cursor_execute") as heard:
+        database.do_all(ends)
+    assert [text.split()[0] for text in _statements(heard)] == ["UPDATE", "INSERT"]
+
+
 @pytest.mark.postgres
 @pytest.mark.parametrize("locked", [0, 2, 3])
 def test_one_end_whose_job_is_locked_by_somebody_fails_alone_and_the_others_are_stored_in_time(postgres_url, locked):

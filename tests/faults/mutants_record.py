@@ -185,7 +185,7 @@ KEPT = [
         "an end that was stored unheard is taken for somebody else's when it is asked again among others",
         "JOB-1",
         "jobs/store.py",
-        "return None if self._unheard else",
+        "return None if is_open else",
         "return",
         (f"{TOGETHER}test_an_end_that_was_stored_unheard_is_told_so_when_it_is_asked_again_among_others",),
         still=f"{TOGETHER}test_ends_that_come_together_take_no_more_statements_than_one",

@@ -96,7 +96,7 @@ def _act(server: Any, act: str, call: Call, remote_id: str | None) -> dict[str, 
     found = {"submit": lambda: server.submit(call), "status": lambda: server.status(call, remote_id)}.get(
         act, server.health
     )()
-    facts = {field: getattr(found, field) for field in found.__slots__}
+    facts = {field: getattr(found, field) for field in getattr(found, "_fields", found.__slots__)}
     if facts.get("job_ids") is not None:
         facts["job_ids"] = sorted(facts["job_ids"])
     return facts

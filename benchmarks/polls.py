@@ -45,6 +45,7 @@ print(json.dumps([len(ages), max(ages, default=0), dispatcher().settings.lease_m
 """
 _STATES = """
 import json
+from insight import listing
 from tasks.wiring import dispatcher
 print(json.dumps({state.value: count for state, count in listing.counts(dispatcher().store.database).items()}))
 """

@@ -103,7 +103,7 @@ class _Trial:
         stack.beat()
 
     def worker(self, name: str) -> Process:
-        return self.stack.worker(name, level="warning")
+        return self.stack.worker(name, self.jobs + _WARM_UP, level="warning")
 
     def ask(self, path: str) -> Any:
         try:
@@ -149,8 +149,7 @@ def _say(text: str) -> None:
 
 
 def main(jobs: int = 2000, seconds: float = 30.0) -> None:
-    room = {"SLOTKEEPER_THREADS": str(jobs + _WARM_UP)}
-    with tempfile.TemporaryDirectory() as home, Stack(Path(home), room) as stack:
+    with tempfile.TemporaryDirectory() as home, Stack(Path(home)) as stack:
         trial = _Trial(stack, jobs)
         worker = trial.worker("worker")
         trial.feed("warm-up", _WARM_UP)

@@ -344,7 +344,7 @@ class Database:
             # On PostgreSQL another process may insert a row between our look and our insert.  And the connection that
             # was kept may have been lost since: then nothing was begun on it.
             if results is not None and look_again and (isinstance(error, IntegrityError) or _was_lost(error)):
-                return self._commit(batch, until, False, singly)
+                return self._commit(batch, until, look_again=False, singly=singly)
             for ticket in batch:
                 ticket.fail(error)
         else:
@@ -364,7 +364,7 @@ class Database:
             groups = [[*batch[:n], *batch[n + 1 :]], [batch[n]]]
         while groups:
             group = groups.pop(0)
-            if not self._commit(group, until, True, True):
+            if not self._commit(group, until, singly=True):
                 for ticket in (ticket for others in groups for ticket in others):
                     ticket.fail(group[0].error)  # Or each would wait for the time-out in turn.
                 return False

@@ -8,7 +8,6 @@ the engine's statements hears these, too.
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any, NoReturn, TypeAlias
@@ -97,19 +96,12 @@ class Rows:
         self._unless = unless
         self._once = f" ON CONFLICT ({once}) DO NOTHING" if once else ""
         self._answers = answers
-        self._texts: dict[tuple[str, tuple[str, ...], int], str] = {}
+        self._texts = _Texts(self._text)
 
     def write(self, connection: Connection, rows: Sequence[Values]) -> list[Any]:
         """Insert rows that all name the same columns.  Of a witness PostgreSQL answers the transaction's number."""
         names = tuple(rows[0])
-        return _in_portions(connection, names, rows, partial(self._said, connection.dialect, names))
-
-    def _said(self, dialect: Dialect, names: tuple[str, ...], number: int) -> str:
-        key = dialect.name, names, number
-        text = self._texts.get(key)
-        if text is None:
-            text = self._texts[key] = self._text(dialect, names, number)
-        return text
+        return self._texts.run(connection, names, rows)
 
     def _text(self, dialect: Dialect, names: Sequence[str], number: int) -> str:
         columns = [self.table.c[name].name for name in names]  # as the database names them
@@ -133,26 +125,17 @@ class Each:
     def __init__(self, statement: ReturningUpdate[Any]) -> None:
         self._one = Prepared(statement)
         self._statement = statement
-        self._texts: dict[tuple[str, int], str] = {}
+        self._texts = _Texts(self._text)
         self._given: dict[str, dict[str, tuple[str, Any]]] = {}
 
     def all(self, connection: Connection, values: Sequence[Values]) -> list[Row]:
         """The rows that it answers, in any order.  No two of `values` may find the same row."""
         if len(values) == 1:
             return self._one.all(connection, values[0])
-        dialect = connection.dialect
-        given = self._given_on(dialect)
-        answers = _in_portions(connection, tuple(given), values, partial(self._said, dialect))
-        return self._one.rows(dialect, answers)
+        answers = self._texts.run(connection, tuple(self._given_on(connection.dialect)), values)
+        return self._one.rows(connection.dialect, answers)
 
-    def _said(self, dialect: Dialect, number: int) -> str:
-        key = dialect.name, number
-        text = self._texts.get(key)
-        if text is None:
-            text = self._texts[key] = self._text(dialect, number)
-        return text
-
-    def _text(self, dialect: Dialect, number: int) -> str:
+    def _text(self, dialect: Dialect, _: Sequence[str], number: int) -> str:
         each: ClauseElement = replacement_traverse(self._statement, {}, _as_column)  # type: ignore[assignment]
         text = str(each.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))
         return text.replace(" WHERE ", f" FROM {_given(dialect, self._given_on(dialect), number)} WHERE ", 1)
@@ -184,19 +167,35 @@ def _given(dialect: Dialect, columns: Mapping[str, tuple[str, Any]], number: int
     return f"unnest({arrays}) WITH ORDINALITY AS given ({', '.join(name for name, _ in columns.values())}, nth)"
 
 
-def _in_portions(
-    connection: Connection, names: Sequence[str], rows: Sequence[Values], said: Callable[[int], str]
-) -> list[Any]:
-    """Run a statement for rows of these values; `said`: its text for a number of them, 0: for any."""
-    if connection.dialect.name != "sqlite":  # where one statement takes any number
-        return run(connection, said(0), {name: [row[name] for row in rows] for name in names}, _fetch_any)
-    pick = itemgetter(*names) if len(names) > 1 else lambda row: (row[names[0]],)
-    if len(rows) == 1:
-        return run(connection, said(1), pick(rows[0]), _fetch_any)
-    answers: list[Any] = []
-    for part in _portions(rows):
-        answers += run(connection, said(len(part)), tuple(chain.from_iterable(map(pick, part))), _fetch_any)
-    return answers
+class _Texts:
+    """The texts of a statement for rows of values, each made once.
+
+    `make`: makes it for a database, for values of these names, and for a number of rows, 0: for any.
+    """
+
+    def __init__(self, make: Callable[[Dialect, Sequence[str], int], str]) -> None:
+        self._make = make
+        self._made: dict[tuple[str, tuple[str, ...], int], str] = {}
+
+    def run(self, connection: Connection, names: tuple[str, ...], rows: Sequence[Values]) -> list[Any]:
+        """Run it for these rows, in few statements; answers what they answer."""
+        dialect = connection.dialect
+        if dialect.name != "sqlite":  # where one statement takes any number
+            columns = {name: [row[name] for row in rows] for name in names}
+            return run(connection, self._said(dialect, names, 0), columns, _fetch_any)
+        pick = itemgetter(*names) if len(names) > 1 else lambda row: (row[names[0]],)
+        answers: list[Any] = []
+        for part in _portions(rows):
+            values = tuple(chain.from_iterable(map(pick, part)))
+            answers += run(connection, self._said(dialect, names, len(part)), values, _fetch_any)
+        return answers
+
+    def _said(self, dialect: Dialect, names: tuple[str, ...], number: int) -> str:
+        key = dialect.name, names, number
+        text = self._made.get(key)
+        if text is None:
+            text = self._made[key] = self._make(dialect, names, number)
+        return text
 
 
 def _portions(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:

@@ -126,9 +126,9 @@ class Forecasts:
                 level += 1
                 chosen = {name: one for name, one in chosen.items() if _in_sample(name, level)}
         chosen = {name: replace(one, level=level) for name, one in chosen.items()}
-        if self._ask is None:
+        if chosen and self._ask is None:
             self._remember(key, chosen)
-        elif chosen:
+        elif chosen and self._ask is not None:
             self._noted.extend((key, name, one) for name, one in chosen.items())
             self._ask()
         return [None if it is None else interval.estimate(known.memory, it) for it in given]
@@ -218,8 +218,6 @@ class Forecasts:
                 self._remember(key, chosen)
 
     def _remember(self, key: str, chosen: Mapping[str, Promise]) -> None:
-        if not chosen:
-            return
         with self._scripts.redis.pipeline(transaction=False) as pipe:
             pipe.hset(key, mapping={_JOB + job_id: _text(it) for job_id, it in chosen.items()})
             pipe.hlen(key)

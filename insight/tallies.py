@@ -8,7 +8,6 @@ import atexit
 import threading
 from bisect import bisect_left
 from collections import Counter
-from functools import cache
 
 from redis.exceptions import RedisError
 
@@ -22,11 +21,6 @@ REFUSED, HANDED_ON = "refused", "handed_on"
 _FLUSH_EVERY_S = 1.0
 _BAR = "|"
 _MICROS = "us"
-
-
-@cache
-def _part(name: str, label: str | int) -> str:
-    return f"{name}{_BAR}{label}"
 
 
 class Tallies:
@@ -56,8 +50,8 @@ class Tallies:
     def observe(self, name: str, seconds: float) -> None:
         """Add a value to a histogram."""
         with self._lock:
-            self._new[_part(name, bisect_left(BOUNDS_S, seconds))] += 1
-            self._new[_part(name, _MICROS)] += round(seconds * 1e6)
+            self._new[f"{name}{_BAR}{bisect_left(BOUNDS_S, seconds)}"] += 1
+            self._new[f"{name}{_BAR}{_MICROS}"] += round(seconds * 1e6)
         self._wake()
 
     def flush(self) -> None:

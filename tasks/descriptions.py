@@ -13,7 +13,6 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from foundation import exact
-from jobs.record import Run
 from registry import descriptions
 from registry.catalog import Model, Snapshot
 from registry.config import ModelConfig
@@ -263,13 +262,8 @@ def server_for(url: str, model: Model, described_by: str | None) -> Server:
         raise Misconfigured(str(error)) from error
 
 
-def server_of(run: Run, catalog: Snapshot) -> Server | None:
-    """Speaks to a run's server as the run began; None: the server was removed.  Raises as server_for."""
-    return server_in(catalog, run.server, run.job.model, run.described_by)
-
-
-def server_in(catalog: Snapshot, name: str, model_name: str, described_by: str | None) -> Server | None:
-    """The same, by the names of server and model, and the version of the description."""
+def server_of(catalog: Snapshot, name: str, model_name: str, described_by: str | None) -> Server | None:
+    """Speaks to a server as a run of this model and version began; None: it was removed.  Raises as server_for."""
     server, model = catalog.servers.get(name), catalog.model(model_name)
     url = server.endpoints.get(model.name) if server is not None and model is not None else None
     return None if url is None or model is None else server_for(url, model, described_by)

@@ -146,8 +146,7 @@ class Engine:
         self._lives: set[asyncio.Task[Any]] = set()
         self._count = 0  # of lives, those among them that the loop has not begun yet
         self._later: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-        self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
+        self._idle = threading.Condition()
         self._closed = False
         self._pulse = Pulse("engine", wake=lambda: self.soon(self._pulse.beat))
         self._thread = threading.Thread(target=self._turn, name="engine", daemon=True)
@@ -164,7 +163,7 @@ class Engine:
 
     def live(self, life: Coroutine[Any, Any, object]) -> None:
         """Have the loop carry out `life`; from the loop's own thread it begins at once, up to where it first waits."""
-        with self._lock:
+        with self._idle:
             self._count += 1
         if self._is_here:
             self._begin(life)
@@ -250,7 +249,7 @@ class Engine:
     def _over(self, error: BaseException | None = None) -> None:
         if error is not None:
             log.error("run_failed", exc_info=error)
-        with self._lock:
+        with self._idle:
             self._count -= 1
             if not self._count:
                 self._idle.notify_all()

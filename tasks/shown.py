@@ -84,10 +84,10 @@ class Reception:
         request.send_event(
             "task-received",
             name=request.name,
-            args=request._argsrepr,  # type: ignore[attr-defined]
-            kwargs=request._kwargsrepr,  # type: ignore[attr-defined]
-            root_id=request.id,
-            parent_id=None,
+            args=request.argsrepr,
+            kwargs=request.kwargsrepr,
+            root_id=request.root_id,
+            parent_id=request.parent_id,
             retries=failures,
             eta=None,
             expires=None,

@@ -135,7 +135,7 @@ class Worker:
     @property
     def claimant(self) -> str:
         """Who takes the next offer at once: this worker, or nobody, if it is full (see `_go_on`) or draining."""
-        return self.owner if self.takes and len(self._taken_up) < self.capacity else ""
+        return self.owner if self.room else ""
 
     # -- offers come in, from any thread ---------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class Worker:
     def _speak_to(self, run: OwnRun, speech: Speech) -> Live | None:
         """Raises Misconfigured.  Its description is known."""
         it = run.active.run
-        server = self._ways.find(descriptions.server_in, it.server, it.job.model, it.described_by)
+        server = self._ways.find(descriptions.server_of, it.server, it.job.model, it.described_by)
         return None if server is None else Live(server, self.engine.wires, speech)
 
     # -- its end ---------------------------------------------------------------------------------------------
@@ -362,8 +362,6 @@ class Worker:
             log.warning("release_postponed", job_id=lease.job_id, error=str(error))
             self._leases.owe(lease)
             return None
-        if len(released.offers) == 1 and released.offers[0].owner == claimant != "":
-            return released.offers[0]
         return self.dispatcher.publish_others(released.offers, claimant)
 
     async def _settle(self, run: OwnRun, end: End) -> Moved | None:

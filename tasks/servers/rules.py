@@ -39,7 +39,6 @@ _CODES = {
     Kind.UNKNOWN: "no_answer",
     Kind.UNREACHABLE: "unreachable",
 }
-_KINDS = {kind.value: kind for kind in Kind}
 TOO_DEEP = Outcome(
     Kind.RETRY, code="answer_too_deep", message=f"The server's result is nested more than {MAX_DEPTH} levels deep."
 )
@@ -170,7 +169,7 @@ class Judge:
 
     def conclude(self, rule: Said, reply: Answer | Broken, about: About) -> Outcome:
         """What a rule that holds makes of the reply."""
-        kind = _KINDS[rule.then]
+        kind = Kind(rule.then)
         if kind is Kind.DONE and isinstance(reply, Answer):
             return self._done(reply, about)
         remote_id = self._remote_id(reply, about) if kind is Kind.PENDING else None

@@ -177,8 +177,8 @@ KEPT = [
         "whoever shares a statement with one that fails is committed by himself",
         "time",
         "database/db.py",
-        "self._commit(group, until, True, True)",
-        "self._commit(group, until, True, False)",
+        "self._commit(group, until, singly=True)",
+        "self._commit(group, until)",
         (f"{TOGETHER}test_one_end_that_cannot_be_stored_fails_alone_and_costs_the_others_few_commits",),
     ),
     Mutant(

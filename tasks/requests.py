@@ -1,11 +1,11 @@
 """The request, as Celery calls it, of a run that no message brought: little of it is needed where nobody looks."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
+from celery.utils.functional import noop
 from celery.worker.request import Request
-from celery.worker.state import task_accepted, task_ready
+from celery.worker.state import task_ready
 
 from routing.queues import Offer
 from tasks import messages
@@ -21,25 +21,13 @@ def own_requests(base: Any, whole: Callable[[Offer, int], Request], task: Any, e
         carries_offer = True
         _task, _eventer = task, eventer
         _parent_id = None
+        _connection_errors = ()
+        _on_ack = staticmethod(noop)
 
         def __init__(self, offer: Offer, failures: int) -> None:
             self._told = offer, failures
             self.id = self._root_id = offer.job_id
             self._argsrepr, self._kwargsrepr = messages.written_args(offer.model)
-
-        def send_event(self, type: str, **fields: Any) -> None:
-            eventer = self._eventer
-            if eventer and eventer.enabled and task.send_events:
-                eventer.send(type, uuid=self.id, **fields)
-
-        def on_accepted(self, pid: Any, time_accepted: float) -> None:
-            """As Celery does; there is no message to acknowledge."""
-            self.worker_pid, self.acknowledged = pid, True
-            self.time_start = time.time() - (time.monotonic() - time_accepted)
-            task_accepted(self)
-            self.send_event("task-started")
-            if self._terminate_on_ack is not None:
-                self.terminate(*self._terminate_on_ack)
 
         def on_success(self, failed__retval__runtime: Any, **_: Any) -> None:
             """As Celery does, but its id is not kept among those that a message may bring a second time."""

@@ -87,21 +87,25 @@ def written_args(model: str) -> tuple[str, str]:
     return headers["argsrepr"], headers["kwargsrepr"]
 
 
+HANDED_ON: Mapping[str, Any] = {"exchange": "", "routing_key": "handoff", "priority": None, "redelivered": False}
+"""How a run came that no message brought, in the words that a request has for it."""
+
+
 class Unsent:
-    """A task message that never was at a broker, as far as a worker's strategy looks at one."""
+    """A task message that is at no broker, as far as a worker's strategy looks at one."""
 
     content_type = content_encoding = None  # its body is not encoded
-    delivery_info: dict[str, Any] = {"exchange": "", "routing_key": "handoff", "redelivered": False}
 
-    def __init__(self, message: task_message) -> None:
+    def __init__(self, message: task_message, way: Mapping[str, Any] = HANDED_ON) -> None:
         self.headers = message.headers
-        self.properties = message.properties
+        self.properties = {**message.properties, "priority": way["priority"]}
+        self.delivery_info = way
         self.payload = self.body = message.body
 
 
-def handed_on(offer: Offer, failures: int) -> Any:
-    """The message for a run that its worker has begun without the broker."""
-    return Unsent(build(offer, failures))
+def handed_on(offer: Offer, failures: int, way: Mapping[str, Any] = HANDED_ON) -> Any:
+    """The message for a run that its worker has begun without the broker; or as it came, by what a request says."""
+    return Unsent(build(offer, failures), way)
 
 
 def read_offer(job_id: str, args: Sequence[Any], headers: Mapping[str, Any] | None) -> Offer | None:

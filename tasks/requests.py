@@ -1,6 +1,9 @@
-"""The request, as Celery calls it, of a run that no message brought: little of it is needed where nobody looks."""
+"""The request, as Celery calls it, of a run that no message brought, or whose message has done its work.
 
-from collections.abc import Callable
+Little of it is needed where nobody looks.
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from celery.utils.functional import noop
@@ -10,9 +13,12 @@ from celery.worker.state import task_ready
 from routing.queues import Offer
 from tasks import messages
 
+Whole = Callable[[Offer, int, Mapping[str, Any]], Request]
+"""Makes all of a request, of what an OwnRequest is made of."""
 
-def own_requests(base: Any, whole: Callable[[Offer, int], Request], task: Any, eventer: Any) -> Any:
-    """A class like `base`, made of an offer and of the failures before it.  `whole` makes all of such a request."""
+
+def own_requests(base: Any, whole: Whole, task: Any, eventer: Any) -> Any:
+    """A class like `base`, made of an offer, of the failures before it, and of how it came (messages.HANDED_ON)."""
 
     class OwnRequest(base):
         """Has what every run is asked for; for the rest a whole one is made when somebody asks, as `inspect` does."""
@@ -24,8 +30,8 @@ def own_requests(base: Any, whole: Callable[[Offer, int], Request], task: Any, e
         _connection_errors = ()
         _on_ack = staticmethod(noop)
 
-        def __init__(self, offer: Offer, failures: int) -> None:
-            self._told = offer, failures
+        def __init__(self, offer: Offer, failures: int, way: Mapping[str, Any]) -> None:
+            self._told = offer, failures, way
             self.id = self._root_id = offer.job_id
             self._argsrepr, self._kwargsrepr = messages.written_args(offer.model)
 

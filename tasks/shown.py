@@ -6,6 +6,8 @@ Celery's own tracer does this for a function that a thread is in from beginning 
 import logging
 import os
 import time
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import structlog
@@ -16,7 +18,7 @@ from celery.exceptions import Ignore, Retry
 from celery.utils.imports import symbol_by_name
 from celery.utils.saferepr import saferepr
 from celery.worker.request import Request, create_request_cls  # type: ignore[attr-defined]
-from celery.worker.state import task_reserved
+from celery.worker.state import reserved_requests, task_reserved
 from celery.worker.strategy import logger as strategy
 
 from dispatch.outcome import Outcome
@@ -67,8 +69,8 @@ class Reception:
         base, host = symbol_by_name(task.Request), consumer.hostname
         made = create_request_cls(base, task, consumer.pool, host, eventer, app=consumer.app)
 
-        def whole(offer: Offer, failures: int) -> Request:
-            message = messages.handed_on(offer, failures)
+        def whole(offer: Offer, failures: int, way: Mapping[str, Any]) -> Request:
+            message = messages.handed_on(offer, failures, way)
             return made(message, hostname=host, eventer=eventer, app=consumer.app, task=task)
 
         self._request = own_requests(base, whole, task, eventer)
@@ -76,7 +78,7 @@ class Reception:
 
     def receive(self, offer: Offer, failures: int) -> Request:
         """The request of a run that this worker has begun by itself."""
-        request: Request = self._request(offer, failures)
+        request: Request = self._request(offer, failures, messages.HANDED_ON)
         if strategy.isEnabledFor(logging.INFO):
             strategy.info(trace.LOG_RECEIVED, {"name": request.name, "id": request.id})
         if signals.task_received.receivers:
@@ -95,21 +97,39 @@ class Reception:
         task_reserved(request)
         return request
 
+    def in_place_of(self, brought: Request, offer: Offer, failures: int) -> Request:
+        """A request of which a message is not kept for as long as its run lasts; that is acknowledged."""
+        brought.acknowledge()
+        request: Request = self._request(offer, failures, _shared(*brought.delivery_info.items()))
+        task_reserved(request)
+        reserved_requests.discard(brought)
+        return request
+
+
+@lru_cache(maxsize=1024)
+def _shared(*items: tuple[str, Any]) -> Mapping[str, Any]:
+    """One for all that came the same way."""
+    return dict(items)
+
 
 class Shown:
     """One run's task, from the loop.  What Celery, or a receiver of its signals, does wrong is logged, no more."""
+
+    __slots__ = ("_began", "_request")
 
     def __init__(self, request: Request | None = None) -> None:
         self._request = request
         self._began = time.monotonic()
 
     def introduce(self, reception: Reception, offer: Offer, failures: int) -> None:
-        """Have Celery hear of a run that no message brought, if this is one."""
-        if self._request is None:
-            try:
+        """Have Celery hear of a run that no message brought; and keep of one that a message brought what it asks."""
+        try:
+            if self._request is None:
                 self._request = reception.receive(offer, failures)
-            except Exception as error:
-                log.warning("task_not_shown", job_id=offer.job_id, error=repr(error))
+            else:
+                self._request = reception.in_place_of(self._request, offer, failures)
+        except Exception as error:
+            log.warning("task_not_shown", job_id=offer.job_id, error=repr(error))
 
     def began(self) -> None:
         self._tell(self._begin)

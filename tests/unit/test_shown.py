@@ -1,5 +1,6 @@
 """What Celery is told of a run that no message brought, and how a result is written for it."""
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,9 +53,12 @@ def consumer() -> Any:
     state.reset_state()
 
 
-def _by_celerys_strategy(consumer: Any) -> Request:
+BY_ITS_QUEUE = {"exchange": "", "routing_key": "gpu.zimg", "priority": 3, "redelivered": False}
+
+
+def _by_celerys_strategy(consumer: Any, message: Any = None, ack: Any = lambda *_: None) -> Request:
     handle = strategy.default(infer, infer.app, consumer)
-    handle(messages.handed_on(OFFER, 2), None, lambda *_: None, lambda *_: None, None)
+    handle(message or messages.handed_on(OFFER, 2), None, ack, lambda *_: None, None)
     return consumer.taken.pop()
 
 
@@ -83,7 +87,7 @@ def test_a_run_that_no_message_brought_is_active_until_it_ends(consumer: Any) ->
 def test_a_whole_request_is_made_once_and_only_for_who_looks(consumer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     real = messages.handed_on
-    monkeypatch.setattr(messages, "handed_on", lambda offer, n: made.append(offer.job_id) or real(offer, n))
+    monkeypatch.setattr(messages, "handed_on", lambda offer, *of: made.append(offer.job_id) or real(offer, *of))
     shown, reception = Shown(), Reception(consumer)
     shown.introduce(reception, OFFER, 0)
     shown.began()
@@ -125,6 +129,28 @@ def test_a_run_that_a_message_brought_is_not_told_twice(consumer: Any) -> None:
     shown = Shown(_by_celerys_strategy(consumer))
     shown.introduce(Reception(consumer), OFFER, 0)
     assert [it["type"] for it in consumer.event_dispatcher.heard] == ["task-received"]
+
+
+def test_of_a_run_that_a_message_brought_celery_keeps_what_it_asks_and_not_the_message(consumer: Any) -> None:
+    message, acknowledged = messages.handed_on(OFFER, 2, BY_ITS_QUEUE), []
+    request = _by_celerys_strategy(consumer, message, ack=lambda *_: acknowledged.append(1))
+    told, headers, kept = request.info(), {**request.request_dict}, weakref.ref(message)
+    shown = Shown(request)
+    del message, request
+
+    shown.introduce(Reception(consumer), OFFER, 2)
+    shown.began()
+
+    assert kept() is None and acknowledged
+    [left] = state.active_requests
+    assert [*state.reserved_requests] == [*state.requests.values()] == [left] and state.total_count == {"infer": 1}
+    of_now = {name: left.info()[name] for name in ("acknowledged", "time_start", "worker_pid")}
+    assert left.info() == told | of_now and all(of_now.values())
+    assert left.request_dict == headers
+    shown.ended({"url": "x"})
+    assert not state.active_requests and not state.reserved_requests and not state.requests
+    events = consumer.event_dispatcher.heard
+    assert [it["type"] for it in events] == ["task-received", "task-started", "task-succeeded"]
 
 
 def test_a_receiver_of_signals_that_fails_ends_nothing(consumer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

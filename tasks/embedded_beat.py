@@ -24,6 +24,9 @@ log = structlog.get_logger(__name__)
 
 _LONG_S = 0.05  # for one task: those that are due with it go on beside it
 _ENDS_S = 3.0  # of beat that stops; the supervisor gives the whole worker eight
+# What is done as soon as beat begins, in this order: whatever was missed meanwhile waits for it.  A room that Redis has
+# lost is filled first, with the leases of its runs, so that the reaper meets none that could not be renewed.
+_FIRST = ("sweep", "keep-time", "reap")
 
 
 class Threads:
@@ -85,6 +88,7 @@ class Here(Scheduler):
         self._threads = threads
         self._began = time.monotonic()
         self._times: dict[str, int] = {}  # that each entry was due since then
+        self._first: Sequence[str] = _FIRST
         super().__init__(*args, **kwargs)
 
     producer = None  # type: ignore[assignment]  # Celery's own waits for the broker.
@@ -93,7 +97,9 @@ class Here(Scheduler):
         """Begin what is due; answers for how many seconds nothing will be."""
         now_s = time.monotonic() - self._began
         looked = [(entry, *self._look(entry, now_s)) for entry in list(self.schedule.values())]
-        self._begin([entry for entry, is_due, _ in looked if is_due])
+        first, self._first = self._first, ()
+        due = sorted((entry for entry, is_due, _ in looked if is_due), key=_rareness)
+        self._begin([*(self.schedule[name] for name in first if name in self.schedule), *due])
         longest_s = float(self.max_interval or 0)
         soonest = min((at for _, _, at in looked), default=now_s + longest_s)
         return max(min(soonest - (time.monotonic() - self._began), longest_s), 0.0)
@@ -116,8 +122,7 @@ class Here(Scheduler):
         self._begin([entry])
 
     def _begin(self, entries: Sequence[Any]) -> None:
-        """What is done most often comes first: what is done rarely may take long."""
-        self._threads.begin({entry.name: partial(self._run, entry) for entry in sorted(entries, key=_rareness)})
+        self._threads.begin({entry.name: partial(self._run, entry) for entry in entries})
 
     def _run(self, entry: Any) -> None:
         try:
@@ -127,6 +132,7 @@ class Here(Scheduler):
 
 
 def _rareness(entry: Any) -> float:
+    """By which what is done most often comes first: what is done rarely may take long."""
     interval = getattr(getattr(entry, "schedule", None), "run_every", None)
     return float("inf") if interval is None else float(interval.total_seconds())
 

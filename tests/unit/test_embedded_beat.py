@@ -100,6 +100,20 @@ def test_what_is_due_together_is_done_together_what_is_done_most_often_first(mon
     assert len({thread for _, thread in done}) == 1, "one thread is woken for them"
 
 
+def test_what_was_missed_while_nobody_was_there_is_done_when_beat_begins_a_sweep_first(monkeypatch, threads) -> None:
+    begun: list[str] = []
+    scheduler = Here(threads, celery)
+    for entry in scheduler.schedule.values():
+        monkeypatch.setitem(celery.tasks, entry.task, lambda *_, name=entry.name: begun.append(name))
+    scheduler._began += 60  # The time of none of them has come.
+    scheduler.tick()
+    assert threads.wait(SOON_S)
+    assert begun == ["sweep", "keep-time", "reap"]
+    scheduler.tick()
+    assert threads.wait(SOON_S)
+    assert len(begun) == 3, "and once"
+
+
 def test_what_is_due_with_a_task_that_hangs_is_done_beside_it(monkeypatch, scheduler, hung) -> None:
     done = threading.Event()
     monkeypatch.setitem(celery.tasks, "maintenance.after", done.set)

@@ -7,6 +7,7 @@ anything leaves by it, and another is taken.
 
 import asyncio
 import math
+import re
 import socket
 import ssl
 import time
@@ -34,6 +35,8 @@ _OTHER_FAMILY_S = 0.25  # after which a name's next address is tried beside one 
 _BODILESS = frozenset({"GET", "HEAD"})
 _OURS = {"User-Agent": "slotkeeper", "Accept": "*/*", "Accept-Encoding": "identity"}
 _PORTS = {"http": 80, "https": 443}
+# An address whose path is sent as it stands.  Many are one run's alone, so what is remembered is who is asked.
+_PLAIN = re.compile(r"(https?://[^/?#\\]+)((?:/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+)")
 _GZIP = 16 + zlib.MAX_WBITS
 
 Origin: TypeAlias = tuple[str, str, int]
@@ -326,9 +329,19 @@ class Wires:
         return self._tls
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def _target(url: str) -> _Target:
     """Raises ValueError and requests' errors."""
+    plain = _PLAIN.fullmatch(url)
+    if plain is None:
+        return _any_target(url)
+    at, path = plain.groups()
+    origin, _, fields = _any_target(at)
+    return _Target(origin, path, fields)
+
+
+@lru_cache(maxsize=4096)
+def _any_target(url: str) -> _Target:
     prepared = requests.PreparedRequest()
     prepared.prepare_url(url, None)
     assert prepared.url is not None

@@ -17,7 +17,7 @@ from tasks.servers import connection, wire
 from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.connection import _LONGEST_HEAD
 from tasks.servers.wire import Limits
-from tasks.servers.wires import Exchange, _form, _head, _target
+from tasks.servers.wires import Exchange, _any_target, _form, _head, _target
 from tests.support.scripted import always, answer, hang_up
 
 READ_S = 4.0
@@ -150,6 +150,22 @@ def test_what_looks_like_a_place_for_a_value_is_written_as_it_is():
 )
 def test_a_host_is_named_with_a_port_that_is_not_its_schemes(url, host):
     assert b"\r\nHost: " + host + b"\r\n" in _head("GET", _target(url), {}, None)
+
+
+def test_many_addresses_of_one_server_are_remembered_as_one() -> None:
+    _target("http://of-many/status/0")
+    before = _any_target.cache_info()
+    for n in range(300):
+        assert _target(f"http://of-many/status/job-{n}").path == f"/status/job-{n}"
+    assert _any_target.cache_info().misses == before.misses
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/", "/a/b-1_2~3.4", "/a/", "//a", "/a//b", "/./a", "/a/../b", "/a b", "/a%2fb", "/ä", "/a?b", "/a#b"]
+)
+@pytest.mark.parametrize("at", ["http://a", "https://u:p@a:81", "http://[::1]:80", "http://A.example", "HTTP://a"])
+def test_an_address_means_the_same_whether_it_is_remembered_or_not(at: str, path: str) -> None:
+    assert _target(at + path) == _any_target(at + path)
 
 
 def test_who_stands_in_an_address_is_told_in_a_header():

@@ -4,6 +4,7 @@ and together what comes in the same moment.
 One word is on its way for a run at a time.  What Redis does not take is dropped, and what a run keeps is bounded.
 """
 
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -47,37 +48,53 @@ class Saying:
 class Speech:
     """What one attempt's server says.  For the loop's thread alone."""
 
+    __slots__ = ("_attempt", "_is_over", "_job_id", "_saying", "_words")
+
     def __init__(self, saying: Saying, job_id: str, attempt: int) -> None:
         self._saying, self._job_id, self._attempt = saying, job_id, attempt
-        self._clock = Clock(attempt)
-        # Lists: every run has a speech, and few say anything.  An empty deque takes ten times as much.
-        self._entries: list[_Entry] = []
-        self._waiting = 0  # characters
-        self._sizes: list[int] = []  # bytes of what is kept for those who come later
-        self._last_progress: Any = None
-        self._is_asking = self._has_begun = self._is_over = False
-        self._rests_until = 0.0  # by the loop's clock
-        self._timer: Any = None
+        self._words: _Words | None = None  # Every run has a speech, and few say anything.
+        self._is_over = False
 
     def __call__(self, piece: Piece) -> None:
         """The server has said this."""
         if self._is_over:
             return
-        if not self._has_begun:
-            self._has_begun = True
-            self._saying.speaking += 1
+        if self._words is None:
+            self._words = _Words(self._saying, self._job_id, self._attempt)
+        self._words.add(piece)
+
+    def end(self) -> None:
+        """The run is over: what waits is told now."""
+        if not self._is_over:
+            self._is_over = True
+            if self._words is not None:
+                self._words.end()
+
+
+class _Words:
+    """A speech from its first word on."""
+
+    def __init__(self, saying: Saying, job_id: str, attempt: int) -> None:
+        self._saying, self._job_id, self._attempt = saying, job_id, attempt
+        self._clock = Clock(attempt)
+        self._entries: deque[_Entry] = deque()
+        self._waiting = 0  # characters
+        self._sizes: deque[int] = deque()  # bytes of what is kept for those who come later
+        self._last_progress: Any = None
+        self._is_asking = self._is_over = False
+        self._rests_until = 0.0  # by the loop's clock
+        self._timer: Any = None
+        saying.speaking += 1
+
+    def add(self, piece: Piece) -> None:
         self._note(piece)
         self._send_soon()
 
     def end(self) -> None:
-        """The run is over: what waits is told now."""
-        if self._is_over:
-            return
         self._is_over = True
-        if self._has_begun:
-            self._saying.speaking -= 1
-            self._rests_until = 0.0
-            self._send_soon()
+        self._saying.speaking -= 1
+        self._rests_until = 0.0
+        self._send_soon()
 
     def _note(self, piece: Piece) -> None:
         if piece.progress is not None and piece.progress != self._last_progress:
@@ -128,7 +145,7 @@ class Speech:
         pause_s = TOGETHER_S
         try:
             while self._entries:
-                watchers = await self._saying.ask(self._command(self._entries.pop(0)))
+                watchers = await self._saying.ask(self._command(self._entries.popleft()))
                 pause_s = TOGETHER_S if watchers > 0 else _UNWATCHED_S
             if self._is_over:
                 await self._saying.ask(self._saying.telling.ending(self._job_id))
@@ -147,7 +164,7 @@ class Speech:
         text = exact.dumps({"job_id": self._job_id, "attempt": self._attempt, **entry.said()})
         self._sizes.append(len(text))
         while sum(self._sizes) > MOST_KEPT and len(self._sizes) > 1:
-            self._sizes.pop(0)
+            self._sizes.popleft()
         return self._saying.telling.telling(self._job_id, self._clock.next(), text.decode(), len(self._sizes))
 
 

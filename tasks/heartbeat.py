@@ -25,6 +25,21 @@ _STORED_WITHIN_S = 2.0  # else the record is away, and a lease says that the run
 class Watch:
     """Over one lease while its job runs.  Flags are raised by any thread; the run hears of them in its event loop."""
 
+    __slots__ = (
+        "_heard",
+        "_soon",
+        "_timer",
+        "_waking",
+        "cancel",
+        "lease",
+        "lost",
+        "over",
+        "passed_on_s",
+        "restored",
+        "starting",
+        "stop",
+    )
+
     def __init__(
         self, lease: Lease, soon: Callable[[Callable[[], None]], object] = lambda act: act(), *, starting: bool = False
     ) -> None:
@@ -39,6 +54,7 @@ class Watch:
         self._soon = soon
         self._heard: Callable[[], None] = _nothing
         self._waking: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def is_kept(self) -> bool:
@@ -55,13 +71,12 @@ class Watch:
         """Whoever listened is over, and shall not be kept in memory by this."""
         self._heard = _nothing
 
-    async def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> "asyncio.Future[None]":
         """Sleep, but not past the moment in which a flag is raised."""
         loop = asyncio.get_running_loop()
         self._waking = loop.create_future()
-        timer = loop.call_later(seconds, self._wake)
-        await self._waking
-        timer.cancel()
+        self._timer = loop.call_later(seconds, self._wake)
+        return self._waking
 
     def ask_to_cancel(self) -> None:
         """Somebody wants the job canceled: its run learns of it, and its server."""
@@ -81,8 +96,11 @@ class Watch:
         self._wake()
 
     def _wake(self) -> None:
-        if self._waking is not None and not self._waking.done():
-            self._waking.set_result(None)
+        waking, timer, self._waking, self._timer = self._waking, self._timer, None, None
+        if timer is not None:
+            timer.cancel()
+        if waking is not None and not waking.done():
+            waking.set_result(None)
 
 
 def _nothing() -> None:

@@ -44,6 +44,30 @@ NoteRemote = Callable[[str], Awaitable[bool]]
 class Runner:
     """One run while it lasts, in the event loop.  `live` None: its server was removed."""
 
+    __slots__ = (
+        "__weakref__",
+        "_answered",
+        "_asked_with",
+        "_cancel_until",
+        "_canceling",
+        "_config",
+        "_end",
+        "_gone_since",
+        "_let_go",
+        "_live",
+        "_may_send_again",
+        "_model_version",
+        "_note_remote",
+        "_phase",
+        "_remote_id",
+        "_resumes",
+        "_run",
+        "_silent_since",
+        "_swap",
+        "_unheard",
+        "_watch",
+    )
+
     def __init__(
         self,
         active: ActiveRun,
@@ -82,16 +106,15 @@ class Runner:
             return Outcome(Kind.UNREACHABLE, code="server_removed", message="The server was removed.")
         self._watch.listen(self._hear)
         try:
-            return await self._follow(live)
+            found = await self._begin(live)
+            while isinstance(found, Outcome) and found.kind in (Kind.PENDING, Kind.UNKNOWN):
+                if not await self._keep(found.remote_id):
+                    return Left.LOST
+                if self._left() is None:
+                    await self._watch.wait(self._interval_s(found))
+                found = await self._waited(live, found) or await self._ask(live)
         finally:
             self._watch.listen_no_more()
-
-    async def _follow(self, live: Live) -> Outcome | Left:
-        found = await self._begin(live)
-        while isinstance(found, Outcome) and found.kind in (Kind.PENDING, Kind.UNKNOWN):
-            if not await self._keep(found.remote_id):
-                return Left.LOST
-            found = await self._pause(live, found) or await self._ask(live)
         if isinstance(found, Left) or self._is_over(live, found):
             return found
         return found._replace(lingers=True)
@@ -169,10 +192,8 @@ class Runner:
             return Left.LOST
         return Left.STOPPED if self._watch.stop else None
 
-    async def _pause(self, live: Live, last: Outcome) -> Outcome | Left | None:
-        """Wait one interval; answers what the waiting itself has come to, if it is over."""
-        if self._left() is None:
-            await self._watch.wait(self._interval_s(last))
+    async def _waited(self, live: Live, last: Outcome) -> Outcome | Left | None:
+        """What the waiting itself has come to, if it is over."""
         if (left := self._left()) is not None:
             return left
         if self._watch.cancel:

@@ -288,13 +288,13 @@ class Worker:
 
     def _runner(self, run: OwnRun, live: Live | None, swap: bool) -> Runner:
         """Raises UnknownModel."""
-        it, store = run.active.run, self.dispatcher.store
+        it = run.active.run
         config, version = self._config_of(it.job.model), self._ways.find(_version_at, it.server, it.job.model)
+        return Runner(run.active, run.watch, config, live, partial(self._note_remote, run), version, swap)
 
-        async def note_remote(remote_id: str) -> bool:
-            return await self._stored(store.noting_remote(it.job.id, it.attempt, remote_id, now_ms()), run.watch)
-
-        return Runner(run.active, run.watch, config, live, note_remote, version, swap)
+    def _note_remote(self, run: OwnRun, remote_id: str) -> Awaitable[bool]:
+        it = run.active.run
+        return self._stored(self.dispatcher.store.noting_remote(it.job.id, it.attempt, remote_id, now_ms()), run.watch)
 
     async def _swaps(self, lease: Lease) -> bool:
         """Whether the server has to change its model for this run, as far as is known."""

@@ -17,6 +17,8 @@ _CUT = Outcome(Kind.UNKNOWN, code="cut_short", message="The call was cut short."
 class Live:
     """One run's talk with its server.  `tell` is given what the server says while it is at it."""
 
+    __slots__ = ("_is_cut", "_server", "_submit", "_tell", "_wires")
+
     def __init__(self, server: Server, wires: Wires, tell: Tell = tell_nobody) -> None:
         self._server, self._wires, self._tell = server, wires, tell
         self._submit: Exchange | None = None

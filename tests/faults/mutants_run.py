@@ -73,8 +73,8 @@ RUN = [
         "the server's id is stored at the first try or never",
         "LEASE-3",
         "tasks/worker.py",
-        "await self._stored(store.noting_remote(it.job.id, it.attempt, remote_id, now_ms()), run.watch)",
-        "await self.engine.store(store.noting_remote(it.job.id, it.attempt, remote_id, now_ms()))",
+        "self._stored(self.dispatcher.store.noting_remote(it.job.id, it.attempt, remote_id, now_ms()), run.watch)",
+        "self.engine.store(self.dispatcher.store.noting_remote(it.job.id, it.attempt, remote_id, now_ms()))",
         (f"{RUNS}test_a_record_that_is_away_when_a_server_takes_the_job_up_costs_nothing",),
     ),
     Mutant(

@@ -3,6 +3,7 @@
     scripts      Lua files as functions of Redis            signatures   what a script takes and returns
     keys         the names of all keys                      pipeline     Redis from an event loop
     suitability  what Redis must be set to               lean         redis-py with what our programs use of it
+    pool         connections, lent by few steps
 
 What scripts mean is routing's affair.
 """

@@ -20,6 +20,7 @@ _MODEL = re.compile(MODEL)
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LONGEST_KEY = 255
 _LONGEST_WAIT_S = 366 * 86_400
+_DEEPEST = 64  # levels of a payload
 
 UrlCheck = Callable[[str], str | None]
 
@@ -110,11 +111,13 @@ def encode_payload(payload: Any, limit: int) -> str:
     """Compact JSON.  Raises InvalidJob for what JSON cannot hold, a NUL, or more than `limit` bytes."""
     if not isinstance(payload, dict):
         raise InvalidJob("payload", "payload must be a JSON object")
-    _refuse_unfit(payload)
     try:
         encoded = exact.dumps(payload)
     except (TypeError, ValueError, RecursionError) as error:
+        _refuse_unfit(payload)
         raise InvalidJob("payload", f"payload cannot be written as JSON: {error}") from None
+    if _may_be_unfit(encoded):
+        _refuse_unfit(payload)
     if len(encoded) > limit:
         raise InvalidJob(
             "payload",
@@ -124,10 +127,16 @@ def encode_payload(payload: Any, limit: int) -> str:
     return encoded.decode()
 
 
+def _may_be_unfit(encoded: bytes) -> bool:
+    """Whether it pays to look at each value: most payloads hold nothing that an unfit one is written as."""
+    brackets = encoded.count(b"{") + encoded.count(b"[")
+    return brackets > _DEEPEST or b"null" in encoded or b"\\u0000" in encoded
+
+
 def _refuse_unfit(value: Any, depth: int = 0) -> None:
     """NaN and infinities would silently become null, and a NUL cannot be stored by every database."""
-    if depth > 64:
-        raise InvalidJob("payload", "payload is nested deeper than 64 levels")
+    if depth > _DEEPEST:
+        raise InvalidJob("payload", f"payload is nested deeper than {_DEEPEST} levels")
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         raise InvalidJob("payload", "payload holds NaN or an infinity, which JSON does not know; send null or a text")
     if isinstance(value, str) and "\x00" in value:

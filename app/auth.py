@@ -15,11 +15,11 @@ from hmac import compare_digest
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from flask import Flask, Request, Response, current_app, g, request
+from flask import Flask, Request, Response, g, request
 from flask_httpauth import HTTPTokenAuth
 
 from app.config import AppSettings, is_loopback
-from app.context import asked
+from app.context import application, asked
 from app.errors import ProblemError, problem
 from audit import acts
 from audit.acts import Actor
@@ -53,7 +53,12 @@ _scheme = _Bearer("Bearer", realm="slotkeeper")
 
 def keys() -> "Keys | None":
     """Of this application; None: it asks for none."""
-    found: Keys | None = current_app.extensions[_EXTENSION]
+    found: Keys | None = application().extensions[_EXTENSION]
+    return found
+
+
+def _settings() -> AppSettings:
+    found: AppSettings = application().extensions["slotkeeper_settings"]
     return found
 
 
@@ -130,7 +135,7 @@ def _come_in(whose: Tenant, door: str) -> None:
     """Whatever this request changes is noted as done by them, and its lines in the log say whose it is."""
     g.flask_httpauth_user = whose
     logs.about(tenant=whose.name)
-    acts.act_as(Actor(whose.name, door, request.environ.get("REMOTE_ADDR") or None))
+    acts.act_as(Actor(whose.name, door, asked().environ.get("REMOTE_ADDR") or None))
 
 
 def _leave(_: BaseException | None) -> None:
@@ -148,7 +153,7 @@ def tenant() -> Tenant:
 
 def _guard() -> Response | None:
     seen = asked()
-    view = current_app.view_functions.get(seen.endpoint or "")
+    view = application().view_functions.get(seen.endpoint or "")
     if view is None or getattr(view, "own_guard", False):
         return None
     environ, is_open = seen.environ, keys() is None
@@ -169,8 +174,7 @@ def _guard() -> Response | None:
 
 
 def _has_metrics_key() -> bool:
-    settings: AppSettings = current_app.extensions["slotkeeper_settings"]
-    key = settings.metrics_key.encode()
+    key = _settings().metrics_key.encode()
     shown = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="replace")
     return bool(key) and keys() is not None and compare_digest(shown, key)
 
@@ -247,8 +251,7 @@ def _refuse_forwarded(environ: Mapping[str, Any], remote: str) -> None:
     told = next(filter(_FORWARDED.fullmatch, environ), None)
     if told is None:
         return
-    settings: AppSettings = current_app.extensions["slotkeeper_settings"]
-    if remote and settings.is_proxy(remote.partition("%")[0]):
+    if remote and _settings().is_proxy(remote.partition("%")[0]):
         return
     header = told.removeprefix("HTTP_").replace("_", "-").title()
     detail = (
@@ -261,8 +264,7 @@ def _refuse_forwarded(environ: Mapping[str, Any], remote: str) -> None:
 
 def _is_own(host: str) -> bool:
     name = _name_in(host)
-    settings: AppSettings = current_app.extensions["slotkeeper_settings"]
-    return name is not None and (is_loopback(name) or name in settings.own_names)
+    return name is not None and (is_loopback(name) or name in _settings().own_names)
 
 
 @lru_cache(maxsize=64)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import cast
 
-from flask import Request, current_app, request
+from flask import Flask, Request, current_app, request
 
 from app.config import AppSettings
 from app.readiness import Readiness
@@ -31,11 +31,16 @@ def put(app_extensions: dict[str, object], context: Context) -> None:
 
 def context() -> Context:
     """Of the application that answers this request."""
-    return cast(Context, current_app.extensions[_EXTENSION])
+    return cast(Context, application().extensions[_EXTENSION])
+
+
+def application() -> Flask:
+    """The application itself: through Flask's proxy each look at it would find it anew, and its attribute by name."""
+    return cast(Flask, current_app._get_current_object())  # type: ignore[attr-defined]
 
 
 def asked() -> Request:
-    """The request itself, for who looks at it more than once: through Flask's proxy each look would find it anew."""
+    """The request itself, for the same reason."""
     return cast(Request, request._get_current_object())  # type: ignore[attr-defined]
 
 

@@ -10,7 +10,8 @@ from flask.json.provider import JSONProvider
 from flask.wrappers import Request as AnyRequest
 from flask_openapi import APIBlueprint, Info, OpenAPI
 from pydantic import BaseModel, ConfigDict
-from werkzeug.routing import BaseConverter, Map, MapAdapter
+from werkzeug.datastructures import Headers
+from werkzeug.routing import BaseConverter, Map, MapAdapter, Rule
 from werkzeug.wsgi import get_host
 
 from admission.placement import NAME
@@ -38,6 +39,7 @@ _REASONS = {
 _EVERYWHERE = (403, 421, 422, 500)
 _HEADERS = "x-headers"  # only on the way to `document`
 _KEYED = (401, 403, 421, 422, 500, 503)
+_AS_FLASK_ASKS = {"return_rule": True}
 SECURITY: dict[str, Any] = {"key": {"type": "http", "scheme": "bearer", "description": "A tenant's key, sk_…"}}
 
 
@@ -94,14 +96,24 @@ class _JobId(BaseConverter):
     part_isolating = True
 
 
+class _Written(Headers):
+    """Headers as they go out.  Those that come as a list are ours, and none has to be looked at."""
+
+    def extend(self, arg: Any = None, /, **named: str) -> None:
+        if isinstance(arg, list):
+            self._list += arg
+        else:
+            super().extend(arg, **named)
+
+
 class _Told(Response):
-    """What a view answers as a dict.  It is whole, and its headers are as they go out: none has to be looked at."""
+    """What a view answers as a dict.  It is whole."""
 
     def __init__(self, body: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """`headers`: names as they are written, and plain ASCII."""
         self._text = orjson.dumps(body, default=str)
         own = ("Content-Type", "application/json"), ("Content-Length", str(len(self._text)))
-        super().__init__([self._text], status, [*own, *(headers or {}).items()])
+        super().__init__([self._text], status, _Written([*own, *(headers or {}).items()]))
 
     def __call__(self, environ: Any, start_response: Any) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] == "HEAD":
@@ -110,7 +122,34 @@ class _Told(Response):
         return [self._text]
 
 
+class _Map(Map):
+    """As werkzeug's.  `plain`: by method and path, where those lead that hold no names; each is looked for once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.plain: dict[tuple[str, str], Rule] = {}
+
+
+class _Address(MapAdapter):
+    map: _Map
+
+    def match(self, *args: Any, **kwargs: Any) -> Any:
+        """As werkzeug's, which looks anew for each request."""
+        if args or kwargs != _AS_FLASK_ASKS:
+            return super().match(*args, **kwargs)
+        seen = self.default_method, self.path_info
+        rule = self.map.plain.get(seen)
+        if rule is None:
+            rule, names = super().match(return_rule=True)
+            if names or rule.rule != self.path_info:
+                return rule, names
+            self.map.plain[seen] = rule
+        return rule, {}
+
+
 class _App(OpenAPI):
+    url_map_class = _Map
+
     def ensure_sync(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """As it is: none of ours is a coroutine, which Flask would find out six times for each request."""
         return func
@@ -129,7 +168,7 @@ class _App(OpenAPI):
         called = environ.get("HTTP_HOST"), environ["SERVER_NAME"], environ["SERVER_PORT"]
         request.host, server_name = _host(scheme, *called)
         path, query = request.path, request.query_string.decode(errors="replace")
-        return MapAdapter(self.url_map, server_name, request.root_path, "", scheme, path, request.method, query)
+        return _Address(self.url_map, server_name, request.root_path, "", scheme, path, request.method, query)
 
 
 @lru_cache(maxsize=64)

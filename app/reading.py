@@ -137,8 +137,8 @@ def body_of(request: flask.Request) -> bytes:
     for the whole.
     """
     announced, most = request.content_length, request.max_content_length
-    if announced is None and most is not None:
-        request.max_content_length = most + 1
+    if most is not None:  # Said once more, or Flask looks it up in its settings at each step of reading.
+        request.max_content_length = most + 1 if announced is None else most
     body = request.get_data()
     if most is not None and len(body) > most:
         raise RequestEntityTooLarge
@@ -196,8 +196,10 @@ class Request(flask.Request):
         body = parse(text)
         if not isinstance(body, dict):
             raise ProblemError(422, "invalid_request", "The request is not valid", "The body must be a JSON object.")
+        if not exact.may_hold_long_numbers(text):
+            return body
         with _told({}):  # It may be nested more deeply than is taken anyway.
-            return _with_plain_settings(body) if exact.may_hold_long_numbers(text) else body
+            return _with_plain_settings(body)
 
 
 def moment(name: str, text: str) -> int:

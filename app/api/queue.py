@@ -9,14 +9,14 @@ from flask import request
 from admission.submission import LONGEST_KEY, Submission, check_idempotency_key, naming
 from app import batch
 from app.auth import tenant
-from app.context import context, dispatcher
+from app.context import asked, context, dispatcher
 from app.job_answers import BatchReceipt, BatchReceiptItem, place
 from app.job_answers import Receipt as ReceiptView
 from app.openapi import blueprint, headers, problems
 from app.schemas import SubmitBody
 from dispatch.dispatcher import Receipt
 from foundation.errors import InvalidJob
-from insight.places import Place
+from insight.places import Place, Places
 from jobs.record import new_job_id
 from jobs.states import State
 from registry.tenants import Tenant
@@ -42,12 +42,12 @@ def submit(body: SubmitBody) -> Answer:
     of a model that wants that refused, and a model that is not registered are 422; a model or tenant that takes no new
     jobs, and a key that came with another request, are 409.
     """
-    whose, sent = tenant(), request.headers
-    asked = submission(body, whose, sent.get("Idempotency-Key"), sent.get("traceparent"))
-    receipt = dispatcher().submit_one(asked, whose)
+    whose, sent, found = tenant(), asked().environ, context()
+    wanted = submission(body, whose, sent.get("HTTP_IDEMPOTENCY_KEY"), sent.get("HTTP_TRACEPARENT"))
+    receipt = found.dispatcher.submit_one(wanted, whose)
     accepted = receipt.accepted
-    links = _links(accepted.id)
-    answer = ReceiptView.of(accepted, **place(accepted.state, _place(receipt)), notice=receipt.notice, links=links)
+    where, links = place(accepted.state, _place(receipt, found.places)), _links(accepted.id)
+    answer = ReceiptView.of(accepted, **where, notice=receipt.notice, links=links)
     return answer, 202, {"Location": links["self"]}
 
 
@@ -68,8 +68,8 @@ def submit_batch() -> tuple[dict[str, Any], int]:
     settings = context().settings
     items = batch.read(request, settings.max_batch_bytes, settings.max_body_bytes)
     name = new_job_id()
-    asked = [replace(_of_batch(index, item, whose, key, trace), batch=name) for index, item in enumerate(items)]
-    receipts = dispatcher().submit(asked, whose)
+    wanted = [replace(_of_batch(index, item, whose, key, trace), batch=name) for index, item in enumerate(items)]
+    receipts = dispatcher().submit(wanted, whose)
     jobs = [BatchReceiptItem.of(it.accepted, notice=it.notice) for it in receipts]
     accepted = sum(not it.accepted.deduplicated for it in receipts)
     known_as = name if accepted else _batch_of(receipts[0])
@@ -127,10 +127,9 @@ def _batch_of(receipt: Receipt) -> str | None:
     return None if known is None else known.batch
 
 
-def _place(receipt: Receipt) -> Place:
+def _place(receipt: Receipt, places: Places) -> Place:
     if receipt.accepted.state is not State.QUEUED:
         return Place()
-    places = context().places
     return (
         places.on_entry(receipt.waiting, receipt.position) if receipt.accepted.comes_in else places.of(receipt.waiting)
     )

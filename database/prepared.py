@@ -185,6 +185,9 @@ class _Texts:
             return run(connection, self._said(dialect, names, 0), columns, _fetch_any)
         pick = itemgetter(*names) if len(names) > 1 else lambda row: (row[names[0]],)
         answers: list[Any] = []
+        if len(rows) == 1:
+            answers += run(connection, self._said(dialect, names, 1), pick(rows[0]), _fetch_any)
+            return answers
         for part in _portions(rows):
             values = tuple(chain.from_iterable(map(pick, part)))
             answers += run(connection, self._said(dialect, names, len(part)), values, _fetch_any)

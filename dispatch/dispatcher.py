@@ -9,7 +9,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -62,8 +62,7 @@ class Announcer(Protocol):
         """A job has ended; `by_worker`: with the run of the worker that calls."""
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(NamedTuple):
     """Answer to a submit.  `waiting`: the job as the waiting room knows it; `notice`: what its client should know.
 
     `position`: where it stands in the room; None: that was not asked, or the room has not answered.
@@ -136,7 +135,7 @@ class Dispatcher:
         """
         with closing(Entering(self.queues)) as entering:
             (receipt,) = self._accept([asked], tenant, partial(self._entering, entering))
-            return replace(receipt, position=self._enter(entering)) if receipt.accepted.comes_in else receipt
+            return receipt._replace(position=self._enter(entering)) if receipt.accepted.comes_in else receipt
 
     def _accept(self, asked: Sequence[Submission], tenant: Tenant | None, committing: _Committing) -> list[Receipt]:
         """Write them down; once more with the catalog as it is, if a model was closed or renamed since it was read."""

@@ -66,8 +66,10 @@ class CatalogCache:
         Raises UnknownModel.
         """
         found = self.model(name)
+        if found.name == name:
+            return found
         closed = self.snapshot().closed.get(name)
-        if found.name == name or closed is None or closed.stands_for(now_ms):
+        if closed is None or closed.stands_for(now_ms):
             return found
         raise UnknownModel("model", closed.refusal())
 

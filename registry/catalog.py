@@ -140,7 +140,7 @@ class Snapshot:
 
     def model(self, name: str) -> Model | None:
         """The model of this name, or that had it; None: there is none."""
-        return self.models.get(self.current(name))
+        return self.models.get(name) or self.models.get(self.current(name))
 
     def former_names(self, model: str) -> list[ClosedName]:
         """Those that it had, the first first."""

@@ -22,6 +22,7 @@ def account(tenant: str, model: str) -> str:
     return f"{safe(tenant)}|{model}"
 
 
+@lru_cache(4096)
 def safe(tenant: str) -> str:
     """A tenant's name as part of a key."""
     return quote(tenant, safe=_READABLE)

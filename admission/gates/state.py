@@ -16,9 +16,10 @@ from registry.values import CLOSED
 
 def _check(submit: Submit, known: Known) -> Iterable[Question]:
     for job in submit.jobs:
-        model, tenant = known.catalog.model(job.model), known.catalog.snapshot().tenants.get(job.tenant)
-        if known.catalog.snapshot().is_leaving(model.name):
-            raise NameClosed(known.catalog.snapshot().closed[model.name].refusal(), model=model.name, state="removing")
+        model, catalog = known.catalog.model(job.model), known.catalog.snapshot()
+        tenant = catalog.tenants.get(job.tenant)
+        if catalog.is_leaving(model.name):
+            raise NameClosed(catalog.closed[model.name].refusal(), model=model.name, state="removing")
         for kind, name, it in (("Model", job.model, model), ("Tenant", job.tenant, tenant)):
             if it is not None and it.state in CLOSED:
                 because = f" ({it.reason})" if it.reason else ""

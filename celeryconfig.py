@@ -66,6 +66,7 @@ beat_schedule = {
     "sweep": _every("maintenance.sweep", 2),
     "keep-time": _every("maintenance.keep_time", 1),
     "reap": _every("maintenance.reap", 0.5),
+    "reap-killed": _every("maintenance.reap_killed", 0.5),
     "watch-runs": _every("maintenance.watch_runs", 2),
     "check-servers": _every("maintenance.check_servers", 10),
     "check-urgent-servers": _every("maintenance.check_servers", 2, False),

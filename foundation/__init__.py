@@ -6,7 +6,8 @@
     logs, light  log lines, and structlog without what it need not load
     traces       which trace a job is in, and the names of its spans
     garbage      when Python looks for it                           unique   text that nobody else makes
-    crash        points between two effects, at which tests kill the process
+    lifetimes    whose end is proved, as only the kernel can        crash    points between two effects, at which
+                                                                             tests kill the process
 
 It knows no job, no database and no Redis.
 """

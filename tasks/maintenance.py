@@ -30,7 +30,7 @@ from tasks.descriptions import Misconfigured, server_for
 from tasks.ends import log_end
 from tasks.rounds import Asked, Rounds
 from tasks.servers import HealthKind, Server
-from tasks.wiring import database, dispatcher, last_runs, scripts, teller
+from tasks.wiring import database, dispatcher, last_runs, lifetimes, scripts, teller, workers
 from upkeep import draining, ledger, pulse, reconcile, runs
 from upkeep.identity import ServerReport
 from upkeep.reconcile import departures
@@ -102,6 +102,13 @@ def reap() -> None:
     """Twice a second: leases that were not renewed, offers that nobody took up, runs that lack a lease."""
     reconcile.reap(dispatcher(), _patience)
     runs.restore_missed(dispatcher(), silence_proves=not _patience.lasts)
+
+
+@_task("reap_killed", 0.5)
+def reap_killed() -> None:
+    """Twice a second: what workers hold whose processes have ended on this machine.  A task of its own, as it asks
+    the file system, which may be slow to answer."""
+    reconcile.reap_killed(dispatcher(), workers(), lifetimes())
 
 
 @_task("watch_runs", 2)

@@ -9,6 +9,7 @@ from dispatch.dispatcher import Dispatcher
 from foundation.config import RecordSettings
 from foundation.errors import RecordUnavailable
 from foundation.home import open_home
+from foundation.lifetimes import Lifetimes
 from foundation.once import once
 from insight.estimates import Estimates
 from insight.forecasts import Forecasts
@@ -77,6 +78,12 @@ def leases() -> PatientLeases:
 @once
 def workers() -> Workers:
     return Workers(scripts())
+
+
+@once
+def lifetimes() -> Lifetimes:
+    """Of workers, by the owner of their leases."""
+    return Lifetimes(RecordSettings().home.absolute() / "workers")
 
 
 @once

@@ -19,6 +19,7 @@ from dispatch.outcome import Kind, Outcome
 from foundation import exact, logs
 from foundation.crash import crash_at
 from foundation.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
+from foundation.lifetimes import Lifetimes
 from foundation.once import once
 from foundation.traces import trace_id_of
 from insight.said import Telling
@@ -47,7 +48,7 @@ from tasks.servers import Live
 from tasks.settlement import End
 from tasks.shown import Reception, Shown, in_celerys_words
 from tasks.ways import Ways
-from tasks.wiring import dispatcher, leases, tallies, telling, workers
+from tasks.wiring import dispatcher, leases, lifetimes, tallies, telling, workers
 from upkeep import draining, runs
 
 T = TypeVar("T")
@@ -82,11 +83,17 @@ class Worker:
         telling: Telling,
         capacity: int,
         note_gap: Callable[[float], object] = lambda seconds: None,
+        lifetimes: Lifetimes | None = None,
     ) -> None:
-        """`note_gap`: is told how long a slot that was handed on waited for its next request, in s."""
+        """`note_gap`: is told how long a slot that was handed on waited for its next request, in s.
+
+        `lifetimes`: by which its end is known at once if it is killed.
+        """
         self.dispatcher = dispatcher
         self._note_gap = note_gap
         self.owner = new_owner("worker")
+        self._lifetimes = lifetimes
+        self._begin_lifetime()  # before its first claim
         self._leases = leases
         self._ways = Ways(dispatcher.catalog)
         self.engine = Engine(dispatcher.store.database, leases)
@@ -557,10 +564,19 @@ class Worker:
         self.close()
 
     def close(self) -> None:
-        """End its threads; what is still under way is left where it is."""
+        """End its threads; what is still under way is left where it is, until the process has ended."""
         self.heartbeat.end()
         self.inquiry.end()
         self.engine.close()
+        if self._lifetimes is not None and not self._taken_up:
+            self._lifetimes.end(self.owner)
+
+    def _begin_lifetime(self) -> None:
+        if self._lifetimes is not None:
+            try:
+                self._lifetimes.begin(self.owner)
+            except (OSError, SlotkeeperError) as error:  # Its leases end by their own time, as on another machine.
+                log.info("end_not_provable", because=str(error))
 
 
 def _version_at(catalog: Snapshot, server: str, model: str) -> str:
@@ -572,4 +588,6 @@ def _version_at(catalog: Snapshot, server: str, model: str) -> str:
 @once
 def this_worker() -> Worker:
     """The process's Worker, made on first use."""
-    return Worker(dispatcher(), leases(), workers(), telling(), TaskSettings().threads, tallies().handed_on)
+    return Worker(
+        dispatcher(), leases(), workers(), telling(), TaskSettings().threads, tallies().handed_on, lifetimes()
+    )

@@ -1,7 +1,7 @@
 """The leases of runs, as the record knows them: written again where Redis has lost them."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 
@@ -81,6 +81,15 @@ def restore_missed(dispatcher: Dispatcher, *, silence_proves: bool = True) -> in
     }
     short_ms = min(settings.renew_every_ms * 9 // 4, settings.lease_ms)
     return _restore(dispatcher, missed, short_ms if silence_proves else settings.lease_ms)
+
+
+def restore_of(dispatcher: Dispatcher, owners: Collection[str]) -> set[str]:
+    """The same at once for runs of these owners, whose processes have ended; answers which of them had runs."""
+    missing = {
+        fleet: [run for run in runs if run.lease.owner in owners] for fleet, runs in _without_lease(dispatcher).items()
+    }
+    _restore(dispatcher, missing, dispatcher.settings.lease_ms)
+    return {run.lease.owner for runs in missing.values() for run in runs}
 
 
 def _without_lease(dispatcher: Dispatcher) -> dict[str, list[Restored]]:

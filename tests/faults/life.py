@@ -220,8 +220,10 @@ class Life:
         while True:
             this_worker().poller.look()
             self.hands.work()
-            for task in (maintenance.keep_time, maintenance.reap, maintenance.reconcile_all, maintenance.sweep):
+            for task in (maintenance.keep_time, maintenance.reap_killed, maintenance.reap):
                 task()
+            maintenance.reconcile_all()
+            maintenance.sweep()
             draining.keep(self.dispatcher)
             if draining.servers(self.dispatcher):
                 maintenance.check_servers(False)

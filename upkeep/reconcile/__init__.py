@@ -9,7 +9,7 @@
 Every function may run twice at once, late, or not at all for a while: each act in it is guarded by itself.
 """
 
-from upkeep.reconcile.reaper import Patience, reap
+from upkeep.reconcile.reaper import Patience, reap, reap_killed
 from upkeep.reconcile.room import rebuild, reconcile, refresh_fleet, sweep
 from upkeep.reconcile.servers import (
     free_stale_leases,
@@ -29,6 +29,7 @@ __all__ = [
     "promote_due",
     "purge",
     "reap",
+    "reap_killed",
     "rebuild",
     "reconcile",
     "refresh_fleet",

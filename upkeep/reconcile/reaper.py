@@ -1,7 +1,7 @@
 """Leases whose holder is gone, and runs that their server no longer knows."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
@@ -10,13 +10,15 @@ from redis.exceptions import RedisError
 from dispatch.dispatcher import DRAINING, Dispatcher
 from dispatch.verdict import crashed
 from foundation.crash import crash_at
+from foundation.lifetimes import Lifetimes
 from jobs.record import Job, now_ms
 from jobs.states import State, Why
 from jobs.store import Error, Moved
 from jobs.withheld import Withholding
 from routing.leases import Lease
 from routing.queues import Offer
-from upkeep import draining, rooms
+from routing.workers import Workers
+from upkeep import draining, rooms, runs
 from upkeep.each import alone
 from upkeep.rooms import Span
 from upkeep.seen import seen_by
@@ -108,22 +110,54 @@ def _has_patience_ended(dispatcher: Dispatcher, patience: Patience, asked_s: flo
 
 
 def _reap_all(dispatcher: Dispatcher, fleets: Sequence[str]) -> int:
-    """Some at a time, so that they share commits: a worker that dies leaves as many leases as it had threads."""
     expired: list[Lease] = []
     for fleet in fleets:
         with alone("reap", fleet=fleet):
             expired += dispatcher.leases.expired(fleet)
-    if not expired:
-        return 0
     expired.sort(key=lambda lease: lease.owner == "")  # Runs first: an offer only gets more time.
 
     def reap_one(lease: Lease) -> bool:
+        return _reap_offer(dispatcher, lease) if lease.owner == "" else _reap_lease(dispatcher, lease)
+
+    return _reap_each(expired, reap_one)
+
+
+def _reap_each(leases: Sequence[Lease], reap_one: Callable[[Lease], bool]) -> int:
+    """Some at a time, so that they share commits: a worker that dies leaves as many leases as it had threads."""
+    if not leases:
+        return 0
+
+    def reap_alone(lease: Lease) -> bool:
         with alone("reap", fleet=lease.fleet, job_id=lease.job_id):
-            return _reap_offer(dispatcher, lease) if lease.owner == "" else _reap_lease(dispatcher, lease)
+            return reap_one(lease)
         return False
 
     with ThreadPoolExecutor(_AT_ONCE, "reap") as threads:
-        return sum(threads.map(reap_one, expired))
+        return sum(threads.map(reap_alone, leases))
+
+
+def reap_killed(dispatcher: Dispatcher, workers: Workers, lifetimes: Lifetimes) -> int:
+    """Take back at once what workers hold whose processes are proved to have ended; answers how many leases.
+
+    Redis may have been away: this is no silence.  A room that is not open is left to its rebuild.  A worker is
+    forgotten by the look that finds nothing more of it anywhere: what it sent last may have come after the first.
+    """
+    killed = set(lifetimes.ended())
+    if not killed:
+        return 0
+    for owner in killed:
+        workers.leave(owner)
+    fleets = dispatcher.catalog.snapshot().fleets()
+    found = rooms.depths_of(dispatcher.leases.scripts, fleets)
+    restored = runs.restore_of(dispatcher, killed)
+    held = dispatcher.leases.all_of([fleet for fleet, room in found.items() if room.open])
+    theirs = [lease for leases in held.values() for lease, _ in leases if lease.owner in killed]
+    if len(held) == len(fleets):
+        for owner in killed - restored - {lease.owner for lease in theirs}:
+            lifetimes.forget(owner)
+    if theirs:
+        log.warning("workers_killed", workers=sorted({lease.owner for lease in theirs}), leases=len(theirs))
+    return _reap_each(theirs, lambda lease: _reap_lease(dispatcher, lease, killed=True))
 
 
 def _reap_offer(dispatcher: Dispatcher, lease: Lease) -> bool:
@@ -152,18 +186,21 @@ def _note_unstarted(dispatcher: Dispatcher, lease: Lease, job: Job) -> None:
         dispatcher.publish([Offer(lease.fleet, job.id, lease.name, lease.slot, lease.server, job.model, 0)])
 
 
-def _reap_lease(dispatcher: Dispatcher, lease: Lease) -> bool:
-    """Seize the lease first, so that its holder, should it wake, can neither renew nor free it."""
+def _reap_lease(dispatcher: Dispatcher, lease: Lease, *, killed: bool = False) -> bool:
+    """Seize the lease first, so that its holder, should it wake, can neither renew nor free it.
+
+    `killed`: its holder is proved to have ended.
+    """
     if lease.owner == DRAINING:
         return draining.expire(dispatcher, lease)
-    mine = dispatcher.leases.seize(lease, _REAPER, dispatcher.settings.offer_ms, only_expired=True)
+    mine = dispatcher.leases.seize(lease, _REAPER, dispatcher.settings.offer_ms, only_expired=not killed)
     if mine is None:
         return False
     crash_at("reap_seized")
     job = dispatcher.store.get(lease.job_id)
     # The reaper's own lease expires only if a reaper died before it had written the end of the run.
     if job is not None and job.state is State.RUNNING and (job.lease == lease.tag or lease.owner == _REAPER):
-        _end_lost_run(dispatcher, mine, job)
+        _end_lost_run(dispatcher, mine, job, "has died" if killed else "stopped renewing its lease")
     else:  # Its holder died before the start or after the end was written.
         if job is not None and job.state is State.QUEUED:
             seen_by(dispatcher).note_unstarted(job.id, job.attempt)
@@ -181,9 +218,9 @@ def _put_back(dispatcher: Dispatcher, lease: Lease, job: Job | None) -> None:
         dispatcher.free(lease, back=True)
 
 
-def _end_lost_run(dispatcher: Dispatcher, mine: Lease, job: Job) -> None:
+def _end_lost_run(dispatcher: Dispatcher, mine: Lease, job: Job, how: str) -> None:
     """The worker died under the job, and its server may still be at work on it: straight on in the same slot."""
-    error = Error("worker_lost", f"The worker that ran it on {job.slot} stopped renewing its lease.")
+    error = Error("worker_lost", f"The worker that ran it on {job.slot} {how}.")
     why, now = crashed(job.crashes, dispatcher.catalog.model(job.model).config, Why.LEASE_EXPIRED), now_ms()
     withhold = Withholding("worker_lost", now + dispatcher.settings.withhold_max_ms, resumes=True)
     moved = dispatcher.store.settle(job.id, job.attempt, why, now, error=error, withhold=withhold)

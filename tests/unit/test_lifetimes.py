@@ -1,0 +1,256 @@
+"""That a process has ended is proved by its kernel's lock alone, and by nothing that only looks like it."""
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foundation import lifetimes as lifetimes_module
+from foundation.home import HomeNotPrivate
+from foundation.lifetimes import Lifetimes
+from tests.support.stack import REPO, eventually
+
+NAME = "worker/00c0ffee"
+_BEGIN = """
+import os, sys
+from pathlib import Path
+from foundation.lifetimes import Lifetimes
+Lifetimes(Path(sys.argv[1])).begin(sys.argv[2])
+child = os.fork() if "forks" in sys.argv else 1
+print(os.getpid() if child == 0 else 0, flush=True) if "forks" not in sys.argv or child == 0 else None
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "record.db").touch()
+    return tmp_path / "workers"
+
+
+@pytest.fixture
+def begin(folder: Path) -> Iterator[Callable[..., tuple["subprocess.Popen[str]", int]]]:
+    """Starts a process that begins; answers it, and its child's number if it `forks`."""
+    began: list[subprocess.Popen[str]] = []
+
+    def start(*how: str) -> tuple["subprocess.Popen[str]", int]:
+        command = [sys.executable, "-c", _BEGIN, str(folder), NAME, *how]
+        process = subprocess.Popen(command, cwd=REPO, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        began.append(process)
+        assert process.stdout is not None
+        return process, int(process.stdout.readline())
+
+    yield start
+    for process in began:
+        process.kill()
+        process.communicate()
+
+
+def _die(lives: Lifetimes, name: str = NAME) -> None:
+    """As the kernel does it for a process that ends."""
+    os.close(lives._held.pop(name))
+
+
+def _one(folder: Path) -> Path:
+    (file,) = folder.iterdir()
+    return file
+
+
+def test_a_process_that_was_killed_is_proved_to_have_ended_and_one_that_is_stopped_is_not(folder, begin):
+    process, _ = begin()
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    assert Lifetimes(folder).ended() == []
+    process.kill()
+    process.wait()
+    assert Lifetimes(folder).ended() == [NAME]
+    assert Lifetimes(folder).ended() == [NAME], "until what had to be done is done"
+    Lifetimes(folder).forget(NAME)
+    assert Lifetimes(folder).ended() == [] and list(folder.iterdir()) == []
+
+
+def test_a_child_that_has_its_descriptors_only_delays_the_proof(folder, begin):
+    process, child = begin("forks")
+    process.kill()
+    process.wait()
+    assert Lifetimes(folder).ended() == []
+    os.kill(child, signal.SIGKILL)
+    eventually(lambda: Lifetimes(folder).ended() == [NAME], "the child has ended, too")
+
+
+def test_a_program_that_a_process_has_started_does_not_hold_its_lock(folder):
+    lives = Lifetimes(folder)
+    lives.begin(NAME)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, close_fds=False):
+        _die(lives)
+        assert Lifetimes(folder).ended() == [NAME]
+
+
+def test_a_process_does_not_take_itself_for_dead(folder):
+    lives = Lifetimes(folder)
+    lives.begin(NAME)
+    assert lives.ended() == Lifetimes(folder).ended() == []
+
+
+def test_who_ends_in_order_leaves_nothing(folder):
+    lives = Lifetimes(folder)
+    lives.begin(NAME)
+    lives.end(NAME)
+    lives.end(NAME)
+    assert lives.ended() == [] and list(folder.iterdir()) == []
+
+
+def test_what_another_kernel_wrote_proves_nothing(folder, tmp_path):
+    other = tmp_path / "boot_id"
+    other.write_text("another-start\n")
+    lives = Lifetimes(folder, other)
+    lives.begin(NAME)
+    _die(lives)
+    assert lives.ended() == [NAME]
+    assert Lifetimes(folder).ended() == []
+
+
+def test_where_no_kernel_says_which_it_is_nothing_begins_and_nothing_is_proved(folder, tmp_path):
+    lives = Lifetimes(folder)
+    lives.begin(NAME)
+    _die(lives)
+    unknown = Lifetimes(folder, tmp_path / "none")
+    assert unknown.ended() == []
+    with pytest.raises(OSError):
+        unknown.begin("worker/other")
+    assert Lifetimes(folder).ended() == [NAME], "and left nothing behind"
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_a_copy_of_a_living_processs_file_proves_nothing(folder, tmp_path):
+    """As of a state folder that was copied, or put back."""
+    lives = Lifetimes(folder)
+    lives.begin(NAME)
+    copied = shutil.copytree(folder, tmp_path / "copy" / "workers")
+    assert Lifetimes(copied).ended() == []
+    file = _one(folder)
+    shutil.copy(file, folder / "draft")
+    (folder / "draft").rename(file)
+    assert Lifetimes(folder).ended() == [], "the name is another file's by now"
+
+
+def test_a_file_proves_the_end_of_whom_it_names_only(folder):
+    lives = Lifetimes(folder)
+    lives.begin(NAME)
+    file = _one(folder)
+    file.rename(file.with_name("worker%2Fanother"))
+    _die(lives)
+    assert lives.ended() == []
+
+
+@pytest.mark.parametrize("much", [0, 10, -1])
+def test_what_was_not_written_to_its_end_proves_nothing(folder, much):
+    lives = Lifetimes(folder)
+    lives.begin(NAME)
+    file = _one(folder)
+    _die(lives)
+    os.truncate(file, much if much >= 0 else file.stat().st_size + much)
+    assert lives.ended() == []
+
+
+def test_a_file_that_others_could_have_written_proves_nothing(folder, monkeypatch):
+    lives = Lifetimes(folder)
+    lives.begin(NAME)
+    _die(lives)
+    _one(folder).chmod(0o620)
+    assert lives.ended() == []
+    _one(folder).chmod(0o600)
+    assert lives.ended() == [NAME]
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert lives.ended() == []
+
+
+def test_a_link_or_a_pipe_in_the_folder_is_passed_over(folder):
+    lives = Lifetimes(folder)
+    lives.begin(NAME)
+    file = _one(folder)
+    _die(lives)
+    file.rename(folder.parent / "elsewhere")
+    file.symlink_to(folder.parent / "elsewhere")
+    os.mkfifo(folder / "pipe")
+    (folder / "folder").mkdir()
+    assert lives.ended() == []
+
+
+def test_nobody_who_looks_in_the_midst_of_a_beginning_takes_it_for_an_end(folder, monkeypatch):
+    looks: list[list[str]] = []
+
+    def looking(act: Callable[..., Any]) -> Callable[..., Any]:
+        def first_look(*args: Any, **more: Any) -> Any:
+            monkeypatch.undo()
+            looks.append(Lifetimes(folder).ended())
+            patch()
+            return act(*args, **more)
+
+        return first_look
+
+    def patch() -> None:
+        monkeypatch.setattr(fcntl, "flock", looking(flock))
+        monkeypatch.setattr(os, "write", looking(write))
+        monkeypatch.setattr(os, "fstat", looking(fstat))
+
+    flock, write, fstat = fcntl.flock, os.write, os.fstat
+    patch()
+    lives = Lifetimes(folder)
+    lives.begin(NAME)
+    monkeypatch.undo()
+    assert len(looks) >= 4 and not any(looks)
+    assert Lifetimes(folder).ended() == []
+    _die(lives)
+    assert Lifetimes(folder).ended() == [NAME]
+
+
+def test_on_a_file_system_that_keeps_no_locks_nobody_begins(folder, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: None)
+    with pytest.raises(OSError, match="does not keep locks"):
+        Lifetimes(folder).begin(NAME)
+    assert list(folder.iterdir()) == []
+
+
+def test_on_a_full_disk_nobody_begins(folder, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, text: write(file, text[:5]))
+    with pytest.raises(OSError, match="no room"):
+        Lifetimes(folder).begin(NAME)
+    assert list(folder.iterdir()) == []
+
+
+def test_where_there_is_no_state_folder_none_is_made(tmp_path):
+    with pytest.raises(OSError, match="no state folder"):
+        Lifetimes(tmp_path / "var" / "workers").begin(NAME)
+    assert list(tmp_path.iterdir()) == [] and Lifetimes(tmp_path / "var" / "workers").ended() == []
+
+
+def test_in_a_folder_that_is_not_ours_nobody_begins(folder, monkeypatch):
+    folder.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    if os.getuid() == 0:  # Whose folders are believed.
+        os.chown(folder, 12345, -1)
+    with pytest.raises(HomeNotPrivate):
+        Lifetimes(folder).begin(NAME)
+
+
+def test_what_nobody_took_away_goes_after_a_day_and_what_is_held_stays(folder):
+    lives, old = Lifetimes(folder), lifetimes_module._KEPT_S + 60
+    for name in ("held", "dead", "young"):
+        lives.begin(name)
+    (folder / "half").touch()
+    for name in ("dead", "young"):
+        _die(lives, name)
+    for name in ("held", "dead", "half"):
+        found = (folder / name).stat()
+        os.utime(folder / name, (found.st_mtime - old, found.st_mtime - old))
+    Lifetimes(folder).begin("another")
+    assert sorted(path.name for path in folder.iterdir()) == ["another", "held", "young"]

@@ -45,6 +45,7 @@ from tests.faults.mutants_figures import FIGURES
 from tests.faults.mutants_gates import GATES
 from tests.faults.mutants_hints import HINTS
 from tests.faults.mutants_hooks import PACED
+from tests.faults.mutants_killed import KILLED
 from tests.faults.mutants_lines import LINES
 from tests.faults.mutants_loop import LOOP
 from tests.faults.mutants_offers import OFFERS
@@ -88,6 +89,7 @@ MUTANTS = [
     *LOOP,
     *CELERY,
     *UPKEEP,
+    *KILLED,
     *SCRIPTS,
     *SECRETS,
     *REST,

@@ -5,20 +5,24 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
+from urllib.parse import unquote
 
 import pytest
 from celery.events import EventDispatcher
 from celery.exceptions import Reject
 from redis.exceptions import RedisError
+from structlog.testing import capture_logs
 
 from database.db import Write
 from dispatch.dispatcher import ActiveRun
 from dispatch.outcome import Kind, Outcome
 from foundation.errors import RecordUnavailable, RecordUncertain
+from foundation.lifetimes import Lifetimes
 from insight.said import Telling
 from jobs.states import State, Why
 from routing.leases import Lease, Leases, Renewal
@@ -979,3 +983,46 @@ def test_a_result_that_came_after_its_deadline_is_a_result(stage: Stage, monkeyp
     stage.later(61 * SECOND)
     settlement.settle(task, Outcome(Kind.DONE, result={"url": "x"}), canceling=False)
     assert stage.state(job_id) is State.COMPLETED
+
+
+# -- its own end -----------------------------------------------------------------------------------------------
+
+
+def _one_that_can_be_proved_dead(stage: Stage, worker: Beginner, folder: Path) -> Worker:
+    (folder / "record.db").touch()
+    telling = Telling(worker._leases.scripts)
+    lives = Lifetimes(folder / "workers")
+    return Worker(stage.dispatcher, worker._leases, worker._workers, telling, 1, lifetimes=lives)
+
+
+@sqlite
+def test_a_worker_that_ends_in_order_leaves_nothing_to_prove(stage: Stage, worker: Beginner, tmp_path: Path) -> None:
+    other = _one_that_can_be_proved_dead(stage, worker, tmp_path)
+    assert [unquote(file.name) for file in (tmp_path / "workers").iterdir()] == [other.owner]
+    other.close()
+    assert list((tmp_path / "workers").iterdir()) == []
+
+
+@sqlite
+def test_a_worker_that_ends_under_a_run_is_proved_dead_when_its_process_has_ended(
+    stage: Stage, worker: Beginner, tmp_path: Path
+) -> None:
+    other = _one_that_can_be_proved_dead(stage, worker, tmp_path)
+    other._note("a lease", Shown())
+    other.close()
+    lives = Lifetimes(tmp_path / "workers")
+    assert lives.ended() == [], "its threads may still do something"
+    assert other._lifetimes is not None
+    os.close(other._lifetimes._held.pop(other.owner))  # as the kernel does it
+    assert lives.ended() == [other.owner]
+
+
+@sqlite
+def test_a_worker_whose_end_nobody_could_prove_works_all_the_same(
+    stage: Stage, worker: Beginner, tmp_path: Path
+) -> None:
+    telling, nowhere = Telling(worker._leases.scripts), Lifetimes(tmp_path / "none" / "workers")
+    with capture_logs() as said:
+        other = Worker(stage.dispatcher, worker._leases, worker._workers, telling, 1, lifetimes=nowhere)
+    assert [line["event"] for line in said] == ["end_not_provable"]
+    other.close()

@@ -21,6 +21,12 @@ def _ends(town: Town, job: Job) -> list[str]:
     return [event.type for event in town.store.events_of(job.id) if event.type == f"job.{job.state}"]
 
 
+def _lost(town: Town, job_id: str) -> str:
+    """What the record says of the worker that was lost."""
+    (lost,) = (event for event in town.store.events_of(job_id) if event.data["why"] == "lease_expired")
+    return str(lost.data["error"]["message"])
+
+
 def _has_ended_all(worker: Process, job_id: str) -> bool:
     """Whether each task of this job that the worker has received has come to its end in it."""
     lines = re.findall(rf"Task infer\[{re.escape(job_id)}\] (\w+)", worker.log)
@@ -39,6 +45,7 @@ def test_a_killed_workers_job_runs_again_within_seconds_at_its_own_place(town: T
     killed = time.monotonic()
     town.started(job_id, 2, every_s=0.02)
 
+    assert "has died" in _lost(town, job_id), "nobody waited for its lease to expire"
     assert time.monotonic() - killed < _RUNS_AGAIN_WITHIN_S
     gate.open()
     job = town.until(job_id, "completed")
@@ -56,6 +63,7 @@ def test_a_worker_that_wakes_after_its_lease_has_gone_changes_nothing(town: Town
     town.hire()
     following = town.submit(model, next_gate)
     town.started(job_id, 2)
+    assert "stopped renewing" in _lost(town, job_id), "a worker that is stopped is not dead"
     gate.open()
     ended = town.until(job_id, "completed")
     assert (ended.attempt, ended.crashes) == (2, 1)

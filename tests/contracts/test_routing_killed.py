@@ -1,0 +1,225 @@
+"""What workers leave that were killed on this machine is taken back at once, and what living ones hold never."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.exceptions import RedisError
+
+from dispatch.verdict import Verdict
+from foundation.lifetimes import Lifetimes
+from jobs.states import State, Why
+from routing.leases import Renewal
+from routing.workers import Workers
+from scripting.keys import Keys
+from tests.support.builders import at_once
+from tests.support.stage import LEASE_MS, SECOND, Stage
+from upkeep import reconcile, runs
+
+KILLED, LIVING = "worker/killed", "worker/living"
+
+
+class Deaths:
+    """Workers that have begun on this machine, and what maintenance does about their ends."""
+
+    def __init__(self, stage: Stage, folder: Path) -> None:
+        self._stage, self.lifetimes = stage, Lifetimes(folder)
+        self.workers = Workers(stage.dispatcher.queues.scripts)
+        for worker in (KILLED, LIVING):
+            self.lifetimes.begin(worker)
+            self.workers.say(worker, 1)
+
+    def kill(self) -> None:
+        """As the kernel lets go of what a process has held."""
+        os.close(self.lifetimes._held.pop(KILLED))
+
+    def reap(self) -> int:
+        return reconcile.reap_killed(self._stage.dispatcher, self.workers, self.lifetimes)
+
+
+@pytest.fixture
+def deaths(stage: Stage, tmp_path: Path) -> Deaths:
+    (tmp_path / "record.db").touch()
+    stage.register(2)
+    return Deaths(stage, tmp_path / "workers")
+
+
+def test_a_killed_workers_run_goes_on_at_once_on_its_slot_and_a_living_ones_is_not_touched(stage, deaths):
+    lost, kept = stage.submit(), stage.submit()
+    task, other = stage.start(KILLED), stage.start(LIVING)
+    stage.remote(task)
+    stage.later(LEASE_MS * 3 // 4)
+    stage.renewal(task)
+    assert deaths.reap() == 0, "it lives, however silent it is"
+    deaths.kill()
+    assert deaths.reap() == 1
+    job = stage.job(lost)
+    assert (job.state, job.why, job.crashes, job.failures) == (State.QUEUED, Why.LEASE_EXPIRED, 1, 0)
+    assert (job.error_code, job.error_message) == (
+        "worker_lost",
+        f"The worker that ran it on {task.lease.slot} has died.",
+    )
+    again = stage.start(LIVING)
+    assert (again.run.remote_id, again.run.attempt, again.lease.slot) == ("r-1", 2, task.lease.slot)
+    assert stage.state(kept) is State.RUNNING and stage.job(kept).crashes == 0
+    assert stage.renewal(other) is Renewal.RENEWED and stage.renewal(task) is Renewal.LOST
+
+
+def test_a_worker_that_was_silent_says_so_and_not_that_it_has_died(stage, deaths):
+    job_id = stage.submit()
+    stage.start(LIVING)
+    stage.later(LEASE_MS)
+    assert deaths.reap() == 0
+    assert reconcile.reap(stage.dispatcher) == 1
+    assert "stopped renewing" in (stage.job(job_id).error_message or "")
+
+
+def test_a_killed_worker_has_no_room_from_then_on(deaths):
+    deaths.kill()
+    deaths.reap()
+    assert deaths.workers.look() == 1
+
+
+def test_a_worker_that_is_killed_before_its_first_claim_is_forgotten_at_once(stage, deaths):
+    job_id = stage.submit()
+    deaths.kill()
+    assert deaths.reap() == 0
+    assert deaths.lifetimes.ended() == []
+    assert stage.offered() == [job_id], "an offer that nobody has claimed is nobody's"
+
+
+def test_what_a_killed_worker_sent_last_is_found_by_the_next_look(stage, deaths):
+    first, second = stage.submit(), stage.submit()
+    stage.start(KILLED)
+    late = stage.told.offers.pop()
+    deaths.kill()
+    assert deaths.reap() == 1
+    assert stage.dispatcher.leases.claim(late, KILLED) is not None, "it was on its way"
+    assert deaths.reap() == 1
+    assert deaths.lifetimes.ended() == [KILLED]
+    assert deaths.reap() == 0
+    assert deaths.lifetimes.ended() == []
+    assert {stage.state(job_id) for job_id in (first, second)} == {State.QUEUED}
+
+
+def test_what_a_killed_worker_had_claimed_and_not_started_costs_the_job_nothing(stage, deaths):
+    job_id = stage.submit()
+    assert stage.dispatcher.leases.claim(stage.told.offers.pop(), KILLED) is not None
+    deaths.kill()
+    assert deaths.reap() == 1
+    assert (stage.job(job_id).crashes, stage.job(job_id).attempt) == (0, 0)
+    assert stage.offered() == [job_id]
+
+
+def test_a_slot_whose_run_had_ended_is_only_freed(stage, deaths):
+    """Its worker was killed between the end in the record and the slot."""
+    job_id = stage.submit()
+    task = stage.start(KILLED)
+    stage.store.settle(job_id, task.run.attempt, Why.FINISHED, stage.now, result="1")
+    deaths.kill()
+    assert deaths.reap() == 1
+    assert (stage.state(job_id), stage.job(job_id).crashes, stage.free()) == (State.COMPLETED, 0, 2)
+
+
+def test_a_run_that_had_passed_its_slot_on_and_not_ended_is_not_waited_for(stage, deaths):
+    """Its worker was killed between the slot and the end in the record; the next run holds the slot."""
+    passing, following = stage.submit(), stage.submit()
+    task = stage.start(KILLED)
+    stage.start(KILLED)
+    stage.dispatcher.leases.release(task.lease, back=False, claimant=KILLED)
+    deaths.kill()
+    assert deaths.reap() == 2
+    assert [stage.job(job_id).why for job_id in (passing, following)] == [Why.LEASE_EXPIRED] * 2
+    assert sorted(stage.offered()) == [passing, following]
+    assert runs.restore_missed(stage.dispatcher) == 0
+
+
+def test_a_lease_that_was_let_go_between_the_look_and_the_grip_is_left_to_whom_it_is(stage, deaths, monkeypatch):
+    job_id = stage.submit()
+    task = stage.start(KILLED)
+    deaths.kill()
+    look = stage.dispatcher.leases.all_of
+
+    def and_then_it_is_handed_back(fleets: Any) -> Any:
+        found = look(fleets)
+        stage.dispatcher.hand_back(task)
+        stage.start(LIVING)
+        return found
+
+    monkeypatch.setattr(stage.dispatcher.leases, "all_of", and_then_it_is_handed_back)
+    assert deaths.reap() == 0
+    job = stage.job(job_id)
+    assert (job.state, job.attempt, job.crashes) == (State.RUNNING, 2, 0)
+
+
+def test_a_slot_that_drains_and_what_another_reaper_has_seized_are_left_alone(stage, deaths):
+    drains, other = stage.submit(), stage.submit()
+    stage.dispatcher.settle(stage.start(KILLED), Verdict(Why.CANCEL_REQUESTED), lingers="canceled")
+    task = stage.start(KILLED)
+    assert stage.dispatcher.leases.seize(task.lease, "reaper", 10 * SECOND, only_expired=False) is not None
+    deaths.kill()
+    assert deaths.reap() == 0
+    assert stage.state(other) is State.RUNNING
+    assert sorted(stage.room.taken().values()) == sorted([other, f"{drains}~1"])
+
+
+def _spoil(stage: Stage) -> Callable[[], Any]:
+    key = Keys("test").of("flux", "leases")
+    stage.redis.set(key, "of another kind")
+    return lambda: stage.redis.delete(key)
+
+
+def test_a_killed_worker_is_not_forgotten_while_a_room_cannot_be_read(stage, deaths):
+    stage.register(model="flux", server="spoiled")
+    mend = _spoil(stage)
+    job_id = stage.submit()
+    stage.start(KILLED)
+    deaths.kill()
+    assert deaths.reap() == 1, "it holds up no other"
+    assert deaths.reap() == 0
+    assert deaths.lifetimes.ended() == [KILLED]
+    mend()
+    deaths.reap()
+    assert deaths.lifetimes.ended() == [] and stage.offered() == [job_id]
+
+
+def test_a_killed_worker_is_not_forgotten_while_a_job_of_its_cannot_be_reaped(stage, deaths, faults):
+    job_id = stage.submit()
+    stage.start(KILLED)
+    deaths.kill()
+    with faults("UPDATE jobs"):
+        assert deaths.reap() == 0
+    assert deaths.lifetimes.ended() == [KILLED] and stage.state(job_id) is State.RUNNING
+
+
+def test_a_killed_worker_is_not_forgotten_while_redis_is_away(stage, deaths):
+    deaths.kill()
+    away = stage.cut_off()
+    with pytest.raises(RedisError):
+        reconcile.reap_killed(away, Workers(away.queues.scripts), deaths.lifetimes)
+    assert deaths.lifetimes.ended() == [KILLED]
+
+
+def test_a_room_that_is_being_filled_is_left_to_its_rebuild(stage, deaths):
+    job_id = stage.submit()
+    task = stage.start(KILLED)
+    deaths.kill()
+    stage.lose_redis()
+    assert deaths.reap() == 0
+    assert stage.state(job_id) is State.RUNNING and deaths.lifetimes.ended() == [KILLED]
+    reconcile.rebuild(stage.dispatcher, "zimg")
+    assert deaths.reap() == 1
+    assert stage.state(job_id) is State.QUEUED
+    assert [(it.job_id, it.slot) for it in stage.told.offers][-1] == (job_id, task.lease.slot)
+
+
+def test_two_that_look_at_once_take_each_lease_once(stage, deaths):
+    ids = [stage.submit(), stage.submit()]
+    for _ in ids:
+        stage.start(KILLED)
+    deaths.kill()
+    at_once(*[deaths.reap for _ in range(3)])
+    assert [stage.job(job_id).crashes for job_id in ids] == [1, 1]
+    assert sorted(stage.offered()) == ids

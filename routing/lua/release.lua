@@ -39,24 +39,20 @@
 
 -- A moving mean of what runs that end well take of a slot, in ms.
 local function note_duration(stats, name, took_ms)
-  local mean = tonumber(read_hash(stats)[name] or took_ms)
+  local mean = tonumber(field(stats, name) or took_ms)
   set_field(stats, name, string.format("%.3f", mean + SMOOTHING * (took_ms - mean)))
 end
 
 local function note_run(was, outcome, now)
-  if not field(SERVERS, server_of(was.slot)) then return end -- it has been removed meanwhile
-  local server, model = stats_key("server", server_of(was.slot)), stats_key("model", was.lane.model)
-  local told = outcome == "busy" and "" or outcome
-  note_outcome(server, was.job, told, now, settings)
-  local in_a_row = rules_of(was.lane.model).failures
-  if in_a_row > 0 then
-    -- Of a model only the streak counts: other servers may be well.
-    note_outcome(model, was.job, told, now, { breaker_failures = in_a_row, breaker_rate = 2,
-      breaker_open_ms = settings.breaker_open_ms, breaker_open_max_ms = settings.breaker_open_max_ms })
-  end
+  local server, model = server_of(was.slot), was.lane.model
+  if not field(SERVERS, server) then return end -- it has been removed meanwhile
+  local of_server, of_model = stats_key("server", server), stats_key("model", model)
+  local told, in_a_row = outcome == "busy" and "" or outcome, rules_of(model).failures
+  note_outcome(of_server, was.job, told, now, settings)
+  if in_a_row > 0 then note_outcome(of_model, was.job, told, now, settings, in_a_row) end
   if outcome == "ok" then
-    note_duration(model, "run_ms", now - was.since)
-    note_duration(server, "run_ms:" .. was.lane.model, now - was.since)
+    note_duration(of_model, "run_ms", now - was.since)
+    note_duration(of_server, "run_ms:" .. model, now - was.since)
   end
 end
 

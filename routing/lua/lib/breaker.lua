@@ -19,17 +19,15 @@ local function breaker_state(breaker, now)
   return "half_open"
 end
 
-local function is_closed(stats) return not read_hash(stats).open_until end
-
 local function lets_through(stats, now)
-  if is_closed(stats) then return true end
+  if not read_hash(stats).open_until then return true end
   local state = breaker_state(breaker_of(stats), now)
   return state == "closed" or state == "half_open"
 end
 
 -- A job was offered: with an open breaker it is the probe.
 local function note_probe(stats, job)
-  if not is_closed(stats) then set_field(stats, "probe", job) end
+  if read_hash(stats).open_until then set_field(stats, "probe", job) end
 end
 
 local function penalty(stats, now)
@@ -48,12 +46,12 @@ end
 
 local function count_failing(stats)
   local count = redis.call("ZCARD", failed_key(stats))
-  set_field(stats, "failing", count > 0 and exact(count))
+  set_field(stats, "failing", count > 0 and count)
 end
 
 -- Whether a job would be the probe although it failed there when it last ran: it, and not the server, may be to blame.
 local function would_probe_again(stats, job, now)
-  return not is_closed(stats) and breaker_state(breaker_of(stats), now) == "half_open" and has_failed(stats, job)
+  return read_hash(stats).open_until and breaker_state(breaker_of(stats), now) == "half_open" and has_failed(stats, job)
 end
 
 -- Leave it alone for a while, longer each time that a job proves anew that it does not work.  `why`: its runs failed
@@ -61,31 +59,33 @@ end
 local function open_breaker(stats, now, settings, is_proof, why)
   local times = add_to_field(stats, "opened", is_proof and 1 or 0)
   local cooldown_ms = math.min(settings.breaker_open_ms * 2 ^ math.min(times - 1, 30), settings.breaker_open_max_ms)
-  set_field(stats, "open_until", exact(now + cooldown_ms))
+  set_field(stats, "open_until", now + cooldown_ms)
   set_field(stats, "why", why)
   set_field(stats, "probe", false)
   set_field(stats, "streak", false)
 end
 
--- One more failure.  `is_proof`: the job's first in a row.  One that fails again and again counts once.
-local function note_failure(stats, job, now, settings, is_proof)
+-- One more failure.  `is_proof`: the job's first in a row.  One that fails again and again counts once.  `in_a_row`: so
+-- many open a model's breaker, and nothing else does, for other servers may be well.
+local function note_failure(stats, job, now, settings, is_proof, in_a_row)
   local has = read_hash(stats)
   if is_proof then
     set_field(stats, "penalty", string.format("%.6f", penalty(stats, now) + 1))
-    set_field(stats, "penalty_at", exact(now))
+    set_field(stats, "penalty_at", now)
   end
   if has.open_until then
     if has.probe == job then open_breaker(stats, now, settings, is_proof, "probe") end
   elseif is_proof then
     local streak = add_to_field(stats, "streak", 1)
-    local often = tonumber(has.runs or "0") >= RATE_RUNS and tonumber(has.rate or "0") >= settings.breaker_rate
-    local why = streak >= settings.breaker_failures and "failures" or (often and streak > 1 and "rate") or nil
+    local often = tonumber(has.runs or 0) >= RATE_RUNS and tonumber(has.rate or 0) >= settings.breaker_rate
+    local why = streak >= (in_a_row or settings.breaker_failures) and "failures"
+      or (often and streak > 1 and not in_a_row and "rate")
     if why then open_breaker(stats, now, settings, true, why) end
   end
 end
 
--- What became of a run: "ok", "failed", or "" for what says nothing of the server.
-local function note_outcome(stats, job, outcome, now, settings)
+-- What became of a run: "ok", "failed", or "" for what says nothing of the server.  `in_a_row`: as above.
+local function note_outcome(stats, job, outcome, now, settings, in_a_row)
   local has = read_hash(stats)
   if outcome == "" then
     if has.probe == job then set_field(stats, "probe", false) end
@@ -93,13 +93,13 @@ local function note_outcome(stats, job, outcome, now, settings)
   end
   local failed, failed_before = outcome == "failed", has_failed(stats, job)
   if not (failed and failed_before) then
-    local rate = tonumber(has.rate or "0")
+    local rate = tonumber(has.rate or 0)
     set_field(stats, "rate", string.format("%.6f", rate + SMOOTHING * ((failed and 1 or 0) - rate)))
     add_to_field(stats, "runs", 1)
   end
   if failed then
-    note_failure(stats, job, now, settings, not failed_before)
-    redis.call("ZADD", failed_key(stats), exact(now), job)
+    note_failure(stats, job, now, settings, not failed_before, in_a_row)
+    redis.call("ZADD", failed_key(stats), now, job)
     redis.call("ZREMRANGEBYRANK", failed_key(stats), 0, -1 - REMEMBERED)
     count_failing(stats)
     return

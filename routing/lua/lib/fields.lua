@@ -5,13 +5,10 @@ local hashes = {}
 local whole = {}
 local stored = {}
 
--- What is known of a hash: field -> text, false: it is not there.
+-- What is known of a hash: field -> text, or the number that it has become; false: it is not there.
 local function fields_of(key)
-  local has = hashes[key]
-  if not has then
-    has = {}
-    hashes[key] = has
-  end
+  local has = hashes[key] or {}
+  hashes[key] = has
   return has
 end
 
@@ -36,32 +33,32 @@ local function read_hash(key)
   return has
 end
 
--- The text of a field; false or nil: there is none.
+-- What a field says; false or nil: there is none.
 local function field(key, name)
   local has = hashes[key] or fields_of(key)
-  if has[name] == nil and not whole[key] then has[name] = redis.call("HGET", key, name) end
-  return has[name]
+  local says = has[name]
+  if says == nil and not whole[key] then
+    says = redis.call("HGET", key, name)
+    has[name] = says
+  end
+  return says
 end
 
-local function number_in_field(key, name) return tonumber(field(key, name) or "0") end
+local function number_in_field(key, name) return tonumber(field(key, name) or 0) end
 
--- Change a field; false: remove it.
-local function set_field(key, name, text)
+-- Change a field to a text or a number; false: remove it.
+local function set_field(key, name, to)
   local before = field(key, name) or false
-  if before == text then return end
-  local old = stored[key]
-  if not old then
-    old = {}
-    stored[key] = old
-  end
+  if before == to then return end
+  local old = stored[key] or {}
+  stored[key], hashes[key][name] = old, to
   if old[name] == nil then old[name] = before end
-  hashes[key][name] = text
 end
 
 -- Answers the sum.
 local function add_to_field(key, name, change)
   local sum = number_in_field(key, name) + change
-  set_field(key, name, exact(sum))
+  set_field(key, name, sum)
   return sum
 end
 
@@ -77,12 +74,12 @@ end
 
 local function write_fields()
   for key, old in pairs(stored) do
-    local set, gone = { "HSET", key }, nil
+    local has, set, gone = hashes[key], { "HSET", key }, nil
     for name, before in pairs(old) do
-      local text = hashes[key][name]
-      if text and text ~= before then
-        set[#set + 1], set[#set + 2] = name, text
-      elseif before and not text then
+      local to = has[name]
+      if to and to ~= before and to ~= tonumber(before or nil) then
+        set[#set + 1], set[#set + 2] = name, to
+      elseif before and not to then
         gone = gone or { "HDEL", key }
         gone[#gone + 1] = name
       end

@@ -17,26 +17,32 @@ local function open_key() return META .. ":open" end
 local function ungrouped_key() return META .. ":ungrouped" end
 local function excess_key() return META .. ":excess" end
 local function model_of(name) return string.match(name, "|([^|]*)$") end
-local function server_of(slot) return string.match(slot, "^(.*)%-slot%d+$") end
 
 -- Order keys are integers below 2^53; tostring() would round them to 14 digits.  Redis writes a number that it is given
 -- with all of its digits.
 local function exact(number) return string.format("%.0f", number) end
 
--- Lanes that were read in this or an earlier call: what their names say never changes.
-local LANES_KEPT = 256
-local lanes_known, lanes_count = {}, 0
+-- What a text says never changes: a function that knows it of the latest it was asked for, also by earlier calls.
+local TEXTS_KEPT = 256
+local function remembering(read)
+  local known, count = {}, 0
+  return function(text)
+    if not known[text] then
+      if count == TEXTS_KEPT then known, count = {}, 0 end
+      known[text], count = read(text), count + 1
+    end
+    return known[text]
+  end
+end
 
 -- A lane `<priority>|<digest>|<tenant>|<model>`: its class is `<digest>|<model>`, its account `<tenant>|<model>`.
-local function read_lane(lane)
-  if lanes_known[lane] then return lanes_known[lane] end
+local read_lane = remembering(function(lane)
   local priority, digest, tenant, model = string.match(lane, "^(%d)|(%w*)|([^|]*)|([^|]*)$")
-  if lanes_count == LANES_KEPT then lanes_known, lanes_count = {}, 0 end
-  lanes_known[lane] = { name = lane, priority = tonumber(priority), mark = priority .. "|" .. digest, digest = digest,
+  return { name = lane, priority = tonumber(priority), mark = priority .. "|" .. digest, digest = digest,
     tenant = tenant, model = model, class = digest .. "|" .. model, account = tenant .. "|" .. model }
-  lanes_count = lanes_count + 1
-  return lanes_known[lane]
-end
+end)
+
+local server_of = remembering(function(slot) return string.match(slot, "^(.*)%-slot%d+$") end)
 
 -- Waiting jobs stand in their lane with the moment of their acceptance, which `aging` counts from.
 local function member_of(job, created) return job .. "@" .. created end

@@ -11,6 +11,7 @@ local function number_in(text) return string.find(text, "^%-?%d[%d.]*[eE]?[-+]?%
 -- `constraints` has a condition a line: `gpu=A100,H100` (one of these) or `memory>=40`.  A server that does not declare
 -- what is asked for does not meet it; an attribute of the model (`zimg:version`) goes before one of the server.
 local function matches(constraints, entry, model)
+  if constraints == "" then return true end
   for name, operator, wanted in string.gmatch(constraints, "([^<>=\n]+)([<>]?=)([^\n]*)") do
     local has = nil
     for _, prefix in ipairs({ "\n@" .. model .. ":" .. name .. "=", "\n@" .. name .. "=" }) do

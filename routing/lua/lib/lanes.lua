@@ -107,7 +107,8 @@ end
 local function count_held(lane, change)
   local held = add_to_field(HELD, lane.account, change)
   if held <= 0 then set_field(HELD, lane.account, false) end
-  local _, limit = terms_of(lane.account, rules_of(lane.model))
+  local rules = rules_of(lane.model)
+  local _, limit = terms_of(lane.account, rules)
   local turns = limit > 0 and math.max(held, held - change) == limit
-  if policy_of(lane.model).account_key or turns then reindex_account(lane.account) end
+  if policy_called(rules.policy).account_key or turns then reindex_account(lane.account) end
 end

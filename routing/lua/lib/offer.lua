@@ -12,9 +12,9 @@ local LOOKED_AT = 16 -- classes, lanes of each, and jobs of each lane, of which 
 local READ_AT_ONCE = 64 -- free slots
 local CHOICES = 16 -- eligible servers that are compared, those that are free longest
 
--- The servers with free slots, that which has been free longest first, each {name, entry, slots in that order, next};
--- read as far as somebody asks: by nth_server.  A server stands here again when all its slots were taken before more of
--- them were read.
+-- The servers with free slots, that which has been free longest first, each {name, entry, stats, slots in that order,
+-- next}; read as far as somebody asks: by nth_server.  A server stands here again when all its slots were taken before
+-- more of them were read.
 local function free_servers()
   return { by_name = {}, withheld = withheld_slots(), read = 0, left = 0, whole = false }
 end
@@ -28,15 +28,15 @@ local function read_more(servers)
   for _, slot in ipairs(slots) do
     local name = server_of(slot)
     if by_name[name] == nil then
-      local entry = online_server(name)
-      by_name[name] = entry and { name = name, entry = entry, slots = {}, next = 1 } or false
+      local entry, stats = online_server(name), stats_key("server", name)
+      by_name[name] = entry and { name = name, entry = entry, stats = stats, slots = {}, next = 1 } or false
     end
     local server = by_name[name]
     if (withheld[name] or 0) > 0 then
       withheld[name] = withheld[name] - 1
     elseif server then
       if not server.slots[server.next] then servers[#servers + 1] = server end
-      table.insert(server.slots, slot)
+      server.slots[#server.slots + 1] = slot
       servers.left = servers.left + 1
     end
   end
@@ -69,16 +69,18 @@ local function turn_of(lane, model, now)
   return priority * PRIORITY_STEP + tonumber(redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")[2])
 end
 
+local function is_lane_before(a, b) return a.key < b.key or (a.key == b.key and a.name < b.name) end
+
 -- The models of these groups whose jobs may be offered now, in the order of their turn, each with the first lane of its
 -- groups.
 local function next_of_models(groups, now)
   local models, by_name = {}, {}
   for _, group in ipairs(groups) do
     local model = model_of(group)
-    local rules = rules_of(model)
+    local rules, stats = rules_of(model), stats_key("model", model)
     if by_name[model] == nil then
-      local runs = rules.state ~= "paused" and rules.state ~= "frozen" and lets_through(stats_key("model", model), now)
-      by_name[model] = runs and { name = model, rules = rules, lanes = {} } or false
+      local runs = rules.state ~= "paused" and rules.state ~= "frozen" and lets_through(stats, now)
+      by_name[model] = runs and { name = model, rules = rules, stats = stats, lanes = {} } or false
     end
     local lane = by_name[model] and first_lane(group)
     if lane then
@@ -87,10 +89,10 @@ local function next_of_models(groups, now)
     end
   end
   for _, model in ipairs(models) do
-    table.sort(model.lanes, function(a, b) return a.key < b.key or (a.key == b.key and a.name < b.name) end)
-    model.turn = #models > 1 and turn_of(model.lanes[1], model, now) or 0
+    if #model.lanes > 1 then table.sort(model.lanes, is_lane_before) end
+    model.turn = #models > 1 and turn_of(model.lanes[1], model, now)
   end
-  table.sort(models, function(a, b) return a.turn < b.turn end)
+  if #models > 1 then table.sort(models, function(a, b) return a.turn < b.turn end) end
   return models, by_name
 end
 
@@ -107,32 +109,29 @@ end
 -- it passes jobs over for `affinity` ms at most, counted from the first time.
 local function stays_with_loaded(server, model, by_name, now)
   if model.rules.affinity == 0 then return false end
-  local stats, passing = stats_key("server", server.name), "passing:" .. model.name
-  local has = read_hash(stats)
+  local stats, passing, has = server.stats, "passing:" .. model.name, read_hash(server.stats)
   if not has.loaded or has.loaded == model.name or not has_work(server, by_name[has.loaded]) then return false end
-  if not has[passing] then set_field(stats, passing, exact(now)) end
+  if not has[passing] then set_field(stats, passing, now) end
   return now - tonumber(has[passing]) < model.rules.affinity
 end
 
 -- The best server for a lane's job; and whether one was left out because the job failed there when it last ran, and
 -- would be the probe of its breaker.  `again`: none is.
 local function best_server(servers, model, lane, by_name, now, again)
-  local function score(server) return score_of(server.name, server.entry, model.name, now).total end
   local best, lowest, seen, left_out = nil, nil, 0, false
   local n, server = 1, nth_server(servers, 1)
   while server and seen < CHOICES do
     local entry = server.entry
     local fits = server.slots[server.next] and serves(entry, model.name)
       and matches(lane.constraints, entry, model.name)
-    local stats = stats_key("server", server.name)
-    local well = fits and lets_through(stats, now)
-    if well and not again and would_probe_again(stats, lane.job, now) then well, left_out = false, true end
+    local well = fits and lets_through(server.stats, now)
+    if well and not again and would_probe_again(server.stats, lane.job, now) then well, left_out = false, true end
     if well and not stays_with_loaded(server, model, by_name, now) then
       if not best then
         best = server
       else
-        lowest = lowest or score(best)
-        local its = score(server)
+        lowest = lowest or score_of(best.name, best.entry, model.name, now).total
+        local its = score_of(server.name, entry, model.name, now).total
         if its < lowest then best, lowest = server, its end
       end
       seen = seen + 1
@@ -146,8 +145,7 @@ end
 -- The server takes a job of `model`.  Other models that have work for it go on being passed over.  Answers whether its
 -- last job was not of this model, or is not known.
 local function note_loaded(server, model, by_name)
-  local stats = stats_key("server", server.name)
-  local loaded = read_hash(stats).loaded
+  local stats, loaded = server.stats, read_hash(server.stats).loaded
   if loaded ~= model then
     set_field(stats, "loaded", model)
     if loaded then add_to_field(stats, "swaps", 1) end
@@ -163,7 +161,7 @@ end
 -- for whoever claims it before it expires.  nil: the job holds a lease, having come in twice, for the record lost its
 -- first row; this place of it is dropped, and the next offer is made when somebody looks again (LEASE-1).
 local function take(head, servers, server, by_name, prefix, owner, now, lease_ms)
-  local lane, job, created = read_lane(head.name), read_member(head.member)
+  local lane, job = read_lane(head.name), head.job
   read_rules(lane)
   local is_new = redis.call("ZADD", LEASES, "NX", now + lease_ms, job) == 1
   if not is_new then take_from_lane(lane, head.member, head.following) return end
@@ -172,15 +170,16 @@ local function take(head, servers, server, by_name, prefix, owner, now, lease_ms
   local policy = policy_of(lane.model)
   local charged = policy.charge_offer and policy.charge_offer(lane, number) or 0
   take_from_lane(lane, head.member, head.following)
-  write_lease(job, lease, owner, slot, lane, head.constraints, head.seq, created, number, charged, now)
+  write_lease(job, lease, owner, slot, lane, head.constraints, head.seq, head.created, number, charged, now)
   if note_loaded(server, lane.model, by_name) then redis.call("HSET", lease_key(job), "swap", "1") end
   note_probe(stats, job)
-  note_probe(stats_key("server", server.name), job)
+  note_probe(server.stats, job)
   return { job, lease, slot, server.name, lane.model, number, owner }
 end
 
 local function with_job(lane, member, seq)
-  return { name = lane.name, constraints = lane.constraints, member = member, seq = seq, job = read_member(member) }
+  local job, created = read_member(member)
+  return { name = lane.name, constraints = lane.constraints, member = member, seq = seq, job = job, created = created }
 end
 
 -- With the job at the head of its lane, and what will be its head without that.
@@ -211,7 +210,7 @@ end
 
 -- A server for a lane's job, unless it would be the probe of a breaker that it was to blame for; and whether it is so.
 local function server_for(servers, model, lane, by_name, now, again)
-  if not again and would_probe_again(stats_key("model", model.name), lane.job, now) then return nil, true end
+  if not again and would_probe_again(model.stats, lane.job, now) then return nil, true end
   return best_server(servers, model, lane, by_name, now, again)
 end
 

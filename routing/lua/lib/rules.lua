@@ -8,16 +8,17 @@ local function read_rules(lane)
   read_fields(RULES, "account " .. lane.account, "model " .. lane.model, "tenant " .. lane.tenant)
 end
 
--- What is configured for a model: "<policy> <head_start> <state> <tenant_slots> <affinity> <breaker_failures>", times
--- in ms.
+-- Of a model: "<policy> <head_start> <state> <tenant_slots> <affinity> <breaker_failures>", times in ms.
+local read_rules_text = remembering(function(text)
+  local policy, start, state, slots, affinity, failures = string.match(text, "^(%S+) (%d+) (%a+) (%d+) (%d+) (%d+)")
+  return { policy = policy, head_start = tonumber(start), state = state, tenant_slots = tonumber(slots),
+    affinity = tonumber(affinity), failures = tonumber(failures) }
+end)
+
 local function rules_of(model)
-  if not rules_read[model] then
-    local text = field(RULES, "model " .. model) or NO_RULES
-    local policy, start, state, slots, affinity, failures = string.match(text, "^(%S+) (%d+) (%a+) (%d+) (%d+) (%d+)")
-    rules_read[model] = { policy = policy, head_start = tonumber(start), state = state, tenant_slots = tonumber(slots),
-      affinity = tonumber(affinity), failures = tonumber(failures) }
-  end
-  return rules_read[model]
+  local rules = rules_read[model] or read_rules_text(field(RULES, "model " .. model) or NO_RULES)
+  rules_read[model] = rules
+  return rules
 end
 
 -- A tenant's share of a model, and how many slots it may hold at once (0: any number).

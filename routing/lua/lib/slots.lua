@@ -7,19 +7,20 @@ local function online_server(server)
   return entry and string.find(entry, "online ", 1, true) == 1 and entry or nil
 end
 
-local function slots_in(entry) return tonumber(string.match(entry, "^%a+ (%d+)")) end
+local slots_in = remembering(function(entry) return tonumber(string.match(entry, "^%a+ (%d+)")) end)
+local number_of = remembering(function(slot) return tonumber(string.match(slot, "(%d+)$")) end)
 local function models_in(entry) return string.gmatch(entry, "\n([^@\n][^\n]*)") end
 local function serves_several(entry) return string.find(entry, "\n[^@\n][^\n]*\n[^@\n]") ~= nil end
 
 local function is_online_slot(slot)
   local entry = online_server(server_of(slot))
-  return entry and tonumber(string.match(slot, "(%d+)$")) < slots_in(entry)
+  return entry and number_of(slot) < slots_in(entry)
 end
 
 -- Whether a server that is here has no slot of this number any more: the operator took it away under the lease.
 local function is_beyond(slot)
   local entry = field(SERVERS, server_of(slot))
-  return entry and tonumber(string.match(slot, "(%d+)$")) >= slots_in(entry)
+  return entry and number_of(slot) >= slots_in(entry)
 end
 
 -- Let a slot be offered: now, or after its cooldown.  One that holds a lease is not, until that is dropped, nor is

@@ -243,8 +243,10 @@ class Path:
                 path += part if isinstance(part, str) else values.endpoint
                 continue
             text = _path_value(part, values)
-            suspect = suspect or not _HARMLESS.fullmatch(text)
-            path += text if part.raw else quote(text, safe="")
+            if not _HARMLESS.fullmatch(text):
+                suspect = True
+                text = text if part.raw else quote(text, safe="")
+            path += text
         if not path.startswith("/"):  # behind an empty {{endpoint}}: it would go on with the name of the host
             raise _wrong_setup(f"the registered endpoint needs a path, for {path[:60]!r} follows it")
         return _checked(path) if suspect else path

@@ -23,6 +23,8 @@ class Role:
     name: str
     command: str
     """A line for the shell."""
+    port: int | None = None
+    """It has begun when it listens there; None: when it shows so by a file (tasks/touched.py)."""
     stop_s: float = 5.0
     """How long it may take to end after SIGTERM, before it is killed."""
     turn: int = 0

@@ -3,7 +3,8 @@
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -12,14 +13,17 @@ from urllib.parse import unquote
 
 from client.api import Client, ClientError
 from local import ports, valkey
+from local.children import Role
 from local.errors import Stopped, UpError
 from local.guardian import Guardian
 from local.home import Home, flower_password, redis_password
 from local.plan import Plan, read_plan
 from local.signals import Signals
 from local.supervisor import Supervisor
+from tasks import touched
 
 _START_S = 60.0
+_HERE = "127.0.0.1"
 _LAST_TURN = 3
 
 Say = Callable[[str], None]
@@ -71,18 +75,49 @@ def _start(plan: Plan, program: str, supervisor: Supervisor) -> None:
     if program:
         password = redis_password(plan.home)
         supervisor.start(valkey.role(program, plan.redis_port, plan.home / "valkey", _LAST_TURN, password))
-    supervisor.complete(plan.migration())
+    if (migration := plan.migration()) is not None:
+        supervisor.complete(migration)
     if program:
         supervisor.wait(lambda: valkey.answers(plan.redis_port, password), _START_S, "Valkey did not answer")
     flower_password(plan.home)
-    for role in plan.roles():
-        supervisor.start(role)
+    start_in_turn(plan.roles(), supervisor, _processors())
     client = Client(plan.url)
     supervisor.wait(lambda: _ready(client), _START_S, "The API did not become ready")
     for port in plan.ports():
         opened = partial(ports.is_open, _reached(port.host), port.number)
         supervisor.wait(opened, _START_S, f"{port.role} did not open its port")
     supervisor.steady = True
+
+
+def start_in_turn(roles: Sequence[Role], supervisor: Supervisor, at_once: int) -> None:
+    """Start these, and return when all have begun.  Raises UpError, Stopped.
+
+    A process that begins loads for most of a second, and keeps a processor busy meanwhile.  So no more of them do so at
+    a time than there are processors: those that come first are at work sooner, and the last not later.
+    """
+    waiting, beginning = deque(roles), dict[Role, float]()
+
+    def have_all_begun() -> bool:
+        for role in [role for role, since in beginning.items() if _has_begun(role, supervisor.pid(role), since)]:
+            del beginning[role]
+        while waiting and len(beginning) < at_once:
+            role = waiting.popleft()
+            beginning[role] = time.time()
+            supervisor.start(role)
+        return not beginning
+
+    supervisor.wait(have_all_begun, _START_S, "Not all processes began")
+
+
+def _has_begun(role: Role, pid: int | None, since: float) -> bool:
+    if role.port is not None:
+        return ports.is_open(_HERE, role.port)
+    return pid is not None and touched.has_begun(role.name, pid, since)
+
+
+def _processors() -> int:
+    """How many of them this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_broker(url: str) -> None:

@@ -15,6 +15,7 @@ from foundation.config import RecordSettings
 from local.children import Role
 from local.errors import UpError
 from local.ports import Port, free_port
+from migrations.current import is_current
 from routing.config import RoutingSettings
 from tasks.config import TaskSettings
 
@@ -105,12 +106,16 @@ class Plan:
         }
         return {**os.environ, **given}
 
-    def migration(self) -> Role:
-        """A process of its own, so that this one loads no database."""
-        return Role("migrate", f'"{sys.executable}" -m cli migrate', completes=True)
+    def migration(self) -> Role | None:
+        """A process of its own, so that this one loads no database.  None: the record has the schema that it needs."""
+        return (
+            None
+            if is_current(self.record_url)
+            else Role("migrate", f'"{sys.executable}" -m cli migrate', completes=True)
+        )
 
     def roles(self) -> list[Role]:
-        """What the Procfile lists, and the demo servers; Valkey is started before them.
+        """What the Procfile lists, in its order, and the demo servers; Valkey is started before them.
 
         Beat is a thread of maintenance here, and the relay one of webhooks: there is one of each, and a process costs
         memory.
@@ -128,11 +133,12 @@ class Plan:
         commands["webhooks"] += " --embedded-relay"
         for name, command in commands.items():
             turn, stop_s = stops.get(name, (1, 5.0))
-            roles.append(Role(name, command, stop_s=stop_s, turn=turn))
+            port = self.flower_port if name == "flower" else None
+            roles.append(Role(name, command, port, stop_s=stop_s, turn=turn))
         python = f'"{sys.executable}" -m reference_server'
         for server in self.demo:
             command = f"{python} {server.options} --slots {server.slots} --port {server.port} --grace 1"
-            roles.append(Role(server.name, command, stop_s=3, turn=2))
+            roles.append(Role(server.name, command, server.port, stop_s=3, turn=2))
         return roles
 
 

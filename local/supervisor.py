@@ -22,7 +22,7 @@ from local.signals import STOPPING, Signals
 
 T = TypeVar("T")
 
-_TURN_S = 0.05
+_TURN_S = 0.02
 _LOGS_EVERY_S = 5.0
 _MOMENT_S = 0.5
 _RESTARTS_A_MINUTE = 5
@@ -87,6 +87,10 @@ class Supervisor:
             self._guardian.add(child.start())
         except OSError as error:
             raise UpError(f"{role.name} cannot be started: {error.strerror}.") from error
+
+    def pid(self, role: Role) -> int | None:
+        """None: it does not run."""
+        return self._children[role.name].pid
 
     def complete(self, role: Role) -> None:
         """Start what ends by itself, and look after all children until it has.  Raises UpError: not well; Stopped."""

@@ -1,4 +1,5 @@
-"""The record's schema, step by step (Alembic).  Run through `migrate`, or by hand (`env`) while writing a step:
+"""The record's schema, step by step (Alembic).  Run through `migrate`, unless `current` finds nothing to do, or by hand
+(`env`) while writing a step:
 
     alembic -c migrations/alembic.ini -x url=sqlite:///var/record.db revision --autogenerate -m "what it does"
 

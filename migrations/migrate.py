@@ -7,7 +7,6 @@ processes `check`.
 
 import fcntl
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,15 +19,14 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from database.connections import CONNECT_S
 from foundation.errors import Conflict, RecordUnavailable
 from foundation.home import private_file, private_folder
+from migrations.current import STEPS, revisions
 
 if TYPE_CHECKING:
     from alembic.config import Config
 
-_STEPS = Path(__file__).resolve().parent
 _LOCK_KEY = 0x510715EE9E4  # any number, as long as every release uses the same
 _PATIENCE_S = 120.0
 _LOOK_EVERY_S = 0.05
-_REVISIONS = re.compile(r'^(down_)?revision = (?:"(\w+)"|None)$', re.MULTILINE)
 
 
 def upgrade(url: str) -> None:
@@ -49,7 +47,7 @@ def upgrade(url: str) -> None:
 
 def check(url: str) -> str | None:
     """None: the schema is the one that this release needs.  Else a sentence that says what to do."""
-    known, followed = _steps()
+    known, followed = revisions(STEPS)
     needed = known - followed
     found = _revisions(url)
     if found == needed:
@@ -65,21 +63,11 @@ def check(url: str) -> str | None:
     )
 
 
-def _steps() -> tuple[set[str], set[str]]:
-    """The revisions that this release knows, and those of them that another follows."""
-    known: set[str] = set()
-    followed: set[str] = set()
-    for path in (_STEPS / "versions").glob("*.py"):
-        for down, revision in _REVISIONS.findall(path.read_text()):
-            (followed if down else known).add(revision)
-    return known, followed
-
-
 def _config(url: str) -> "Config":
     from alembic.config import Config
 
     config = Config()
-    config.set_main_option("script_location", str(_STEPS).replace("%", "%%"))
+    config.set_main_option("script_location", str(STEPS).replace("%", "%%"))
     config.attributes["url"] = _patient(url)
     return config
 

@@ -33,7 +33,7 @@ Beside the work
     relay        all events, to each sink                   sinks        Redis, Kafka, NATS, AMQP
     cloudevents  an event as it is published
     tracing      which trace servers and receivers go on in
-    alive, presence, canary  what processes say of themselves
+    alive, presence, canary  what processes say of themselves, touched  on this host by files
     ready        whether they can work                     ends         the line in the log for each job
     wiring       everything put together                    startup, signals  what each process does first
     config       settings
@@ -43,7 +43,8 @@ May import insight, routing and jobs; never app or flask (setup.cfg, importlinte
 
 from typing import TYPE_CHECKING, Any
 
-import foundation.light  # noqa: F401  First of all.
+import foundation.garbage
+import foundation.light  # noqa: F401  Both first of all.
 
 if TYPE_CHECKING:
     from tasks.celery_app import celery

@@ -4,12 +4,9 @@ The file needs nothing but the process itself, so a probe that looks at it resta
 """
 
 import atexit
-import hashlib
 import os
 import socket
-import tempfile
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -19,17 +16,15 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
-from foundation.config import RecordSettings
 from foundation.errors import SlotkeeperError
-from foundation.home import is_state_folder, private_folder
+from foundation.home import private_folder
 from insight.processes import SAY_EVERY_S, Processes
 from jobs.record import now_ms
+from tasks import touched
 
 log = structlog.get_logger(__name__)
 
 ROLES = ("web", "worker", "maintenance", "webhooks", "relay", "beat")
-STALE_S = 20.0
-"""A file that was not touched for so long is that of a process which does not turn any more."""
 
 Facts = Callable[[], dict[str, Any]]
 
@@ -47,9 +42,8 @@ class Alive:
 
     def begin(self) -> None:
         """Say it from now on, until this process ends."""
-        folder = _folder_to_use()
-        _sweep(folder)
-        self._file = folder / f"{self.role}.{self.host}.{os.getpid()}"
+        self._file = touched.file_here(self.role)
+        touched.sweep(self._file.parent)
         threading.Thread(target=self._run, name="alive", daemon=True).start()
         atexit.register(self.end)
 
@@ -82,38 +76,6 @@ class Alive:
         while not self._ended.is_set():
             self.say()
             self._ended.wait(SAY_EVERY_S)
-
-
-def living(role: str) -> list[int]:
-    """The process numbers of this role, on this host, that turn."""
-    oldest = time.time() - STALE_S
-    found = []
-    for folder in _folders():
-        for file in folder.glob(f"{role}.{socket.gethostname()}.*"):
-            with suppress(OSError, ValueError):
-                if file.stat().st_mtime > oldest:
-                    found.append(int(file.name.rpartition(".")[2]))
-    return sorted(found)
-
-
-def _folders() -> tuple[Path, Path]:
-    """Where processes of this installation touch their files: in the state folder, or without one in the system's."""
-    home = RecordSettings().home.absolute()
-    whose = hashlib.sha256(str(home).encode()).hexdigest()[:8]
-    return home / "alive", Path(tempfile.gettempdir()) / f"slotkeeper-{os.geteuid()}-{whose}"
-
-
-def _folder_to_use() -> Path:
-    ours, shared = _folders()
-    return ours if is_state_folder(ours.parent) else shared
-
-
-def _sweep(folder: Path) -> None:
-    """Take away what processes left that were killed."""
-    for file in folder.glob("*"):
-        with suppress(OSError):
-            if file.stat().st_mtime < time.time() - STALE_S:
-                file.unlink()
 
 
 def _version() -> str:

@@ -24,8 +24,8 @@ log = structlog.get_logger(__name__)
 
 _LONG_S = 0.05  # for one task: those that are due with it go on beside it
 _ENDS_S = 3.0  # of beat that stops; the supervisor gives the whole worker eight
-# What is done as soon as beat begins, in this order: whatever was missed meanwhile waits for it.  A room that Redis has
-# lost is filled first, with the leases of its runs, so that the reaper meets none that could not be renewed.
+# What is done as soon as beat begins, each after the end of the one before: what was missed meanwhile waits for it.  A
+# room that Redis has lost is filled first, with the leases of its runs; the reaper shall meet none that is about to be.
 _FIRST = ("sweep", "keep-time", "reap")
 
 
@@ -97,12 +97,21 @@ class Here(Scheduler):
         """Begin what is due; answers for how many seconds nothing will be."""
         now_s = time.monotonic() - self._began
         looked = [(entry, *self._look(entry, now_s)) for entry in list(self.schedule.values())]
-        first, self._first = self._first, ()
-        due = sorted((entry for entry, is_due, _ in looked if is_due), key=_rareness)
-        self._begin([*(self.schedule[name] for name in first if name in self.schedule), *due])
+        self._begin_first()
+        self._begin(sorted((entry for entry, is_due, _ in looked if is_due), key=_rareness))
         longest_s = float(self.max_interval or 0)
         soonest = min((at for _, _, at in looked), default=now_s + longest_s)
         return max(min(soonest - (time.monotonic() - self._began), longest_s), 0.0)
+
+    def _begin_first(self) -> None:
+        first = [self.schedule[name] for name in self._first if name in self.schedule]
+        self._first = ()
+
+        def run() -> None:
+            for entry in first:
+                self._run(entry)
+
+        self._threads.begin({"first": run} if first else {})
 
     def _look(self, entry: Any, now_s: float) -> tuple[bool, float]:
         """Whether an entry is due, and when it will be next."""

@@ -8,7 +8,7 @@ from insight.processes import Process, Processes
 from routing.config import RoutingSettings
 from scripting.keys import Keys
 from scripting.scripts import Scripts, connect
-from tasks import alive
+from tasks import touched
 from upkeep import pulse
 
 _CANARY_MS = 20_000
@@ -16,9 +16,9 @@ _CANARY_MS = 20_000
 
 def live(role: str) -> str | None:
     """One of this role turns.  Nothing is asked of anybody: a process is not restarted because Redis is away."""
-    if alive.living(role):
+    if touched.living(role):
         return None
-    return f"No process {role} of this host has shown for {alive.STALE_S:.0f} s that it turns."
+    return f"No process {role} of this host has shown for {touched.STALE_S:.0f} s that it turns."
 
 
 def ready(role: str) -> str | None:

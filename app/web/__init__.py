@@ -15,5 +15,6 @@ places.py      places that are bounded for each owner
 request.py     a request as it arrives          gateway.py  the same as WSGI has it, and the answer
 """
 
-import foundation.light  # noqa: F401  First of all.
+import foundation.garbage
+import foundation.light  # noqa: F401  Both first of all.
 import scripting.lean  # noqa: F401

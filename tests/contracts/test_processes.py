@@ -15,7 +15,7 @@ from insight import processes
 from insight.processes import Processes
 from scripting.keys import Keys
 from scripting.scripts import Scripts
-from tasks import alive, canary, ready, wiring
+from tasks import canary, ready, touched, wiring
 from tasks.alive import Alive
 from tasks.canary import Canary
 from tasks.worker import Worker
@@ -107,11 +107,26 @@ def test_a_process_that_turns_no_more_does_not_live(api: Api) -> None:
     one._ended.set()
     assert one._file is not None
     one.say()
-    before = time.time() - alive.STALE_S - 1
+    before = time.time() - touched.STALE_S - 1
     os.utime(one._file, (before, before))
     assert ready.live("beat")
-    alive._sweep(one._file.parent)
+    touched.sweep(one._file.parent)
     assert not one._file.exists()
+
+
+def test_a_process_has_begun_when_it_has_shown_so_since_it_was_started(api: Api) -> None:
+    """Not one of the same number that was killed before, as the processes of a container have the same each time."""
+    one = Alive("web", wiring.processes(), dict)
+    assert not touched.has_begun("web", os.getpid(), time.time())
+    one.begin()
+    one.say()
+    assert touched.has_begun("web", os.getpid(), time.time() - 1)
+    assert not touched.has_begun("worker", os.getpid(), time.time() - 1)
+    one._ended.set()
+    one.say()
+    assert not touched.has_begun("web", os.getpid(), time.time() + 1)
+    one._ended.clear()
+    one.end()
 
 
 @pytest.mark.parametrize(("a_state_folder", "used"), [(True, "home"), (False, "shared")])

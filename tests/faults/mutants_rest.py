@@ -1,7 +1,11 @@
-"""Guards of what an installation does without being asked, so that it costs little at rest."""
+"""Guards of what an installation does without being asked: when it starts, and so that it costs little at rest."""
 
 from tests.faults.mutant import Mutant
 
+_LOADED = "tests/unit/test_what_is_loaded.py::"
+_MIGRATIONS = "tests/migrations/test_migrations.py::"
+_PROCESSES = "tests/contracts/test_processes.py::"
+_SUPERVISOR = "tests/unit/cli/test_supervisor.py::"
 _BEAT = "tests/unit/test_embedded_beat.py::"
 _NEWS = "tests/contracts/test_record_lookout.py::"
 _SENT = "tests/faults/test_deliveries.py::"
@@ -172,5 +176,50 @@ REST = [
         "self._first: Sequence[str] = ()\n",
         (f"{_BEAT}test_what_was_missed_while_nobody_was_there_is_done_when_beat_begins_a_sweep_first",),
         still=f"{_BEAT}test_what_is_due_together_is_done_together_what_is_done_most_often_first",
+    ),
+    Mutant(
+        "at a start all processes keep those from their work that jobs wait for",
+        "SLOT-2",
+        "local/launcher.py",
+        "while waiting and len(beginning) < at_once:",
+        "while waiting:",
+        (f"{_SUPERVISOR}test_no_more_processes_begin_at_a_time_than_there_are_processors",),
+        still=f"{_SUPERVISOR}test_who_has_a_port_has_begun_when_it_listens_there",
+    ),
+    Mutant(
+        "a process is taken for one of its number that was killed before",
+        "SLOT-2",
+        "tasks/touched.py",
+        ".stat().st_mtime > since_s - _COARSE_S:",
+        ".stat().st_mtime:",
+        (f"{_PROCESSES}test_a_process_has_begun_when_it_has_shown_so_since_it_was_started",),
+        still=f"{_PROCESSES}test_a_process_that_turns_no_more_does_not_live",
+    ),
+    Mutant(
+        "a record that a newer release has migrated is taken for one that needs nothing",
+        "JOB-3",
+        "migrations/current.py",
+        "return found == known - followed",
+        "return found >= known - followed",
+        (f"{_MIGRATIONS}test_a_file_with_any_other_schema_is_left_to_the_migration",),
+        still=f"{_MIGRATIONS}test_a_file_with_the_newest_schema_is_current",
+    ),
+    Mutant(
+        "a record that cannot be written is taken for one that needs nothing",
+        "JOB-3",
+        "migrations/current.py",
+        '            connection.execute("BEGIN IMMEDIATE")\n',
+        "",
+        (f"{_MIGRATIONS}test_a_file_that_cannot_be_written_now_is_left_to_the_migration",),
+        still=f"{_MIGRATIONS}test_a_file_with_the_newest_schema_is_current",
+    ),
+    Mutant(
+        "a program goes on without looking for garbage",
+        "SLOT-2",
+        "tasks/startup.py",
+        "    garbage.collect_as_usual()\n",
+        "",
+        (f"{_LOADED}test_what_all_processes_do_first_ends_their_loading",),
+        still=f"{_LOADED}test_a_worker_has_our_options_however_it_is_started",
     ),
 ]

@@ -2,9 +2,11 @@
 
 import ast
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import audit.protected  # noqa: F401  Its triggers are of the same record.
 from database.db import Database
 from foundation.errors import Conflict, RecordUnavailable
 from jobs.store import Store
-from migrations import migrate
+from migrations import current, migrate
 from registry.tables import metadata
 from tests.house.tree import PACKAGES
 from tests.migrations.schema import schema_of
@@ -122,12 +124,12 @@ def test_a_migration_that_fails_leaves_nothing_behind(empty_url, monkeypatch):
 
 
 def test_when_a_later_step_fails_the_steps_before_it_are_undone_too(empty_url, tmp_path, monkeypatch):
-    steps = shutil.copytree(migrate._STEPS, tmp_path / "steps")
+    steps = shutil.copytree(migrate.STEPS, tmp_path / "steps")
     (steps / "versions" / "9999_fails.py").write_text(
         f"revision, down_revision = '9999', '{_HEAD}'\ndef upgrade():\n    raise ZeroDivisionError\n"
     )
     with monkeypatch.context() as patch:
-        patch.setattr(migrate, "_STEPS", steps)
+        patch.setattr(migrate, "STEPS", steps)
         with pytest.raises(ZeroDivisionError):
             migrate.upgrade(empty_url)
     assert _tables(empty_url) <= {"alembic_version"}
@@ -136,7 +138,7 @@ def test_when_a_later_step_fails_the_steps_before_it_are_undone_too(empty_url, t
 
 
 def test_the_newest_schema_is_the_one_that_alembic_takes_for_it():
-    known, followed = migrate._steps()
+    known, followed = current.revisions()
     steps = ScriptDirectory.from_config(migrate._config("sqlite:///unused"))
     assert known == {step.revision for step in steps.walk_revisions()}
     assert known - followed == set(steps.get_heads()) == {_HEAD}
@@ -144,11 +146,11 @@ def test_the_newest_schema_is_the_one_that_alembic_takes_for_it():
 
 def test_a_schema_that_lags_behind_is_told_to_migrate(empty_url, tmp_path, monkeypatch):
     migrate.upgrade(empty_url)
-    steps = shutil.copytree(migrate._STEPS, tmp_path / "steps")
+    steps = shutil.copytree(migrate.STEPS, tmp_path / "steps")
     (steps / "versions" / "9999_next.py").write_text(
         f'revision = "9999"\ndown_revision = "{_HEAD}"\n\n\ndef upgrade():\n    pass\n'
     )
-    monkeypatch.setattr(migrate, "_STEPS", steps)
+    monkeypatch.setattr(migrate, "STEPS", steps)
     sentence = migrate.check(empty_url)
     assert _HEAD in sentence
     assert "needs 9999" in sentence
@@ -205,6 +207,44 @@ def test_a_schema_of_a_newer_release_is_told_from_an_old_one(empty_url):
     assert _HEAD in sentence
     with pytest.raises(Conflict, match="from_the_future"):
         migrate.upgrade(empty_url)
+
+
+# -- whether there is anything to migrate, told without Alembic ------------------------------------------------
+
+
+def test_a_file_with_the_newest_schema_is_current(sqlite_url):
+    assert current.is_current(sqlite_url)
+
+
+@pytest.mark.parametrize("revisions", [["0001"], ["from_the_future"], [_HEAD, "from_the_future"], []])
+def test_a_file_with_any_other_schema_is_left_to_the_migration(sqlite_url, revisions):
+    engine = create_engine(sqlite_url)
+    with engine.begin() as connection:
+        connection.execute(text("DELETE FROM alembic_version"))
+        for revision in revisions:
+            connection.execute(text("INSERT INTO alembic_version VALUES (:revision)"), {"revision": revision})
+    engine.dispose()
+    assert not current.is_current(sqlite_url)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no database " * 500])
+def test_what_is_no_record_is_left_to_the_migration_and_stays_as_it_is(tmp_path, content):
+    file = tmp_path / "record.db"
+    if content is not None:
+        file.write_bytes(content)
+    assert not current.is_current(f"sqlite:///{file}")
+    assert (file.read_bytes() if file.exists() else None) == content
+
+
+def test_a_file_that_cannot_be_written_now_is_left_to_the_migration(sqlite_url, tmp_path):
+    with closing(sqlite3.connect(tmp_path / "record.db")) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        assert not current.is_current(sqlite_url)
+
+
+@pytest.mark.parametrize("url", ["postgresql://nobody@/record", "sqlite:///record.db", "sqlite://"])
+def test_a_record_elsewhere_is_left_to_the_migration(url):
+    assert not current.is_current(url)
 
 
 @pytest.mark.parametrize("act", [migrate.upgrade, migrate.check])
@@ -294,7 +334,7 @@ def test_migrations_import_of_the_product_only_its_tables():
     """A step that used the product's code would change its meaning with it."""
     imported = {
         name
-        for path in (*migrate._STEPS.glob("versions/*.py"), migrate._STEPS / "env.py")
+        for path in (*migrate.STEPS.glob("versions/*.py"), migrate.STEPS / "env.py")
         for node in ast.walk(ast.parse(path.read_text()))
         for name in _modules(node)
     }

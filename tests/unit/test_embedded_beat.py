@@ -102,11 +102,16 @@ def test_what_is_due_together_is_done_together_what_is_done_most_often_first(mon
 
 def test_what_was_missed_while_nobody_was_there_is_done_when_beat_begins_a_sweep_first(monkeypatch, threads) -> None:
     begun: list[str] = []
+    swept = threading.Event()
     scheduler = Here(threads, celery)
     for entry in scheduler.schedule.values():
         monkeypatch.setitem(celery.tasks, entry.task, lambda *_, name=entry.name: begun.append(name))
+    monkeypatch.setitem(celery.tasks, "maintenance.sweep", lambda: (begun.append("sweep"), swept.wait(SOON_S)))
     scheduler._began += 60  # The time of none of them has come.
     scheduler.tick()
+    assert not threads.wait(AT_ONCE_S)
+    assert begun == ["sweep"], "however long it takes"
+    swept.set()
     assert threads.wait(SOON_S)
     assert begun == ["sweep", "keep-time", "reap"]
     scheduler.tick()

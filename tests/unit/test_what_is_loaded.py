@@ -1,10 +1,14 @@
 """What the processes of an installation load: each module costs every one of them memory for as long as it runs."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from foundation import garbage
+from tasks import startup
 
 # The module with which each process begins, and with what it does first.
 PROCESSES = {
@@ -12,14 +16,16 @@ PROCESSES = {
     "worker": "from tasks.__main__ import program; program('worker'); import tasks.maintenance, tasks.worker",
     "webhooks": "import tasks.webhooks",
     "flower": "import cli.__main__; from tasks.__main__ import program; program('flower'); import tasks.signals",
-    "supervisor": "import cli.__main__, local.launcher; local.launcher.read_plan(False)",
+    "supervisor": "import cli.__main__, local.launcher; local.launcher.read_plan(False).migration()",
 }
+
+ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def loaded(code: str, home: Path) -> set[str]:
     """The modules that are there after this code has run on an SQLite record in `home`."""
     script = f"import sys; {code}; print(*sys.modules)"
-    env = {"SLOTKEEPER_HOME": str(home), "PYTHONPATH": str(Path(__file__).parents[2])}
+    env = {"SLOTKEEPER_HOME": str(home), **ENVIRONMENT}
     return set(subprocess.run([sys.executable, "-c", script], env=env, check=True, stdout=-1, text=True).stdout.split())
 
 
@@ -33,7 +39,7 @@ def test_without_postgresql_nobody_loads_its_driver(process: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("process", "spared"),
     [
-        ("supervisor", {"celery", "flask", "kombu", "redis", "sqlalchemy"}),
+        ("supervisor", {"alembic", "celery", "flask", "kombu", "redis", "sqlalchemy"}),
         ("flower", {"aiohappyeyeballs", "flask", "opentelemetry", "prompt_toolkit", "psycopg", "rich", "sqlalchemy"}),
         ("webhooks", {"celery", "cryptography.hazmat", "flask", "kombu", "opentelemetry", "rich"}),
         ("worker", {"alembic", "cryptography.hazmat", "flask", "flower", "opentelemetry", "prompt_toolkit", "rich"}),
@@ -42,6 +48,40 @@ def test_without_postgresql_nobody_loads_its_driver(process: str, tmp_path: Path
 )
 def test_no_process_loads_what_it_has_no_use_for(process: str, spared: set[str], tmp_path: Path) -> None:
     assert not spared & loaded(PROCESSES[process], tmp_path)
+
+
+THRESHOLDS = (
+    "import gc; usual = gc.get_threshold()[0]; from foundation import garbage; loading = gc.get_threshold()[0]; "
+    "garbage.collect_as_usual(); print(loading > usual, gc.get_threshold()[0] == usual)"
+)
+
+
+@pytest.mark.parametrize(("argv0", "spared"), [("-m", "True"), ("-c", "False")])
+def test_a_program_looks_for_garbage_when_it_has_loaded_and_whoever_imports_us_always(argv0: str, spared: str) -> None:
+    """`python -m` calls itself so until it has found its module, which is when the package is imported."""
+    script = f"import sys; sys.argv[0] = {argv0!r}; {THRESHOLDS}"
+    said = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, check=True, stdout=-1, text=True).stdout
+    assert said.split() == [spared, "True"]
+
+
+@pytest.mark.parametrize("package", ["tasks", "app.web"])
+def test_each_program_begins_without_looking_for_garbage(package: str) -> None:
+    script = f"import sys; sys.argv[0] = '-m'; import {package}, gc; print(gc.get_threshold()[0])"
+    said = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, check=True, stdout=-1, text=True).stdout
+    assert int(said) > 100_000
+
+
+def test_what_all_processes_do_first_ends_their_loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path))
+    for part in ("compare_secret", "check_redis"):
+        monkeypatch.setattr(startup, part, lambda: None)
+    before = gc.get_threshold()
+    gc.set_threshold(garbage._LOADING)
+    try:
+        startup.begin()
+        assert gc.get_threshold() == garbage._usual
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_a_worker_has_our_options_however_it_is_started(tmp_path: Path) -> None:

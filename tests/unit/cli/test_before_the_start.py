@@ -170,9 +170,20 @@ def test_everything_that_takes_jobs_stops_before_the_servers_and_flower(settings
 
 
 def test_the_procfile_has_the_roles_and_is_shipped_with_the_package() -> None:
-    assert list(procfile()) == ["web", "worker", "maintenance", "webhooks", "relay", "beat", "flower"]
+    assert set(procfile()) == {"web", "worker", "maintenance", "webhooks", "relay", "beat", "flower"}
     root = Path(__file__).parents[3]
     assert (root / "Procfile").read_text() == (root / "local" / "Procfile").read_text()
+
+
+def test_who_goes_on_with_jobs_after_a_crash_is_started_first(settings: pytest.MonkeyPatch) -> None:
+    names = [role.name for role in read_plan(demo=True).roles()]
+    assert names[:3] == ["worker", "maintenance", "web"]
+
+
+def test_a_record_that_has_its_schema_is_not_migrated(settings: pytest.MonkeyPatch, sqlite_url: str) -> None:
+    assert read_plan(demo=False).migration() is not None, "there is none yet"
+    settings.setenv("SLOTKEEPER_DATABASE_URL", sqlite_url)
+    assert read_plan(demo=False).migration() is None
 
 
 def test_a_maintenance_process_has_more_threads_than_there_are_tasks() -> None:

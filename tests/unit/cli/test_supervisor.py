@@ -2,17 +2,22 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from local.children import Role
 from local.errors import Stopped, UpError
+from local.launcher import start_in_turn
+from local.ports import free_port, is_open
 from local.supervisor import how_it_ended, restart_delay_s
+from tasks import touched
 from tests.unit.cli.bench import Bench, lives, until
 
 # Says its number, then stays, and leaves a trace when it is asked to end.
@@ -90,6 +95,53 @@ def test_the_last_words_are_those_that_tell_the_reason(bench: Bench) -> None:
 def test_waiting_ends_with_an_error_when_time_is_up(bench: Bench) -> None:
     with pytest.raises(UpError, match="Valkey did not answer within 0 s"):
         bench.supervisor.wait(lambda: False, 0.1, "Valkey did not answer")
+
+
+@pytest.fixture
+def begins(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """A script that stays, and shows that it has begun when there is a file `<name>.go`."""
+    monkeypatch.setenv("SLOTKEEPER_HOME", str(bench.folder))
+    (bench.folder / "secret").touch()
+    shown = touched.file_here("worker").parent
+    shown.mkdir()
+    sign = f"{shown}/{{0}}.{socket.gethostname()}.$$"
+    return f"echo {{0}} >> begun; until [ -e {{0}}.go ]; do sleep 0.02; done; touch {sign}; {STAYS}".format
+
+
+def test_no_more_processes_begin_at_a_time_than_there_are_processors(
+    bench: Bench, begins: Callable[[str], str]
+) -> None:
+    """Those that come first are at work before the next are started."""
+    names = ["worker", "maintenance", "web", "flower"]
+    roles = [Role(name, f"sh -c '{begins(name)}'") for name in names]
+    waits: list[list[str]] = []
+
+    def let_go() -> None:
+        for name in names:
+            until(lambda: len(bench.lines("begun")) == min(len(waits) + 2, 4))
+            waits.append(bench.lines("begun"))
+            (bench.folder / f"{name}.go").touch()
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    start_in_turn(roles, bench.supervisor, at_once=2)
+    thread.join()
+    assert [set(begun) for begun in waits] == [set(names[:2]), set(names[:3]), set(names), set(names)]
+    assert bench.supervisor.running == names
+
+
+def test_who_has_a_port_has_begun_when_it_listens_there(bench: Bench) -> None:
+    port = free_port()
+    listens = "import socket, time; it = socket.create_server(('127.0.0.1', {port})); time.sleep(60)"
+    role = Role("flower", f'"{sys.executable}" -c "{listens.format(port=port)}"', port)
+    start_in_turn([role], bench.supervisor, at_once=1)
+    assert is_open("127.0.0.1", port)
+
+
+def test_a_stop_while_processes_begin_is_heard(bench: Bench, begins: Callable[[str], str]) -> None:
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(Stopped):
+        start_in_turn([Role("worker", f"sh -c '{begins('worker')}'")], bench.supervisor, at_once=1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -1,7 +1,7 @@
 """What flask-openapi is to us, in one place: how views are described, and the document that comes of it."""
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import orjson
@@ -9,6 +9,8 @@ from flask import Flask, Response
 from flask.json.provider import JSONProvider
 from flask.wrappers import Request as AnyRequest
 from flask_openapi import APIBlueprint, Info, OpenAPI
+from flask_openapi.types import ParametersTuple
+from flask_openapi.utils import parse_parameters
 from pydantic import BaseModel, ConfigDict
 from werkzeug.datastructures import Headers
 from werkzeug.routing import BaseConverter, Map, MapAdapter, Rule
@@ -44,9 +46,13 @@ SECURITY: dict[str, Any] = {"key": {"type": "http", "scheme": "bearer", "descrip
 
 
 class Model(BaseModel):
-    """Base of what is read and written.  Its schema is built once: flask-openapi asks for it at every request."""
+    """Base of what is read and written.  Its schema is built once: flask-openapi asks for it at every request.
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    What requests are checked by is built when their view is registered; the others, which only describe answers, when
+    the document is asked for.
+    """
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), defer_build=True)
 
     @classmethod
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -197,9 +203,34 @@ def new_app(version: str) -> OpenAPI:
     return app
 
 
+class _Views(APIBlueprint):
+    """Views that are described when the document is asked for: it takes longer than all else until a process is ready,
+    and most are never asked."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._undescribed: list[Callable[[], object]] = []
+
+    def _collect_openapi_info(self, rule: str, func: Any, **described: Any) -> ParametersTuple:
+        self._undescribed.append(partial(super()._collect_openapi_info, rule, func, **described))
+        read = parse_parameters(func, doc_ui=False)
+        for model in filter(None, read):
+            model.model_rebuild()
+        return read
+
+    def describe(self, app: OpenAPI) -> None:
+        """As flask-openapi does when they are registered."""
+        while self._undescribed:
+            self._undescribed.pop(0)()
+        app.tags.extend(tag for tag in self.tags if tag.name not in app.tag_names)
+        app.tag_names.extend(tag.name for tag in self.tags if tag.name not in app.tag_names)
+        app.paths.update(self.paths)
+        app.components_schemas.update(self.components_schemas)
+
+
 def blueprint(name: str, title: str, prefix: str = "", *, keyed: bool = True) -> APIBlueprint:
     """Views under one heading.  `keyed`: they ask for a tenant's key."""
-    return APIBlueprint(
+    return _Views(
         name,
         f"app.api.{name}",
         url_prefix=prefix or None,
@@ -251,6 +282,9 @@ def headers(longest: int = LONGEST_KEY, form: str = SHOWN, shortest: int = 1, **
 def document(app: Flask) -> dict[str, Any]:
     """The OpenAPI document.  It asks for keys only where this process does."""
     assert isinstance(app, OpenAPI)
+    for views in app.blueprints.values():
+        if isinstance(views, _Views):
+            views.describe(app)
     made: dict[str, Any] = app.api_doc
     if not app.extensions["slotkeeper_settings"].require_keys:
         made.get("components", {}).pop("securitySchemes", None)

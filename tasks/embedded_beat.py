@@ -26,7 +26,7 @@ _LONG_S = 0.05  # for one task: those that are due with it go on beside it
 _ENDS_S = 3.0  # of beat that stops; the supervisor gives the whole worker eight
 # What is done as soon as beat begins, each after the end of the one before: what was missed meanwhile waits for it.  A
 # room that Redis has lost is filled first, with the leases of its runs; the reaper shall meet none that is about to be.
-_FIRST = ("sweep", "keep-time", "reap")
+_FIRST = ("sweep", "reap-killed", "reap", "keep-time")
 
 
 class Threads:

@@ -113,10 +113,10 @@ def test_what_was_missed_while_nobody_was_there_is_done_when_beat_begins_a_sweep
     assert begun == ["sweep"], "however long it takes"
     swept.set()
     assert threads.wait(SOON_S)
-    assert begun == ["sweep", "keep-time", "reap"]
+    assert begun == ["sweep", "reap-killed", "reap", "keep-time"]
     scheduler.tick()
     assert threads.wait(SOON_S)
-    assert len(begun) == 3, "and once"
+    assert len(begun) == 4, "and once"
 
 
 def test_what_is_due_with_a_task_that_hangs_is_done_beside_it(monkeypatch, scheduler, hung) -> None:

@@ -95,24 +95,30 @@ def start_in_turn(roles: Sequence[Role], supervisor: Supervisor, at_once: int) -
     A process that begins loads for most of a second, and keeps a processor busy meanwhile.  So no more of them do so at
     a time than there are processors: those that come first are at work sooner, and the last not later.
     """
-    waiting, beginning = deque(roles), dict[Role, float]()
+    waiting, beginning = deque(roles), list[Role]()
 
-    def have_all_begun() -> bool:
-        for role in [role for role, since in beginning.items() if _has_begun(role, supervisor.pid(role), since)]:
-            del beginning[role]
+    def has_one_begun() -> bool:
+        return any(_has_begun(role, supervisor.pid(role)) for role in beginning)
+
+    while waiting or beginning:
         while waiting and len(beginning) < at_once:
-            role = waiting.popleft()
-            beginning[role] = time.time()
-            supervisor.start(role)
-        return not beginning
+            beginning.append(waiting.popleft())
+            _start_new(beginning[-1], supervisor)
+        names = " and ".join(role.name for role in beginning)
+        supervisor.wait(has_one_begun, _START_S, f"{names} did not begin")
+        beginning = [role for role in beginning if not _has_begun(role, supervisor.pid(role))]
 
-    supervisor.wait(have_all_begun, _START_S, "Not all processes began")
+
+def _start_new(role: Role, supervisor: Supervisor) -> None:
+    supervisor.start(role)
+    if (pid := supervisor.pid(role)) is not None:
+        touched.forget(role.name, pid)
 
 
-def _has_begun(role: Role, pid: int | None, since: float) -> bool:
+def _has_begun(role: Role, pid: int | None) -> bool:
     if role.port is not None:
         return ports.is_open(_HERE, role.port)
-    return pid is not None and touched.has_begun(role.name, pid, since)
+    return pid is not None and touched.has_begun(role.name, pid)
 
 
 def _processors() -> int:

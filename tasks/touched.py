@@ -16,7 +16,6 @@ from foundation.home import is_state_folder
 
 STALE_S = 20.0
 """A file that was not touched for so long is that of a process which does not turn any more."""
-_COARSE_S = 0.1  # The clock of files is behind by less than this.
 
 
 def file_here(role: str) -> Path:
@@ -37,13 +36,19 @@ def living(role: str) -> list[int]:
     return sorted(found)
 
 
-def has_begun(role: str, pid: int, since_s: float) -> bool:
-    """Whether this process, which was started at `since_s` by this host's clock, has come to its work."""
+def forget(role: str, pid: int) -> None:
+    """Take away what another process of this number left that was killed, for whoever has just started this one.
+
+    Times are not compared: clocks are set, most of all when a machine starts.
+    """
     for folder in _folders():
         with suppress(OSError):
-            if (folder / _name(role, pid)).stat().st_mtime > since_s - _COARSE_S:
-                return True  # Another of this number, that was killed, may have left one that is older.
-    return False
+            (folder / _name(role, pid)).unlink()
+
+
+def has_begun(role: str, pid: int) -> bool:
+    """Whether this process has come to its work."""
+    return any((folder / _name(role, pid)).exists() for folder in _folders())
 
 
 def sweep(folder: Path) -> None:

@@ -114,18 +114,27 @@ def test_a_process_that_turns_no_more_does_not_live(api: Api) -> None:
     assert not one._file.exists()
 
 
-def test_a_process_has_begun_when_it_has_shown_so_since_it_was_started(api: Api) -> None:
-    """Not one of the same number that was killed before, as the processes of a container have the same each time."""
+def test_a_process_has_begun_when_it_has_shown_so(api: Api) -> None:
     one = Alive("web", wiring.processes(), dict)
-    assert not touched.has_begun("web", os.getpid(), time.time())
+    assert not touched.has_begun("web", os.getpid())
     one.begin()
     one.say()
-    assert touched.has_begun("web", os.getpid(), time.time() - 1)
-    assert not touched.has_begun("worker", os.getpid(), time.time() - 1)
-    one._ended.set()
+    assert touched.has_begun("web", os.getpid())
+    assert not touched.has_begun("worker", os.getpid())
+    touched.forget("web", os.getpid())
+    assert not touched.has_begun("web", os.getpid())
     one.say()
-    assert not touched.has_begun("web", os.getpid(), time.time() + 1)
-    one._ended.clear()
+    assert touched.has_begun("web", os.getpid())
+    one.end()
+
+
+def test_a_process_has_begun_though_the_clock_was_set_back_meanwhile(api: Api) -> None:
+    one = Alive("web", wiring.processes(), dict)
+    one.begin()
+    one.say()
+    assert one._file is not None
+    os.utime(one._file, (0, 0))
+    assert touched.has_begun("web", os.getpid())
     one.end()
 
 

@@ -4,7 +4,6 @@ from tests.faults.mutant import Mutant
 
 _LOADED = "tests/unit/test_what_is_loaded.py::"
 _MIGRATIONS = "tests/migrations/test_migrations.py::"
-_PROCESSES = "tests/contracts/test_processes.py::"
 _SUPERVISOR = "tests/unit/cli/test_supervisor.py::"
 _BEAT = "tests/unit/test_embedded_beat.py::"
 _NEWS = "tests/contracts/test_record_lookout.py::"
@@ -189,11 +188,14 @@ REST = [
     Mutant(
         "a process is taken for one of its number that was killed before",
         "SLOT-2",
-        "tasks/touched.py",
-        ".stat().st_mtime > since_s - _COARSE_S:",
-        ".stat().st_mtime:",
-        (f"{_PROCESSES}test_a_process_has_begun_when_it_has_shown_so_since_it_was_started",),
-        still=f"{_PROCESSES}test_a_process_that_turns_no_more_does_not_live",
+        "local/launcher.py",
+        "touched.forget(role.name, pid)",
+        "pass",
+        (
+            f"{_SUPERVISOR}test_a_process_is_not_taken_for_one_of_its_number_that_was_killed_and_is_named_where_it_does_"
+            "not_begin",
+        ),
+        still=f"{_SUPERVISOR}test_no_more_processes_begin_at_a_time_than_there_are_processors",
     ),
     Mutant(
         "a record that a newer release has migrated is taken for one that needs nothing",
@@ -212,6 +214,15 @@ REST = [
         "",
         (f"{_MIGRATIONS}test_a_file_that_cannot_be_written_now_is_left_to_the_migration",),
         still=f"{_MIGRATIONS}test_a_file_with_the_newest_schema_is_current",
+    ),
+    Mutant(
+        "Flower goes on without looking for garbage",
+        "SLOT-2",
+        "tasks/__main__.py",
+        "        collect_as_usual()\n",
+        "        pass\n",
+        (f"{_LOADED}test_flower_which_does_nothing_of_ours_first_looks_for_garbage_when_it_has_loaded",),
+        still=f"{_LOADED}test_a_worker_has_our_options_however_it_is_started",
     ),
     Mutant(
         "a program goes on without looking for garbage",

@@ -82,6 +82,16 @@ def test_each_program_begins_without_looking_for_garbage(package: str) -> None:
     assert int(said) > 100_000
 
 
+def test_flower_which_does_nothing_of_ours_first_looks_for_garbage_when_it_has_loaded() -> None:
+    """However it is started: it shows many tasks for long."""
+    script = (
+        "import sys; sys.argv[0] = '-m'; import gc; usual = gc.get_threshold(); "
+        "from tasks.__main__ import program; program('flower'); print(gc.get_threshold() == usual)"
+    )
+    said = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, check=True, stdout=-1, text=True).stdout
+    assert said.split() == ["True"]
+
+
 def test_what_all_processes_do_first_ends_their_loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path))
     for part in ("compare_secret", "check_redis"):

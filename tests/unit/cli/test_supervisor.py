@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from local import launcher
 from local.children import Role
 from local.errors import Stopped, UpError
 from local.launcher import start_in_turn
@@ -128,6 +129,22 @@ def test_no_more_processes_begin_at_a_time_than_there_are_processors(
     thread.join()
     assert [set(begun) for begun in waits] == [set(names[:2]), set(names[:3]), set(names), set(names)]
     assert bench.supervisor.running == names
+
+
+def test_a_process_is_not_taken_for_one_of_its_number_that_was_killed_and_is_named_where_it_does_not_begin(
+    bench: Bench, begins: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes of a container have the same numbers each time."""
+    start = bench.supervisor.start
+
+    def start_after_another(role: Role) -> None:
+        start(role)
+        touched.file_here(role.name).with_suffix(f".{bench.supervisor.pid(role)}").touch()
+
+    monkeypatch.setattr(bench.supervisor, "start", start_after_another)
+    monkeypatch.setattr(launcher, "_START_S", 0.2)
+    with pytest.raises(UpError, match="worker did not begin within"):
+        start_in_turn([Role("worker", f"sh -c '{begins('worker')}'")], bench.supervisor, at_once=1)
 
 
 def test_who_has_a_port_has_begun_when_it_listens_there(bench: Bench) -> None:

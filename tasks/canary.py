@@ -4,9 +4,9 @@ It comes by the broker to the worker that has sent it, goes through its event lo
 timed.  A worker through which none has come lately is not ready, whatever else says that it lives.
 """
 
-import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from typing import Any
 
 import structlog
@@ -61,7 +61,10 @@ class Canary:
         sent_s = self._sent.pop(token, None)
         if sent_s is None:
             return
-        asyncio.run_coroutine_threadsafe(self._pass(), self._engine.loop).result(_LONGEST_S)
+        try:
+            self._engine.ask(self._pass(), _LONGEST_S)
+        except CancelledError:  # The worker ends, and shall not have to wait for it.
+            return
         self._came_s = time.monotonic()
         self._took_s = self._came_s - sent_s
 

@@ -12,7 +12,7 @@ import time
 import types
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
@@ -148,6 +148,7 @@ class Engine:
         self._later: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._idle = threading.Condition()
         self._closed = False
+        self._awaited: set[Future[Any]] = set()  # by threads, until the loop ends
         self._pulse = Pulse("engine", wake=lambda: self.soon(self._pulse.beat))
         self._thread = threading.Thread(target=self._turn, name="engine", daemon=True)
         self._thread.start()
@@ -170,6 +171,19 @@ class Engine:
         else:
             self.loop.call_soon_threadsafe(self._begin, life)
 
+    def ask(self, what: Coroutine[Any, Any, T], within_s: float) -> T:
+        """Have the loop do it, and wait for it.  Raises what it raises, TimeoutError; CancelledError: the loop ends."""
+        with self._idle:
+            if self._closed:
+                what.close()
+                raise CancelledError
+            asked = asyncio.run_coroutine_threadsafe(what, self.loop)
+            self._awaited.add(asked)
+        try:
+            return asked.result(within_s)
+        finally:
+            self._awaited.discard(asked)
+
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until nothing lives any more; False: it took longer."""
         with self._idle:
@@ -186,9 +200,12 @@ class Engine:
 
     def close(self) -> None:
         """End the loop; what still lives is left where it is."""
-        self._closed = True
+        with self._idle:
+            self._closed = True
         self.soon(lambda: self.loop.create_task(self._end()))
         self._thread.join(5)
+        for asked in tuple(self._awaited):
+            asked.cancel()
         self._relaxed.end()
         self._durable.end()
         self._rare.shutdown(wait=False)

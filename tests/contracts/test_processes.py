@@ -1,7 +1,9 @@
 """Processes say that they live, and are missed when they do not; a canary tells whether a worker works."""
 
+import asyncio
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -229,6 +231,33 @@ def test_a_canary_that_does_not_reach_redis_and_the_record_has_not_come(
     one._sent["x"] = time.monotonic()
     with pytest.raises(ConnectionError):
         one.come("x")
+    assert one.facts()["canary_ms"] is None
+
+
+@pytest.mark.parametrize("comes", ["before", "after"])
+def test_a_canary_does_not_keep_its_worker_from_its_end(
+    api: Api, worker: Worker, comes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that has begun just now sends one at once, and Celery waits for it."""
+    asked = threading.Event()
+
+    async def says_nothing(_: object) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(worker.engine, "ask_room", says_nothing)
+    monkeypatch.setattr(canary, "_LONGEST_S", 3600.0)
+    one = Canary(worker.engine, wiring.workers())
+    one._sent["x"] = time.monotonic()
+    coming = threading.Thread(target=one.come, args=("x",), daemon=True)
+    if comes == "before":
+        coming.start()
+        assert asked.wait(10)
+    worker.close()
+    if comes == "after":
+        coming.start()
+    coming.join(10)
+    assert not coming.is_alive()
     assert one.facts()["canary_ms"] is None
 
 

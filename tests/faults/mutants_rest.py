@@ -2,6 +2,7 @@
 
 from tests.faults.mutant import Mutant
 
+_CANARY = "tests/contracts/test_processes.py::"
 _LOADED = "tests/unit/test_what_is_loaded.py::"
 _MIGRATIONS = "tests/migrations/test_migrations.py::"
 _SUPERVISOR = "tests/unit/cli/test_supervisor.py::"
@@ -214,6 +215,24 @@ REST = [
         "",
         (f"{_MIGRATIONS}test_a_file_that_cannot_be_written_now_is_left_to_the_migration",),
         still=f"{_MIGRATIONS}test_a_file_with_the_newest_schema_is_current",
+    ),
+    Mutant(
+        "a worker that has begun just now is killed when it shall stop, as it waits for its canary",
+        "time",
+        "tasks/engine.py",
+        "            asked.cancel()\n",
+        "            pass\n",
+        (f"{_CANARY}test_a_canary_does_not_keep_its_worker_from_its_end",),
+        still=f"{_CANARY}test_a_canary_that_has_come_is_timed",
+    ),
+    Mutant(
+        "a canary that comes after the end of its worker's loop is waited for",
+        "time",
+        "tasks/engine.py",
+        "            if self._closed:\n                what.close()",
+        "            if not self.loop:\n                what.close()",
+        (f"{_CANARY}test_a_canary_does_not_keep_its_worker_from_its_end",),
+        still=f"{_CANARY}test_a_canary_that_has_come_is_timed",
     ),
     Mutant(
         "Flower goes on without looking for garbage",

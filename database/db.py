@@ -38,6 +38,7 @@ from foundation.errors import RecordUnavailable, RecordUncertain, SlotkeeperErro
 T = TypeVar("T")
 
 _LARGEST_BATCH = 128
+_LARGEST_AT_ONCE = 64 * 1024  # signs: more would take its time, also where nobody is waited for
 _ASK_AGAIN_S = 0.1
 _SLACK_S = 0.5
 # InternalError: PostgreSQL has become a read-only standby.  TimeoutError: every connection is taken.
@@ -90,6 +91,7 @@ class Write(NamedTuple, Generic[T]):
     `heard`, `unheard`: what is done when its commit was answered, or when it is not known whether it was stored.
     `alike`: does at once what the units of several writes would do that have it, come one after another, and are
     `about` something of its own each.  It takes what they `asked`, and answers as many results, or None: it cannot.
+    `size`: how much it writes, in signs, where that may be much.
     """
 
     unit: Unit[T]
@@ -100,6 +102,7 @@ class Write(NamedTuple, Generic[T]):
     alike: Callable[[Transaction, Sequence[Any]], Sequence[T] | None] | None = None
     about: str = ""
     asked: Any = None
+    size: int = 0
 
 
 class _Ticket(Generic[T]):
@@ -204,11 +207,11 @@ class Database:
 
     def do_at_once(self, writes: Sequence[Write[Any]]) -> list[Any] | None:
         """As `do_all`, for a caller that must not wait.  None: nothing was stored, as somebody else writes
-        now, or one of these spoils what they share; `do_all` finds out which.
+        now, or it is much, or one of these spoils what they share; `do_all` finds out which.
 
-        Only on SQLite, and only relaxed writes, which wait for no disk.
+        Only on SQLite.  Nobody may hear of these answers before `secured`, unless all writes are relaxed.
         """
-        if not self._writer.is_quick or not all(write.relaxed for write in writes):
+        if not self._writer.is_quick or sum(write.size for write in writes) > _LARGEST_AT_ONCE:
             return None
         with self._lock:
             if self._led:
@@ -218,7 +221,17 @@ class Database:
             answers = self._tried(writes)
         finally:
             self._pass_the_lead_on()
-        return None if answers is None else _told(writes, answers)
+        is_done = answers is not None and all(write.relaxed for write in writes)
+        return _told(writes, answers or []) if is_done else answers
+
+    def secured(self, writes: Sequence[Write[Any]], answers: Sequence[Any]) -> list[Any]:
+        """The answers of `do_at_once`, when what they promise is on the disk."""
+        try:
+            self._writer.sync()
+        except OSError as error:
+            lost = _uncertain(_reason(error))
+            answers = [answer if isinstance(answer, Exception) else lost for answer in answers]
+        return _told(writes, answers)
 
     def _tried(self, writes: Sequence[Write[Any]]) -> list[Any] | None:
         """One transaction, and no second.  None: nothing of it was stored, whatever was in the way."""
@@ -471,14 +484,14 @@ def _answer_of(ticket: _Ticket[T]) -> T | Exception:
         return error
 
 
-def _told(writes: Sequence[Write[Any]], answers: list[Any]) -> list[Any]:
+def _told(writes: Sequence[Write[Any]], answers: Sequence[Any]) -> list[Any]:
     """The answers, of which each write has been told."""
     for write, answer in zip(writes, answers, strict=True):
         if isinstance(answer, RecordUncertain):
             write.unheard()
         elif not isinstance(answer, Exception):
             write.heard()
-    return answers
+    return list(answers)
 
 
 def _fulfil(batch: Sequence[_Ticket[Any]], results: Sequence[Any]) -> None:

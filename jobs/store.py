@@ -281,6 +281,7 @@ class Store:
             alike=self._settled if instead is None and withhold is None else None,
             about=job_id,
             asked=step,
+            size=len(result or ""),
         )
 
     def _settled(self, tx: Transaction, steps: Sequence[_Step]) -> list[Moved | None] | None:

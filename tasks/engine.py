@@ -32,7 +32,7 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 _MOST_TOGETHER = 128
-_MOST_AT_ONCE = 32  # starts, of 0.1 ms each
+_MOST_AT_ONCE = 32  # starts or ends, of 0.1 ms each
 _BEHIND_S = 0.003  # In that time a slot that was passed on with an end has its next request sent.
 _LATER_S = 0.01
 _SLICE_S = 0.001
@@ -40,13 +40,16 @@ _RARE_THREADS = 16
 
 
 _Asked: TypeAlias = "list[tuple[Any, asyncio.Future[Any]]]"  # what for, and where its answer goes
+_Turn: TypeAlias = "tuple[_Asked, Sequence[Any] | None]"  # and what it came to, if only the disk is waited for
 
 
 class Together:
     """Has what the loop asks for in one turn done together, in a thread of its own.
 
     `do` answers a result, or an Exception, for each.  `at_once`: does the same in the loop if that takes no time, else
-    answers None.  `behind_s`: what is asked for waits so long for more of its kind, and does not disturb the loop.
+    answers None.  `secured`: what was done at once is handed to it, with its answers, by the thread, for it may wait;
+    they are given when it returns them.  `behind_s`: what is asked for waits so long for more of its kind, and does not
+    disturb the loop.
     """
 
     def __init__(
@@ -55,12 +58,14 @@ class Together:
         loop: asyncio.AbstractEventLoop,
         do: Callable[[list[Any]], Sequence[Any]],
         at_once: Callable[[list[Any]], Sequence[Any] | None] = lambda _: None,
+        secured: Callable[[list[Any], list[Any]], Sequence[Any]] | None = None,
         behind_s: float = 0.0,
     ) -> None:
-        self._loop, self._do, self._at_once, self._behind_s = loop, do, at_once, behind_s
+        self._loop, self._do, self._at_once, self._secured = loop, do, at_once, secured
+        self._behind_s = behind_s
         self._this_turn: _Asked = []
-        self._turns: SimpleQueue[_Asked | None] = SimpleQueue()
-        self.pulse = Pulse(name, wake=lambda: self._turns.put([]))
+        self._turns: SimpleQueue[_Turn | None] = SimpleQueue()
+        self.pulse = Pulse(name, wake=lambda: self._turns.put(([], None)))
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -77,36 +82,47 @@ class Together:
 
     def _hand_over(self) -> None:
         batch, self._this_turn = self._this_turn, []
-        found = _done(self._at_once, batch) if len(batch) <= _MOST_AT_ONCE else None
-        if found is None:
-            self._turns.put(batch)
+        found = _done(self._at_once, _wanted(batch)) if len(batch) <= _MOST_AT_ONCE else None
+        if found is None or self._secured is not None:
+            self._turns.put((batch, found))
         else:
             _answer([future for _, future in batch], found)
 
     def _work(self) -> None:
-        while (batch := self._next()) is not None:
-            found = _done(self._do, batch)
-            self._loop.call_soon_threadsafe(_answer, [future for _, future in batch], found)
+        while (turns := self._next()) is not None:
+            done = [(one, answer) for batch, found in turns for one, answer in zip(batch, found or (), strict=False)]
+            if done and self._secured is not None:
+                batch = [one for one, _ in done]
+                self._tell(batch, _done(self._secured, _wanted(batch), [answer for _, answer in done]))
+            if batch := [one for batch, found in turns if found is None for one in batch]:
+                self._tell(batch, _done(self._do, _wanted(batch)))
 
-    def _next(self) -> "_Asked | None":
-        found: _Asked = []
+    def _tell(self, batch: _Asked, found: Sequence[Any]) -> None:
+        self._loop.call_soon_threadsafe(_answer, [future for _, future in batch], found)
+
+    def _next(self) -> "list[_Turn] | None":
+        found: list[_Turn] = []
         try:
-            while len(found) < _MOST_TOGETHER:
+            while sum(len(batch) for batch, _ in found) < _MOST_TOGETHER:
                 turn = self._turns.get(block=not found)
                 self.pulse.beat()
                 if turn is None:
                     return None
-                found += turn
+                found.append(turn)
         except Empty:
             pass
         return found
 
 
-def _done(do: Callable[[list[Any]], T], batch: _Asked) -> T | list[Exception]:
+def _wanted(batch: _Asked) -> list[Any]:
+    return [wanted for wanted, _ in batch]
+
+
+def _done(do: Callable[..., T], wanted: list[Any], *more: Any) -> T | list[Exception]:
     try:
-        return do([wanted for wanted, _ in batch])
+        return do(wanted, *more)
     except Exception as error:
-        return [error] * len(batch)
+        return [error] * len(wanted)
 
 
 def _answer(futures: Sequence["asyncio.Future[Any]"], found: Sequence[Any]) -> None:
@@ -140,8 +156,9 @@ class Engine:
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self.wires = Wires(self.loop)
         self._room = leases.pipeline(self.loop)
-        self._relaxed = Together("record-relaxed", self.loop, database.do_all, at_once=database.do_at_once)
-        self._durable = Together("record-durable", self.loop, database.do_all, behind_s=_BEHIND_S)
+        at_once = database.do_at_once
+        self._relaxed = Together("record-relaxed", self.loop, database.do_all, at_once)
+        self._durable = Together("record-durable", self.loop, database.do_all, at_once, database.secured, _BEHIND_S)
         self._rare = ThreadPoolExecutor(_RARE_THREADS, thread_name_prefix="rare")
         self._lives: set[asyncio.Task[Any]] = set()
         self._count = 0  # of lives, those among them that the loop has not begun yet

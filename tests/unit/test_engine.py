@@ -73,6 +73,27 @@ def test_so_much_that_the_loop_would_stand_still_is_done_by_the_thread(record: R
     assert record.done == [("record", many)]
 
 
+def test_what_was_done_in_the_loop_is_answered_when_the_thread_has_secured_it(record: Record) -> None:
+    def secured(wanted: list[Any], answers: list[Any]) -> list[Any]:
+        record.done.append((threading.current_thread().name, wanted))
+        return [str(it) for it in answers]
+
+    here = threading.current_thread().name
+    with _together(record, at_once=record.at_once, secured=secured) as ask:
+        assert ask([1, 2]) == ["-1", "-2"]
+        record.is_taken = True
+        assert ask([3]) == [-3], "what a thread has done is secured by it"
+    assert record.done == [(here, [1, 2]), ("record", [1, 2]), ("record", [3])]
+
+
+def test_who_asked_hears_that_what_was_done_could_not_be_secured(record: Record) -> None:
+    def secured(wanted: list[Any], answers: list[Any]) -> list[Any]:
+        raise RecordUnavailable("away")
+
+    with _together(record, at_once=record.at_once, secured=secured) as ask, pytest.raises(RecordUnavailable):
+        ask([1, 2])
+
+
 def test_what_need_not_be_at_once_waits_for_more_of_its_kind(record: Record) -> None:
     with _together(record, behind_s=0.05) as ask:
         ask([1, 2])
@@ -93,7 +114,7 @@ def lived() -> Iterator[Engine]:
     async def close() -> None:
         pass
 
-    record: Any = SimpleNamespace(do_all=_not_stored, do_at_once=_not_stored)
+    record: Any = SimpleNamespace(do_all=_not_stored, do_at_once=_not_stored, secured=lambda _, answers: answers)
     room: Any = SimpleNamespace(pipeline=lambda loop: SimpleNamespace(close=close))
     found = Engine(record, room)
     yield found

@@ -81,7 +81,7 @@ def test_a_thread_of_the_record_that_dies_or_hangs_is_found(together: Any, how: 
         return []
 
     it = together(do)
-    it._turns.put([(1, it._loop.create_future())])
+    it._turns.put(([(1, it._loop.create_future())], None))
     assert at_it.wait(10)
     assert _is_found_stopped(it.pulse)
     go_on.set()

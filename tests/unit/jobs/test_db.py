@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from database import connections, engines, postgresql, writer
+from database import connections, db, engines, postgresql, writer
 from database.db import Database, Write, _reason, _Ticket
 from database.prepared import run
 from foundation.config import Limits
@@ -237,11 +237,38 @@ def test_who_must_not_wait_writes_at_once_while_nobody_else_does(sqlite, disk):
     assert waited == []
 
 
-def test_who_must_not_wait_does_not_wait_for_the_disk(sqlite, disk):
-    """A promise would be given before it can be kept."""
-    assert sqlite.do_at_once([Write(_insert, relaxed=True), Write(_insert)]) is None
+def test_who_must_not_wait_hears_what_was_promised_when_it_is_on_the_disk(sqlite, disk):
+    _, waited = disk
+    heard: list[str] = []
+    writes: list[Write[Any]] = [Write(_insert, heard=lambda: heard.append("heard")), Write(_insert, relaxed=True)]
+    answers = sqlite.do_at_once(writes)
     with sqlite.read() as connection:
-        assert _count(connection) == 0
+        assert _count(connection) == 2, "others see it already"
+    assert (waited, heard) == ([], [])
+    assert sqlite.secured(writes, answers) == [None, None]
+    assert (waited, heard) == ([f"{sqlite.engine.url.database}-wal"], ["heard"])
+
+
+def test_what_was_written_at_once_and_may_not_be_on_the_disk_is_uncertain(sqlite, disk):
+    def fail() -> None:
+        raise OSError(5, "the disk is gone")
+
+    acts, _ = disk
+    acts.append(fail)
+    unheard: list[str] = []
+    writes: list[Write[Any]] = [Write(_insert, unheard=lambda: unheard.append("unheard")), Write(_refuse)]
+    answers = sqlite.secured(writes, sqlite.do_at_once(writes))
+    assert isinstance(answers[0], RecordUncertain)
+    assert answers[1] is _REFUSAL
+    assert unheard == ["unheard"]
+
+
+def test_who_must_not_wait_leaves_much_to_others(sqlite, disk):
+    half = db._LARGEST_AT_ONCE // 2
+    assert sqlite.do_at_once([Write(_insert, size=half), Write(_insert, size=half)]) == [None, None]
+    assert sqlite.do_at_once([Write(_insert, size=half), Write(_insert, size=half + 1)]) is None
+    with sqlite.read() as connection:
+        assert _count(connection) == 2
 
 
 def test_who_must_not_wait_does_not_wait_for_another_process_and_keeps_its_connection(sqlite, disk, monkeypatch):

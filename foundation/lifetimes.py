@@ -34,6 +34,7 @@ class Lifetimes:
     def __init__(self, folder: Path, boot: Path = _BOOT) -> None:
         self._folder, self._boot = folder, boot
         self._held: dict[str, int] = {}  # bare numbers: nobody but `end` closes them
+        self._stuck: set[str] = set()  # forgotten, though their files stay
 
     def begin(self, name: str) -> None:
         """From now on the end of this process proves the end of `name`.  Raises OSError, HomeNotPrivate: it cannot."""
@@ -64,12 +65,15 @@ class Lifetimes:
 
     def ended(self) -> list[str]:
         """All that are proved to have ended, and are not forgotten."""
-        return [name for path in self._files() if (name := self._proved(path)) is not None]
+        proved = [name for path in self._files() if (name := self._proved(path)) is not None]
+        return [name for name in proved if name not in self._stuck]
 
     def forget(self, name: str) -> None:
         """What had to be done when it ended is done."""
-        with suppress(OSError):
-            self._path(name).unlink()
+        try:
+            self._path(name).unlink(missing_ok=True)
+        except OSError:
+            self._stuck.add(name)
 
     def _proved(self, path: Path) -> str | None:
         """Whose end this file proves."""

@@ -72,6 +72,12 @@ KILLED = [
         "if text ==",
         "test_a_file_proves_the_end_of_whom_it_names_only",
     ),
+    _of_proof(
+        "what cannot be taken away is looked into for ever",
+        "if name not in self._stuck]",
+        "if name]",
+        "test_what_cannot_be_taken_away_is_forgotten_all_the_same",
+    ),
     _of_reaper(
         "leases of living workers are taken with those of a killed one",
         "LEASE-4",

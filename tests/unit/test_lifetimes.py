@@ -1,5 +1,6 @@
 """That a process has ended is proved by its kernel's lock alone, and by nothing that only looks like it."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -240,6 +241,21 @@ def test_in_a_folder_that_is_not_ours_nobody_begins(folder, monkeypatch):
         os.chown(folder, 12345, -1)
     with pytest.raises(HomeNotPrivate):
         Lifetimes(folder).begin(NAME)
+
+
+def test_what_cannot_be_taken_away_is_forgotten_all_the_same(folder, monkeypatch):
+    """As in a folder that is mounted to be read only: it would be looked into twice a second for ever."""
+    lives = Lifetimes(folder)
+    lives.begin(NAME)
+    _die(lives)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", _refuse)
+        lives.forget(NAME)
+    assert lives.ended() == [] and _one(folder).exists()
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise OSError(errno.EROFS, "Read-only file system")
 
 
 def test_what_nobody_took_away_goes_after_a_day_and_what_is_held_stays(folder):

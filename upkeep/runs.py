@@ -61,7 +61,7 @@ def restore(dispatcher: Dispatcher) -> int:
     Its worker, if it lives, renews it and goes on; if not, it expires and is reaped like any other: so a run always
     ends, whoever holds its slot by now.
     """
-    return _restore(dispatcher, _without_lease(dispatcher), dispatcher.settings.lease_ms)
+    return _restore(dispatcher, _without_lease(dispatcher, recorded(dispatcher)), dispatcher.settings.lease_ms)
 
 
 def restore_missed(dispatcher: Dispatcher, *, silence_proves: bool = True) -> int:
@@ -72,7 +72,7 @@ def restore_missed(dispatcher: Dispatcher, *, silence_proves: bool = True) -> in
     `silence_proves`: not while Redis was away.
     """
     now, since = now_ms(), seen_by(dispatcher).missed
-    missing = _without_lease(dispatcher)
+    missing = _without_lease(dispatcher, recorded(dispatcher))
     since = {run.lease: since.get(run.lease, now) for runs in missing.values() for run in runs}
     seen_by(dispatcher).missed = since
     settings = dispatcher.settings
@@ -84,18 +84,18 @@ def restore_missed(dispatcher: Dispatcher, *, silence_proves: bool = True) -> in
 
 
 def restore_of(dispatcher: Dispatcher, owners: Collection[str]) -> set[str]:
-    """The same at once for runs of these owners, whose processes have ended; answers which of them had runs."""
-    missing = {
-        fleet: [run for run in runs if run.lease.owner in owners] for fleet, runs in _without_lease(dispatcher).items()
-    }
-    _restore(dispatcher, missing, dispatcher.settings.lease_ms)
-    return {run.lease.owner for runs in missing.values() for run in runs}
+    """The same at once for runs of these owners, whose processes have ended; answers which of them had runs.
+
+    A run whose job another has a lease for has none of its own, and waits until that is gone.
+    """
+    theirs = {fleet: [run for run in runs if run.lease.owner in owners] for fleet, runs in recorded(dispatcher).items()}
+    _restore(dispatcher, _without_lease(dispatcher, theirs), dispatcher.settings.lease_ms)
+    return {run.lease.owner for runs in theirs.values() for run in runs}
 
 
-def _without_lease(dispatcher: Dispatcher) -> dict[str, list[Restored]]:
-    """Running jobs, by fleet, that have no lease in Redis."""
+def _without_lease(dispatcher: Dispatcher, runs: Mapping[str, Sequence[Restored]]) -> dict[str, list[Restored]]:
+    """Those of the record's runs, by fleet, whose jobs have no lease in Redis."""
     # The record first: a lease is there before its run.
-    runs = recorded(dispatcher)
     leased = dispatcher.leases.having({fleet: [run.lease.job_id for run in found] for fleet, found in runs.items()})
     return {
         fleet: [run for run, has_one in zip(found, leased[fleet], strict=True) if not has_one]

@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 from dispatch.verdict import Verdict
 from foundation.lifetimes import Lifetimes
 from jobs.states import State, Why
-from routing.leases import Renewal
+from routing.leases import Lease, Renewal
 from routing.workers import Workers
 from scripting.keys import Keys
 from tests.support.builders import at_once
@@ -102,6 +102,24 @@ def test_what_a_killed_worker_sent_last_is_found_by_the_next_look(stage, deaths)
     assert deaths.reap() == 0
     assert deaths.lifetimes.ended() == []
     assert {stage.state(job_id) for job_id in (first, second)} == {State.QUEUED}
+
+
+def test_a_start_that_a_killed_worker_had_sent_and_that_comes_after_the_first_look_is_no_silence(stage, deaths):
+    """PostgreSQL commits what it was told, though who told it has died."""
+    job_id = stage.submit()
+    offer = stage.told.offers.pop()
+    assert stage.dispatcher.leases.claim(offer, KILLED) is not None
+    deaths.kill()
+    assert deaths.reap() == 1
+    assert stage.store.start(job_id, offer.server, offer.slot, f"{offer.lease} {KILLED}", stage.now) is not None
+    assert deaths.reap() == 0, "its job is offered again"
+    again = stage.told.offers.pop()
+    assert stage.dispatcher.leases.claim(again, LIVING) is not None
+    stage.dispatcher.free(Lease(again.fleet, job_id, again.lease, LIVING, again.slot), back=False)  # It finds a run.
+    assert deaths.reap() == 1
+    assert (stage.state(job_id), stage.job(job_id).why) == (State.QUEUED, Why.LEASE_EXPIRED)
+    deaths.reap()
+    assert deaths.lifetimes.ended() == []
 
 
 def test_what_a_killed_worker_had_claimed_and_not_started_costs_the_job_nothing(stage, deaths):

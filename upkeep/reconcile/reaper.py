@@ -149,11 +149,11 @@ def reap_killed(dispatcher: Dispatcher, workers: Workers, lifetimes: Lifetimes) 
         workers.leave(owner)
     fleets = dispatcher.catalog.snapshot().fleets()
     found = rooms.depths_of(dispatcher.leases.scripts, fleets)
-    restored = runs.restore_of(dispatcher, killed)
+    running = runs.restore_of(dispatcher, killed)
     held = dispatcher.leases.all_of([fleet for fleet, room in found.items() if room.open])
     theirs = [lease for leases in held.values() for lease, _ in leases if lease.owner in killed]
     if len(held) == len(fleets):
-        for owner in killed - restored - {lease.owner for lease in theirs}:
+        for owner in killed - running - {lease.owner for lease in theirs}:
             lifetimes.forget(owner)
     if theirs:
         log.warning("workers_killed", workers=sorted({lease.owner for lease in theirs}), leases=len(theirs))

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
-from client.api import Client, ClientError
 from local import ports, valkey
 from local.children import Role
 from local.errors import Stopped, UpError
@@ -57,6 +56,7 @@ def up(wishes: Wishes, say: Say) -> int:
         supervisor = Supervisor(signals, guardian, plan.environment(), plan.home, home.logs, say)
         stack.callback(_stop, supervisor, say)
         try:
+            say("Starting ...")  # It takes seconds, and more where nothing is compiled yet.
             _start(plan, program, supervisor)
             say(_welcome(plan, time.monotonic() - began))
             if wishes.demo:
@@ -81,8 +81,7 @@ def _start(plan: Plan, program: str, supervisor: Supervisor) -> None:
         supervisor.wait(lambda: valkey.answers(plan.redis_port, password), _START_S, "Valkey did not answer")
     flower_password(plan.home)
     start_in_turn(plan.roles(), supervisor, _processors())
-    client = Client(plan.url)
-    supervisor.wait(lambda: _ready(client), _START_S, "The API did not become ready")
+    supervisor.wait(_look_at(plan.url), _START_S, "The API did not become ready")
     for port in plan.ports():
         opened = partial(ports.is_open, _reached(port.host), port.number)
         supervisor.wait(opened, _START_S, f"{port.role} did not open its port")
@@ -151,12 +150,19 @@ def _reached(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def _ready(client: Client) -> bool:
-    try:
-        client.get("/health/ready")
-    except ClientError:
+def _look_at(url: str) -> Callable[[], bool]:
+    """Whether the API is ready, each time it is asked."""
+    from client.api import Client, ClientError  # Here: it loads while our processes do, and not before them.
+
+    client = Client(url)
+
+    def is_ready() -> bool:
+        with suppress(ClientError):
+            client.get("/health/ready")
+            return True
         return False
-    return True
+
+    return is_ready
 
 
 def _stop(supervisor: Supervisor, say: Say) -> None:
@@ -188,6 +194,7 @@ def _welcome(plan: Plan, took_s: float) -> str:
 
 def _demonstrate(plan: Plan, wishes: Wishes, say: Say, stop: threading.Event) -> int:
     """Register the demo servers and run jobs on them; 0: all ended well."""
+    from client.api import Client, ClientError
     from local import demo
 
     with demo.key_for(plan.app) as key:

@@ -384,6 +384,7 @@ def test_a_taken_port_is_named_and_nothing_is_started(installation: Installation
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_the_start_leaves_nothing_behind(installation: Installation, number: int) -> None:
     with installation.up("--no-demo") as up:
+        up.says("Starting ...")
         up.shows(lambda: installation.pid_of("worker@"), "the worker's process")
         assert up.stop(number) < STOPPED_WITHIN_S
         assert installation.processes() == {}

@@ -221,8 +221,9 @@ class Database:
             answers = self._tried(writes)
         finally:
             self._pass_the_lead_on()
-        is_done = answers is not None and all(write.relaxed for write in writes)
-        return _told(writes, answers or []) if is_done else answers
+        if answers is None or not all(write.relaxed for write in writes):
+            return answers
+        return _told(writes, answers)
 
     def secured(self, writes: Sequence[Write[Any]], answers: Sequence[Any]) -> list[Any]:
         """The answers of `do_at_once`, when what they promise is on the disk."""

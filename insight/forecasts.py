@@ -126,11 +126,8 @@ class Forecasts:
                 level += 1
                 chosen = {name: one for name, one in chosen.items() if _in_sample(name, level)}
         chosen = {name: replace(one, level=level) for name, one in chosen.items()}
-        if chosen and self._ask is None:
-            self._remember(key, chosen)
-        elif chosen and self._ask is not None:
-            self._noted.extend((key, name, one) for name, one in chosen.items())
-            self._ask()
+        if chosen:
+            self._note(key, chosen)
         return [None if it is None else interval.estimate(known.memory, it) for it in given]
 
     def memory(self, fleet: str, model: str) -> Memory:
@@ -206,6 +203,13 @@ class Forecasts:
         self._levels[key] = _Level(self._clock() + _FRESH_S, bits)
 
     # -- remembering -------------------------------------------------------------------------------------------
+
+    def _note(self, key: str, chosen: Mapping[str, Promise]) -> None:
+        if self._ask is None:
+            self._remember(key, chosen)
+            return
+        self._noted.extend((key, name, one) for name, one in chosen.items())
+        self._ask()
 
     def remember(self) -> None:
         """All that was promised since.  From what Redis does not take now nothing is learned."""

@@ -108,11 +108,9 @@ class Plan:
 
     def migration(self) -> Role | None:
         """A process of its own, so that this one loads no database.  None: the record has the schema that it needs."""
-        return (
-            None
-            if is_current(self.record_url)
-            else Role("migrate", f'"{sys.executable}" -m cli migrate', completes=True)
-        )
+        if is_current(self.record_url):
+            return None
+        return Role("migrate", f'"{sys.executable}" -m cli migrate', completes=True)
 
     def roles(self) -> list[Role]:
         """What the Procfile lists, in its order, and the demo servers; Valkey is started before them.

@@ -90,12 +90,12 @@ class Together:
 
     def _work(self) -> None:
         while (turns := self._next()) is not None:
-            done = [(one, answer) for batch, found in turns for one, answer in zip(batch, found or (), strict=False)]
+            done = [one for batch, found in turns if found is not None for one in batch]
+            answers = [answer for _, found in turns if found is not None for answer in found]
             if done and self._secured is not None:
-                batch = [one for one, _ in done]
-                self._tell(batch, _done(self._secured, _wanted(batch), [answer for _, answer in done]))
-            if batch := [one for batch, found in turns if found is None for one in batch]:
-                self._tell(batch, _done(self._do, _wanted(batch)))
+                self._tell(done, _done(self._secured, _wanted(done), answers))
+            if undone := [one for batch, found in turns if found is None for one in batch]:
+                self._tell(undone, _done(self._do, _wanted(undone)))
 
     def _tell(self, batch: _Asked, found: Sequence[Any]) -> None:
         self._loop.call_soon_threadsafe(_answer, [future for _, future in batch], found)

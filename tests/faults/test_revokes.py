@@ -105,10 +105,15 @@ def test_a_revoked_job_that_runs_is_stopped_by_its_server(town: Town, bare: Cele
 
 def test_a_revoke_is_heard_though_nobody_is_there_who_runs_jobs(town: Town, bare: Celery) -> None:
     """An offered job: its wake-up lies at the broker.  Maintenance hears the revoke."""
+
+    def is_offered() -> bool:
+        town.cut_off()
+        return bool(town.lease(model, offered))
+
     town.crew(0)
     model = town.model()
     offered, last = town.submit(model, 0.01), town.submit(model, 0.01)
-    eventually(lambda: town.lease(model, offered), "the first is offered")
+    eventually(is_offered, "the first is offered")
     bare.control.revoke([offered])
     town.until(offered, "canceled")
     town.crew(1)

@@ -21,7 +21,9 @@ from redis import Redis
 from database.db import Database
 from jobs.record import Job
 from jobs.store import Store
+from routing.workers import Workers
 from scripting.keys import FLEET_KEYS, Keys
+from scripting.scripts import Scripts
 from tests.support.gated import Gate
 from tests.support.http_api import HttpApi
 from tests.support.stack import Process, RefServer, Stack, eventually
@@ -80,6 +82,11 @@ class Town:
         for worker in hired:
             ready(worker)
         return hired
+
+    def cut_off(self) -> None:
+        """A worker has just said that it has room for one run, and nobody hears of it again."""
+        with self.redis() as redis:
+            Workers(Scripts(redis, Keys("slotkeeper"))).say("cut-off", 1)
 
     # -- jobs --------------------------------------------------------------------------------------------------
 

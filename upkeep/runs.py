@@ -18,7 +18,7 @@ SETTLED_WITHIN_MS = 2_000
 """So long a run may have passed its slot on while its end is on the way to the record; then it needs a lease."""
 
 
-def recorded(dispatcher: Dispatcher) -> defaultdict[str, list[Restored]]:
+def _recorded(dispatcher: Dispatcher) -> defaultdict[str, list[Restored]]:
     """The leases of all running jobs, by fleet."""
     models = dispatcher.catalog.snapshot().models
     found = defaultdict[str, list[Restored]](list)
@@ -61,7 +61,15 @@ def restore(dispatcher: Dispatcher) -> int:
     Its worker, if it lives, renews it and goes on; if not, it expires and is reaped like any other: so a run always
     ends, whoever holds its slot by now.
     """
-    return _restore(dispatcher, _without_lease(dispatcher, recorded(dispatcher)), dispatcher.settings.lease_ms)
+    return _restore(dispatcher, _without_lease(dispatcher, _recorded(dispatcher)), dispatcher.settings.lease_ms)
+
+
+def restore_all(dispatcher: Dispatcher, fleets: Collection[str]) -> None:
+    """The same where Redis has lost these fleets' rooms, and they are filled again."""
+    for fleet, its in _recorded(dispatcher).items():
+        if fleet in fleets:
+            with alone("restore", fleet=fleet):
+                _write(dispatcher, fleet, its, dispatcher.settings.lease_ms)
 
 
 def restore_missed(dispatcher: Dispatcher, *, silence_proves: bool = True) -> int:
@@ -72,7 +80,7 @@ def restore_missed(dispatcher: Dispatcher, *, silence_proves: bool = True) -> in
     `silence_proves`: not while Redis was away.
     """
     now, since = now_ms(), seen_by(dispatcher).missed
-    missing = _without_lease(dispatcher, recorded(dispatcher))
+    missing = _without_lease(dispatcher, _recorded(dispatcher))
     since = {run.lease: since.get(run.lease, now) for runs in missing.values() for run in runs}
     seen_by(dispatcher).missed = since
     settings = dispatcher.settings
@@ -88,7 +96,7 @@ def restore_of(dispatcher: Dispatcher, owners: Collection[str]) -> set[str]:
 
     A run whose job another has a lease for has none of its own, and waits until that is gone.
     """
-    theirs = {fleet: [run for run in runs if run.lease.owner in owners] for fleet, runs in recorded(dispatcher).items()}
+    theirs = {fleet: [run for run in runs if run.lease.owner in owners] for fleet, runs in _recorded(dispatcher).items()}
     _restore(dispatcher, _without_lease(dispatcher, theirs), dispatcher.settings.lease_ms)
     return {run.lease.owner for runs in theirs.values() for run in runs}
 
@@ -108,17 +116,19 @@ def _restore(dispatcher: Dispatcher, missing: Mapping[str, Sequence[Restored]], 
     for fleet, runs in missing.items():
         if runs:
             with alone("restore", fleet=fleet):
-                restored = dispatcher.leases.restore(fleet, runs, lasts_ms)
-                _free_ended(dispatcher, runs)
+                restored = _write(dispatcher, fleet, runs, lasts_ms)
                 log.warning("leases_were_lost", fleet=fleet, leases=restored)
                 written += restored
     return written
 
 
-def _free_ended(dispatcher: Dispatcher, restored: Sequence[Restored]) -> None:
-    """A run that ended after it was read has a lease now that nobody will free."""
-    briefs = dispatcher.store.briefs([run.lease.job_id for run in restored])
-    for run in restored:
+def _write(dispatcher: Dispatcher, fleet: str, runs: Sequence[Restored], lasts_ms: int) -> int:
+    """Answers for how many jobs there was no lease.  A run that ended after it was read has one then that nobody else
+    will free."""
+    written = dispatcher.leases.restore(fleet, runs, lasts_ms)
+    briefs = dispatcher.store.briefs([run.lease.job_id for run in runs])
+    for run in runs:
         found = briefs.get(run.lease.job_id)
         if found is None or found.state is not State.RUNNING or found.lease != run.lease.tag:
             dispatcher.free(run.lease, back=found is not None and found.state is State.QUEUED)
+    return written

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -430,6 +431,25 @@ def test_a_run_that_ends_while_its_lease_is_written_again_leaves_none(stage, wor
 
     monkeypatch.setattr(stage.dispatcher.leases, "restore", ends_just_before)
     runs.restore(stage.dispatcher)
+    assert stage.run_all() == [second] and stage.room.taken() == {}
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["before_the_room_is_filled", "before_it_is_opened"])
+def test_a_run_that_ends_while_its_room_is_rebuilt_leaves_no_lease(stage, worker, monkeypatch, times):
+    stage.register()
+    first, second = stage.submit(), stage.submit()
+    task = stage.start("w1")
+    stage.lose_redis()
+    restore, restored = stage.dispatcher.leases.restore, itertools.count(1)
+
+    def ends_just_before(*args: Any) -> int:
+        if next(restored) == times:
+            stage.settle(task)
+        return restore(*args)
+
+    monkeypatch.setattr(stage.dispatcher.leases, "restore", ends_just_before)
+    reconcile.sweep(stage.dispatcher)
+    assert next(restored) > times and stage.state(first) is State.COMPLETED
     assert stage.run_all() == [second] and stage.room.taken() == {}
 
 

@@ -239,7 +239,7 @@ def _begin_rebuild(dispatcher: Dispatcher, fleets: Sequence[str]) -> list[str]:
     begun = dispatcher.queues.begin_all(fleets, catalog.record)
     for fleet in [fleet for fleet, cleared in begun.items() if cleared]:
         log.warning("room_forgotten", fleet=fleet, because="Redis, or the record, is not what it was filled from")
-    _restore_leases(dispatcher, begun)
+    runs.restore_all(dispatcher, begun)
     draining.restore(dispatcher, begun)
     crash_at("rebuild_leases")
     bring_all(dispatcher, list(begun), catalog)
@@ -251,16 +251,9 @@ def _end_rebuild(dispatcher: Dispatcher, fleets: Sequence[str]) -> None:
         return
     crash_at("rebuild_filled")
     # Once more: of runs that began after the first look, their start was on its way when Redis was emptied.
-    _restore_leases(dispatcher, fleets)
+    runs.restore_all(dispatcher, fleets)
     for fleet in [fleet for fleet, opened in dispatcher.queues.open_all(fleets).items() if opened]:
         log.info("room_rebuilt", fleet=fleet)
-
-
-def _restore_leases(dispatcher: Dispatcher, fleets: Collection[str]) -> None:
-    for fleet, its in runs.recorded(dispatcher).items():
-        if fleet in fleets:
-            with alone("restore", fleet=fleet):
-                dispatcher.leases.restore(fleet, its)
 
 
 def _having_queued(dispatcher: Dispatcher, fleets: Sequence[str]) -> list[str]:

@@ -126,9 +126,16 @@ _DUE = select(jobs.c.seq).where(jobs.c.due_ms <= bindparam("p_now")).order_by(jo
 # it takes all active jobs for few.
 _PASSED = "deadline_ms <= :p_now"
 _IS_OVERDUE = {
-    "sqlite": text(f"likelihood({_PASSED}, 0.0001) AND deadline_ms IS NOT NULL AND likely({IS_ACTIVE})"),
-    "postgresql": text(f"{_PASSED} AND {MAY_EXPIRE}"),
+    "sqlite": f"likelihood({_PASSED}, 0.0001) AND deadline_ms IS NOT NULL AND likely({IS_ACTIVE})",
+    "postgresql": f"{_PASSED} AND {MAY_EXPIRE}",
 }
+_OVERDUE = {
+    dialect: select(jobs.c.seq, jobs.c.state).where(text(said)).order_by(jobs.c.deadline_ms)
+    for dialect, said in _IS_OVERDUE.items()
+}
+# Looked at again and again, mostly in vain.
+_ANY_DUE, _ANY_OVERDUE = Prepared(_DUE.limit(1)), {name: Prepared(it.limit(1)) for name, it in _OVERDUE.items()}
+_RUNNING = Prepared(listings.RUNNING)
 # What a new row has from what was asked for, and what it has of its own.
 _ASKED = (
     *("id", "model", "priority", "tenant", "deadline_ms", "callback_url", "source", "envelope", "payload"),
@@ -146,7 +153,7 @@ class Store:
         self._window_ms = idempotency_window_s * 1000
         self._unheard: dict[tuple[str, int], list[_Step]] = {}
         """Run -> its settles of which is not known whether they were stored."""
-        self._is_overdue = _IS_OVERDUE[database.engine.dialect.name]
+        self._dialect = database.engine.dialect.name
 
     # -- accepting -------------------------------------------------------------------------------------------
 
@@ -350,7 +357,7 @@ class Store:
             found = {row.seq: _waiting(row) for row in self._perform(tx, moves.MANY, {None: step})}
             return [found[seq] for seq in seqs]
 
-        return self.database.write(unit) if self._any(_DUE, now_ms) else []
+        return self.database.write(unit) if self._any(_ANY_DUE, now_ms) else []
 
     def expire_overdue(self, now_ms: int, limit: int = 1000, withhold: Withholding | None = None) -> list[Moved]:
         """End jobs whose deadline has passed, waiting and running alike, the longest overdue first.
@@ -359,15 +366,13 @@ class Store:
         somebody else is at them just now.
         """
 
-        due = select(jobs.c.seq, jobs.c.state).where(self._is_overdue).order_by(jobs.c.deadline_ms)
-
         def unit(tx: Transaction) -> list[Moved]:
             overdue = defaultdict[State, list[int]](list)
-            for row in _locked(tx, due, now_ms, limit):
+            for row in _locked(tx, _OVERDUE[self._dialect], now_ms, limit):
                 overdue[State(row.state)].append(row.seq)
             return [it for state, seqs in overdue.items() for it in self._expire(tx, state, seqs, now_ms, withhold)]
 
-        return self.database.write(unit) if self._any(due, now_ms) else []
+        return self.database.write(unit) if self._any(_ANY_OVERDUE[self._dialect], now_ms) else []
 
     def _expire(
         self, tx: Transaction, state: State, seqs: Sequence[int], now_ms: int, withhold: Withholding | None
@@ -379,10 +384,10 @@ class Store:
         step = _Step(state, Why.DEADLINE_PASSED, now_ms, params, _event_data(error))
         return [self._ended(tx, row, State.EXPIRED, now_ms) for row in self._perform(tx, moves.MANY, {None: step})]
 
-    def _any(self, query: Select[Any], now_ms: int) -> bool:
+    def _any(self, query: Prepared, now_ms: int) -> bool:
         """Whether there is anything to do: a look that keeps nobody from writing."""
         with self.database.read() as connection:
-            return connection.execute(query.limit(1), {"p_now": now_ms}).first() is not None
+            return query.first(connection, {"p_now": now_ms}) is not None
 
     def revive(self, job_id: str, now_ms: int, note: Note = _no_note) -> Waiting | None:
         """Queue a dead job again, with fresh budgets, at its own place; None: it is not dead.  Raises NameClosed."""
@@ -463,7 +468,8 @@ class Store:
 
     def running(self) -> list[Job]:
         """All running jobs, in order of acceptance."""
-        return self._jobs(listings.RUNNING)
+        with self.database.read() as connection:
+            return [job_of(row) for row in _RUNNING.all(connection, {})]
 
     def queued(self, models: Sequence[str] | None = None, after_seq: int = 0, limit: int = 1000) -> list[Waiting]:
         """Queued jobs of these models, or of all, in order of acceptance, from `after_seq` on.
@@ -486,10 +492,6 @@ class Store:
         """The job's events, oldest first."""
         with self.database.read() as connection:
             return events.of_job(connection, job_id)
-
-    def _jobs(self, query: Select[Any], params: Mapping[str, Any] | None = None) -> list[Job]:
-        with self.database.read() as connection:
-            return [job_of(row) for row in connection.execute(query, params)]
 
     def forget_keys(self, now_ms: int) -> int:
         """Remove the Idempotency-Keys whose window is over; answers how many."""

@@ -7,14 +7,15 @@ not miss any reads a while back.
 from sqlalchemy import Integer, bindparam, func, select
 
 from database.db import Database
+from database.prepared import Prepared
 from jobs.events import TYPES
 from jobs.models import events, jobs
 from jobs.moves import WAITING_COLUMNS, stands
 from jobs.record import Waiting
 from jobs.states import State
 
-_LAST = select(func.max(events.c.id))
-_QUEUED = (
+_LAST = Prepared(select(func.max(events.c.id)))
+_QUEUED = Prepared(
     select(events.c.id.label("event"), *WAITING_COLUMNS)
     .join(jobs, jobs.c.id == events.c.job_id)
     .where(
@@ -31,11 +32,13 @@ _QUEUED = (
 def last_event(database: Database) -> int:
     """The number of the last event; 0: there is none."""
     with database.read() as connection:
-        return connection.execute(_LAST).scalar() or 0
+        return _LAST.scalar(connection, {}) or 0
 
 
 def queued_between(database: Database, after: int, last: int, limit: int = 1000) -> list[tuple[int, Waiting]]:
     """Jobs that an event after `after`, up to `last`, has queued, and that still are; each with its event."""
+    if after >= last:
+        return []
     with database.read() as connection:
-        rows = connection.execute(_QUEUED, {"p_after": after, "p_last": last, "p_limit": limit})
+        rows = _QUEUED.all(connection, {"p_after": after, "p_last": last, "p_limit": limit})
         return [(event, Waiting(*waiting)) for event, *waiting in rows]

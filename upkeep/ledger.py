@@ -21,6 +21,7 @@ from sqlalchemy import (
 )
 
 from database.db import Database, Transaction
+from database.prepared import Prepared
 from jobs import events
 from jobs.models import QUEUED, accepted, counters, jobs
 from jobs.states import State
@@ -29,7 +30,7 @@ DIFFERENCE = "ledger_difference"
 """Among what a check of invariants found: Ledger.difference at that time."""
 
 _PURGED, _DOUBLED, _FOUND = "purged.", "doubled", "found."
-_QUEUED_BY_MODEL = select(jobs.c.model, func.count()).where(text(QUEUED)).group_by(jobs.c.model)
+_QUEUED_BY_MODEL = Prepared(select(jobs.c.model, func.count()).where(text(QUEUED)).group_by(jobs.c.model))
 _BY_STATE = select(jobs.c.state, func.count()).group_by(jobs.c.state)
 _BUT_COMPLETED = _BY_STATE.where(jobs.c.state.in_([state.value for state in State if state is not State.COMPLETED]))
 _COUNTED = select(counters.c.name, counters.c.value).where(
@@ -138,4 +139,4 @@ def findings(database: Database) -> dict[str, int]:
 def queued_by_model(database: Database) -> Counter[str]:
     """How many jobs of each model are queued.  Raises RecordUnavailable."""
     with database.read() as connection:
-        return Counter(dict(tuple(row) for row in connection.execute(_QUEUED_BY_MODEL)))
+        return Counter(dict(_QUEUED_BY_MODEL.all(connection, {})))

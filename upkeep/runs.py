@@ -96,7 +96,8 @@ def restore_of(dispatcher: Dispatcher, owners: Collection[str]) -> set[str]:
 
     A run whose job another has a lease for has none of its own, and waits until that is gone.
     """
-    theirs = {fleet: [run for run in runs if run.lease.owner in owners] for fleet, runs in _recorded(dispatcher).items()}
+    recorded = _recorded(dispatcher)
+    theirs = {fleet: [run for run in runs if run.lease.owner in owners] for fleet, runs in recorded.items()}
     _restore(dispatcher, _without_lease(dispatcher, theirs), dispatcher.settings.lease_ms)
     return {run.lease.owner for runs in theirs.values() for run in runs}
 

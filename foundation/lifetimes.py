@@ -15,6 +15,7 @@ import fcntl
 import os
 import time
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote
 
@@ -91,7 +92,12 @@ class Lifetimes:
     def _text(self, file: int, name: str) -> bytes:
         """While its process lives no other file has this number, so that what says so of itself is the locked one."""
         found = os.fstat(file)
-        return f"{self._boot.read_text().strip()} {found.st_dev} {found.st_ino} {name}\n".encode()
+        return f"{self._kernel} {found.st_dev} {found.st_ino} {name}\n".encode()
+
+    @cached_property
+    def _kernel(self) -> str:
+        """Which it is, and since which start.  Raises OSError."""
+        return self._boot.read_text().strip()
 
     def _path(self, name: str) -> Path:
         return self._folder / quote(name, safe="")

@@ -153,6 +153,16 @@ def test_of_a_run_that_a_message_brought_celery_keeps_what_it_asks_and_not_the_m
     assert [it["type"] for it in events] == ["task-received", "task-started", "task-succeeded"]
 
 
+def test_a_run_that_a_message_brought_is_reserved_once_though_somebody_still_has_its_first_request(
+    consumer: Any,
+) -> None:
+    request = _by_celerys_strategy(consumer)
+    shown = Shown(request)
+    shown.introduce(Reception(consumer), OFFER, 2)
+    [reserved] = state.reserved_requests
+    assert reserved is not request
+
+
 def test_a_receiver_of_signals_that_fails_ends_nothing(consumer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Shown()
     monkeypatch.setattr(consumer.event_dispatcher, "send", lambda *_, **__: 1 / 0)

@@ -151,10 +151,11 @@ def _row(connection: Connection, text: str) -> Any:
     return run(connection, text, (), lambda cursor: cursor.fetchone())
 
 
-def rewrite(connection: Connection) -> None:
+def rewrite(engine: Engine) -> None:
     """Have all that stands in the log written and secured in the record itself.  Raises OSError: it is not."""
     try:
-        busy, _, _ = _row(connection, "PRAGMA wal_checkpoint(RESTART)")
+        with engine.execution_options(**READS["sqlite"]).connect() as connection:
+            busy, _, _ = _row(connection, "PRAGMA wal_checkpoint(RESTART)")
     except SQLAlchemyError as error:
         raise OSError(errno.EIO, str(error.orig if isinstance(error, DBAPIError) else error)) from error
     if busy:

@@ -28,8 +28,7 @@ class _Log:
     def sync(self, engine: Engine) -> None:
         """Raises OSError.  After that the disk would say yes to what is lost: first all is written anew."""
         if self._failed:
-            with engine.execution_options(**engines.READS["sqlite"]).connect() as connection:
-                engines.rewrite(connection)
+            engines.rewrite(engine)
             self._failed = False
         try:
             _sync(self._file)

@@ -77,6 +77,14 @@ KEPT = [
         (f"{DB}test_a_disk_that_failed_once_is_not_believed_before_all_was_written_anew",),
     ),
     Mutant(
+        "who cannot write anew after the disk failed is not called uncertain",
+        "JOB-3",
+        "database/engines.py",
+        "    except SQLAlchemyError as error:\n",
+        "    except ZeroDivisionError as error:\n",
+        (f"{DB}test_what_cannot_be_written_anew_after_the_disk_failed_is_uncertain",),
+    ),
+    Mutant(
         "who goes away keeps the lead",
         "JOB-3",
         "database/db.py",

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -261,6 +262,35 @@ def test_what_was_written_at_once_and_may_not_be_on_the_disk_is_uncertain(sqlite
     assert isinstance(answers[0], RecordUncertain)
     assert answers[1] is _REFUSAL
     assert unheard == ["unheard"]
+
+
+def _at_once(database: Database, writes: list[Write[Any]]) -> list[Any]:
+    return database.secured(writes, database.do_at_once(writes) or [])
+
+
+@pytest.mark.parametrize("do", [Database.do_all, _at_once], ids=["by_a_thread", "at_once"])
+def test_what_cannot_be_written_anew_after_the_disk_failed_is_uncertain(sqlite, disk, monkeypatch, do):
+    """To rewrite the log takes another connection, and there may be none to be had."""
+
+    def fail() -> None:
+        raise OSError(5, "the disk is gone")
+
+    acts, waited = disk
+    acts.append(fail)
+    unheard: list[str] = []
+    writes: list[Write[Any]] = [Write(_insert, unheard=lambda: unheard.append("unheard"))]
+    do(sqlite, writes)
+    acts.clear()
+    folder = Path(sqlite.engine.url.database).parent
+    sqlite.engine.dispose()  # None is kept for those who read.
+    folder.rename(folder.with_name("away"))
+
+    assert isinstance(do(sqlite, writes)[0], RecordUncertain)
+    assert unheard == ["unheard"] * 2 and len(waited) == 1
+
+    folder.with_name("away").rename(folder)
+    assert do(sqlite, writes) == [None]
+    assert len(waited) == 2
 
 
 def test_who_must_not_wait_leaves_much_to_others(sqlite, disk):

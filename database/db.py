@@ -167,6 +167,7 @@ class Database:
         self._lock = threading.Lock()
         self._line: list[_Ticket[Any]] = []
         self._led = False
+        self._is_doubted = False
 
     def write(self, unit: Unit[T], *, relaxed: bool = False, committed: Callable[[T], object] | None = None) -> T:
         """Run `unit` in a transaction, perhaps with others, and return its result once committed.
@@ -207,11 +208,13 @@ class Database:
 
     def do_at_once(self, writes: Sequence[Write[Any]]) -> list[Any] | None:
         """As `do_all`, for a caller that must not wait.  None: nothing was stored, as somebody else writes
-        now, or it is much, or one of these spoils what they share; `do_all` finds out which.
+        now, or it is much, or one of these spoils what they share; `do_all` finds out which.  So it is after a COMMIT
+        that failed here, as on a full disk, until one of theirs has not: they connect anew, and ask what became of it.
 
         Only on SQLite.  Nobody may hear of these answers before `secured`, unless all writes are relaxed.
         """
-        if not self._writer.is_quick or sum(write.size for write in writes) > _LARGEST_AT_ONCE:
+        is_much = sum(write.size for write in writes) > _LARGEST_AT_ONCE
+        if not self._writer.is_quick or self._is_doubted or is_much:
             return None
         with self._lock:
             if self._led:
@@ -242,6 +245,7 @@ class Database:
         except _Unanswered as lost:
             if lost.interrupt is not None:
                 raise lost.interrupt from lost
+            self._is_doubted = True
             return [_uncertain(lost.reason) for _ in writes]  # To ask what came of it may take seconds.
         except Exception:
             return None
@@ -362,6 +366,7 @@ class Database:
             for ticket in batch:
                 ticket.fail(error)
         else:
+            self._is_doubted = False
             _fulfil(batch, results or [])
         return results is not None
 

@@ -44,6 +44,22 @@ LOOP = [
         (f"{_DB}test_who_must_not_wait_does_not_ask_what_became_of_a_commit",),
     ),
     Mutant(
+        "the loop tries each end again on a disk that is full",
+        "time",
+        "database/db.py",
+        "            self._is_doubted = True\n",
+        "",
+        (f"{_DB}test_after_a_commit_that_failed_who_must_not_wait_leaves_it_to_others_until_one_has_not",),
+    ),
+    Mutant(
+        "after a commit that failed the loop never writes again",
+        "time",
+        "database/db.py",
+        "            self._is_doubted = False\n            _fulfil",
+        "            _fulfil",
+        (f"{_DB}test_after_a_commit_that_failed_who_must_not_wait_leaves_it_to_others_until_one_has_not",),
+    ),
+    Mutant(
         "what the loop stored in part is stored again",
         "JOB-2",
         "database/db.py",

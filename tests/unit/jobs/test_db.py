@@ -365,7 +365,28 @@ def test_who_must_not_wait_does_not_ask_what_became_of_a_commit(sqlite, disk, mo
     assert isinstance(answer, RecordUncertain)
     assert unheard == ["unheard"]
     event.remove(sqlite.engine, "commit", fail)
+    monkeypatch.undo()
+    sqlite.write(_insert, relaxed=True)
     assert sqlite.do_at_once([Write(_insert, relaxed=True)]) == [None], "and it does not keep the lead"
+
+
+def test_after_a_commit_that_failed_who_must_not_wait_leaves_it_to_others_until_one_has_not(sqlite, disk):
+    """On a full disk each would cost a connection, and what is uncertain is looked for by each that comes again."""
+
+    def fail(connection: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    sqlite.write(_insert)
+    writes: list[Write[Any]] = [Write(_insert)]
+    event.listen(sqlite.engine, "commit", fail)
+    assert isinstance(sqlite.do_at_once(writes)[0], RecordUncertain)
+    assert sqlite.do_at_once(writes) is None
+    with pytest.raises(RecordUnavailable):
+        sqlite.write(_insert)
+    assert sqlite.do_at_once(writes) is None
+    event.remove(sqlite.engine, "commit", fail)
+    sqlite.write(_insert)
+    assert sqlite.do_at_once(writes) == [None]
 
 
 # -- interruptions ---------------------------------------------------------------------------------------------

@@ -12,9 +12,19 @@ from foundation.once import once
 
 _LOADING = 500_000  # new objects: more than any program loads, and a bound where nobody says that it has
 _COLLECT_AFTER = 20_000
+_OURS = ("app", "tasks")
 _usual = gc.get_threshold()
 
-if sys.argv[:1] == ["-m"]:  # So it is while `python -m` looks for the program's module, and never later.
+
+def _is_ours() -> bool:
+    """Whether one of our programs is being loaded, and not one of others that imports us before it has begun."""
+    if sys.argv[:1] != ["-m"]:  # So it is while `python -m` looks for the program's module, and never later.
+        return False
+    _, _, program = " ".join(sys.orig_argv).partition(" -m ")
+    return program.partition(" ")[0].partition(".")[0] in _OURS
+
+
+if _is_ours():
     gc.set_threshold(_LOADING)
 
 

@@ -244,6 +244,15 @@ REST = [
         still=f"{_LOADED}test_a_worker_has_our_options_however_it_is_started",
     ),
     Mutant(
+        "who imports us as a program of its own begins goes on without looking for garbage",
+        "SLOT-2",
+        "foundation/garbage.py",
+        "if _is_ours():",
+        'if sys.argv[:1] == ["-m"]:',
+        (f"{_LOADED}test_a_program_of_others_that_is_a_package_and_imports_us_looks_for_garbage_as_usual",),
+        still=f"{_LOADED}test_each_program_begins_without_looking_for_garbage",
+    ),
+    Mutant(
         "a program goes on without looking for garbage",
         "SLOT-2",
         "tasks/startup.py",

@@ -67,17 +67,31 @@ THRESHOLDS = (
 )
 
 
-@pytest.mark.parametrize(("argv0", "spared"), [("-m", "True"), ("-c", "False")])
-def test_a_program_looks_for_garbage_when_it_has_loaded_and_whoever_imports_us_always(argv0: str, spared: str) -> None:
+@pytest.mark.parametrize(
+    ("argv0", "program", "spared"), [("-m", "app.web", "True"), ("-m", "theirs", "False"), ("-c", "tasks", "False")]
+)
+def test_a_program_looks_for_garbage_when_it_has_loaded_and_whoever_imports_us_always(
+    argv0: str, program: str, spared: str
+) -> None:
     """`python -m` calls itself so until it has found its module, which is when the package is imported."""
-    script = f"import sys; sys.argv[0] = {argv0!r}; {THRESHOLDS}"
+    script = f"import sys; sys.argv[0] = {argv0!r}; sys.orig_argv = ['python', '-m', {program!r}, 'one']; {THRESHOLDS}"
     said = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, check=True, stdout=-1, text=True).stdout
     assert said.split() == [spared, "True"]
 
 
+def test_a_program_of_others_that_is_a_package_and_imports_us_looks_for_garbage_as_usual(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").write_text("import gc; usual = gc.get_threshold(); import tasks")
+    (tmp_path / "theirs" / "__main__.py").write_text("from theirs import gc, usual; print(gc.get_threshold() == usual)")
+    env = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{tmp_path}"}
+    said = subprocess.run([sys.executable, "-m", "theirs"], env=env, check=True, stdout=-1, text=True).stdout
+    assert said.split() == ["True"]
+
+
 @pytest.mark.parametrize("package", ["tasks", "app.web"])
 def test_each_program_begins_without_looking_for_garbage(package: str) -> None:
-    script = f"import sys; sys.argv[0] = '-m'; import {package}, gc; print(gc.get_threshold()[0])"
+    begins = f"sys.argv[0] = '-m'; sys.orig_argv = ['python', '-m', '{package}']"
+    script = f"import sys; {begins}; import {package}, gc; print(gc.get_threshold()[0])"
     said = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, check=True, stdout=-1, text=True).stdout
     assert int(said) > 100_000
 
@@ -85,7 +99,8 @@ def test_each_program_begins_without_looking_for_garbage(package: str) -> None:
 def test_flower_which_does_nothing_of_ours_first_looks_for_garbage_when_it_has_loaded() -> None:
     """However it is started: it shows many tasks for long."""
     script = (
-        "import sys; sys.argv[0] = '-m'; import gc; usual = gc.get_threshold(); "
+        "import sys; sys.argv[0] = '-m'; sys.orig_argv = ['python', '-m', 'tasks']; "
+        "import gc; usual = gc.get_threshold(); "
         "from tasks.__main__ import program; program('flower'); print(gc.get_threshold() == usual)"
     )
     said = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, check=True, stdout=-1, text=True).stdout

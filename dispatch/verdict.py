@@ -24,10 +24,12 @@ class Verdict(NamedTuple):
     blames_server: bool = False
 
     @property
-    def outcome(self) -> Literal["ok", "failed", "busy", ""]:
-        """What the run tells of its server and model; "": nothing, or when to come back has been said already."""
-        if self.why in (Why.FINISHED, Why.INVALID_REQUEST):
+    def outcome(self) -> Literal["ok", "refused", "failed", "busy", ""]:
+        """What the run tells of its server and model; "refused": the job is at fault; "": nothing, or when to come back has been said already."""
+        if self.why is Why.FINISHED:
             return "ok"
+        if self.why is Why.INVALID_REQUEST:
+            return "refused"
         if self.why is Why.SERVER_BUSY and self.retry_after_s is None:
             return "busy"
         return "failed" if self.why in _FAILURES else ""

@@ -21,7 +21,7 @@ from scripting.scripts import Command, Scripts, say_failed
 
 log = structlog.get_logger(__name__)
 
-Outcome = Literal["ok", "failed", "busy", ""]
+Outcome = Literal["ok", "refused", "failed", "busy", ""]
 
 
 class Renewal(StrEnum):

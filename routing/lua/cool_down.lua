@@ -1,5 +1,5 @@
 --[[ cool_down: offer a server's free slots to nobody for a while, longer each time; or again, at once.
-  Keys: free, cooling, slots, servers, meta
+  Keys: free, cooling, slots, servers, stats, meta
   Takes
     server: text
     first_ms: int     the first cooldown, doubled each time in a row; 0: it is over, all is well
@@ -19,6 +19,7 @@ if not entry then return { 0, 0 } end -- it has been removed
 if first_ms > 0 then
   from = FREE
   local times = redis.call("HINCRBY", META, "failures:" .. server, 1)
+  redis.call("HDEL", stats_key("server", server), "loaded") -- it may have been started again
   cooldown_ms = math.min(first_ms * 2 ^ math.min(times - 1, 30), max_ms)
 else
   redis.call("HDEL", META, "failures:" .. server)

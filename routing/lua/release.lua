@@ -6,13 +6,14 @@
       failures in a row, or this rate of them, 0 to 1, open a server's breaker for open_ms, doubled each time in a row
       up to open_max_ms; likewise the cooldown of a slot that was busy, up to busy_cooldown_max_ms
     releases: [{lease: {job_id: text, name: text, owner: text},
-                back: flag, cooldown_ms: int, outcome: "ok" | "failed" | "busy" | "",
+                back: flag, cooldown_ms: int, outcome: "ok" | "refused" | "failed" | "busy" | "",
                 draining: {job_id: text, name: text, owner: text},
                 offering: {prefix: text, limit: int, room: int, offer_ms: int, claimant: text, lease_ms: int}}]
       lease         its owner is "" where it is an offer that nobody has claimed
       back          the job goes back to its place in its lane; else it has left the room
       cooldown_ms   how long the slot is offered to nobody
-      outcome       what the run tells of its server and model; "": nothing
+      outcome       what the run tells of its server and model; "refused": the server is well, its job is not;
+                    "": nothing
       draining      under this its slot stays taken; job_id "": it is free
       offering      see lib/offer
   Returns
@@ -83,6 +84,7 @@ local function let_go(it, now)
   else
     return_slot(was.slot, now, cooldown_of(was.slot, it.outcome, it.cooldown_ms), is_let_go)
   end
+  if it.outcome ~= "ok" then doubt_loaded(was) end
   note_run(was, it.outcome, now)
   return 1
 end

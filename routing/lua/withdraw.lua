@@ -27,6 +27,7 @@ local lease = read_lease(job.id)
 if lease and lease.owner == "" and lease.offer ~= "0" then
   local now = now_ms()
   return_slot(lease.slot, now, 0, drop_lease(lease, now))
+  doubt_loaded(lease)
   write_fields()
   return "freed"
 end

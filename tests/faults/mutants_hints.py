@@ -6,6 +6,7 @@ TEMPLATES = "tests/unit/servers/test_templates.py::"
 DESCRIBED = "tests/contracts/test_descriptions.py::"
 FILLED = f"{TEMPLATES}test_a_string_that_is_one_template_keeps_the_type_of_the_value"
 SWAPS = f"{PLACES}test_a_server_changes_its_model_if_its_last_job_was_of_another_or_is_not_known"
+ONCE_MORE = f"{PLACES}test_a_server_is_told_of_a_change_once_more_if_the_"
 WRITTEN_AGAIN = f"{PLACES}test_what_a_server_had_before_a_lease_that_was_written_again_is_not_known"
 SIZES = f"{TEMPLATES}test_the_expected_output_is_the_first_size_that_the_payload_says_or_the_default"
 
@@ -26,6 +27,42 @@ HINTS = [
         ' and found[2] ~= "0"',
         "",
         (WRITTEN_AGAIN,),
+        still=SWAPS,
+    ),
+    Mutant(
+        "a server is taken to have what a run that never reached it would have loaded",
+        "what a server is told",
+        "routing/lua/release.lua",
+        'if it.outcome ~= "ok" then doubt_loaded(was) end',
+        "",
+        (f"{ONCE_MORE}run_that_was_told_did_not_end_well",),
+        still=SWAPS,
+    ),
+    Mutant(
+        "a server is taken to have what a withdrawn job would have loaded",
+        "what a server is told",
+        "routing/lua/withdraw.lua",
+        "  doubt_loaded(lease)\n",
+        "",
+        (f"{ONCE_MORE}job_was_withdrawn_that_was_to_bring_it",),
+        still=SWAPS,
+    ),
+    Mutant(
+        "a server that was away is taken to have what it had",
+        "what a server is told",
+        "routing/lua/cool_down.lua",
+        'redis.call("HDEL", stats_key("server", server), "loaded")',
+        "",
+        (f"{PLACES}test_what_a_server_has_that_was_away_is_not_known",),
+        still=SWAPS,
+    ),
+    Mutant(
+        "a server of one model is told that it changes",
+        "what a server is told",
+        "routing/lua/lib/holding.lua",
+        "if entry and serves_several(entry) and ",
+        "if entry and ",
+        (f"{PLACES}test_a_server_of_one_model_has_it_whatever_came_of_a_run",),
         still=SWAPS,
     ),
     Mutant(

@@ -480,23 +480,63 @@ def test_a_server_changes_its_model_if_its_last_job_was_of_another_or_is_not_kno
     for seq, model in enumerate(("m0", "m0", "m1", "m1", "m0"), 1):
         (offer,) = room.enqueue(a(f"j{seq}", seq, model=model))
         found.append(swaps(room, offer))
-        room.release(offer, "")
+        room.release(offer, "", outcome="ok")
     assert found == [True, False, True, False, True]
 
 
 def test_of_two_runs_at_once_only_the_first_of_a_model_changes_it_and_stays_the_one_that_did(room):
     room.with_servers(Server("only", 2, models=("m0", "m1")))
     (before,) = room.enqueue(a("j1", 1, model="m0"))
-    room.release(before, "")
+    room.release(before, "", outcome="ok")
     (first,) = room.enqueue(a("j2", 2, model="m1"))
     (second,) = room.enqueue(a("j3", 3, model="m1"))
     assert [swaps(room, first), swaps(room, second), swaps(room, first)] == [True, False, True]
 
 
+def _changing(room: Room, *models: str) -> tuple[Job, Offered]:
+    """A server of these models has run the first, and is given a job of the last."""
+    room.with_servers(Server("only", 1, models=models))
+    (before,) = room.enqueue(a("before", 1, model=models[0]))
+    room.release(before, "", outcome="ok")
+    job = a("j", 2, model=models[-1])
+    (offer,) = room.enqueue(job)
+    return job, offer
+
+
+@pytest.mark.parametrize("outcome", ["", "busy", "failed", "refused"])
+def test_a_server_is_told_of_a_change_once_more_if_the_run_that_was_told_did_not_end_well(room, outcome):
+    """Perhaps nothing ever came to the server: its slot was busy, or the record away when the run was to begin."""
+    _, offer = _changing(room, "m0", "m1")
+    _, (again,) = room.release(offer, "", back=True, outcome=outcome)
+    assert (again.job, swaps(room, again)) == (offer.job, True)
+
+
+def test_a_server_is_told_of_a_change_once_more_if_the_job_was_withdrawn_that_was_to_bring_it(room):
+    job, _ = _changing(room, "m0", "m1")
+    assert room.withdraw(job) == "freed"
+    (offer,) = room.enqueue(a("next", 3, model="m1"))
+    assert swaps(room, offer)
+
+
+def test_a_server_of_one_model_has_it_whatever_came_of_a_run(room):
+    _, offer = _changing(room, "m0")
+    _, (again,) = room.release(offer, "", back=True)
+    assert not swaps(room, again)
+
+
+def test_what_a_server_has_that_was_away_is_not_known(room):
+    _, offer = _changing(room, "m0")
+    room.release(offer, "", outcome="ok")
+    room.cool_down("only", 1)
+    room.cool_down("only", 0)
+    (offer,) = room.enqueue(a("next", 3, model="m0"))
+    assert swaps(room, offer)
+
+
 def test_what_a_server_had_before_a_lease_that_was_written_again_is_not_known(room):
     job = a("j", 2)
     (before,) = room.with_slots(1).enqueue(a("i", 1))
-    room.release(before, "")
+    room.release(before, "", outcome="ok")
     (offer,) = room.enqueue(job)
     assert not swaps(room, offer)
     assert swaps(room, offer._replace(lease="another"))
@@ -553,6 +593,21 @@ def test_a_servers_breaker_opens_after_failures_in_a_row_and_lets_one_probe_thro
     assert room.offer() == []
     _, offers = room.release(probe, "", outcome="ok")
     assert [offer.job for offer in offers] == ["j2", "j3"] and breaker_of(room) == "closed"
+
+
+def test_a_refused_job_says_that_its_server_is_well_and_not_how_long_runs_take(room):
+    room.with_slots(1)
+    for n in (1, 11):
+        fail(room, 2, first=n)
+        (offer,) = room.enqueue(a(f"refused{n}", n + 5))
+        room.later(10)
+        room.release(offer, "", outcome="refused")
+    assert breaker_of(room) == "closed"
+    (held,) = room.enqueue(a("held", 21))
+    assert room.place_on_entry(a("waits", 22)) == (0, None)
+    room.later(10)
+    room.release(held, "", outcome="ok")
+    assert room.place_on_entry(a("waits too", 23)) == (0, 10)
 
 
 def test_a_probe_that_fails_opens_the_breaker_for_twice_as_long(room):

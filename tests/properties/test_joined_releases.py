@@ -98,7 +98,10 @@ class Twins:
         random = self.random
         holder = owner if random.random() < 0.9 else "nobody"
         draining = [f"{offer.job}~{self.jobs}.{n}", "withheld", "d"] if random.random() < 0.1 else [""] * 3
-        outcome, cooldown_ms = random.choice(("ok", "ok", "failed", "busy", "")), random.choice((0, 0, 0, 500))
+        outcome, cooldown_ms = (
+            random.choice(("ok", "ok", "refused", "failed", "busy", "")),
+            random.choice((0, 0, 0, 500)),
+        )
         offering = [f"p{self.jobs}.{n}", random.choice((0, 1, 8)), random.choice((0, 1, 3, ROOM)), OFFER_MS]
         claimant = random.choice(("", "w1", "w1"))
         row = [offer.job, offer.lease, holder, int(random.random() < 0.2), cooldown_ms, outcome]

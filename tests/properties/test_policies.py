@@ -139,7 +139,7 @@ class PoliciesMachine(RuleBasedStateMachine):
         self.filled = True
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), outcome=chosen(("ok", "ok", "failed", "busy", "")), back=st.booleans())
+    @rule(data=st.data(), outcome=chosen(("ok", "ok", "refused", "failed", "busy", "")), back=st.booleans())
     def release(self, data, outcome, back):
         offer = self.held.pop(data.draw(chosen(sorted(self.held))))
         back = back or outcome == "busy"

@@ -84,13 +84,16 @@ class Model:
         for slot in wanted - leased - set(self.free) - set(self.cooling):
             self.free[slot] = self.now
 
-    def drop(self, lease: Lease, cooldown_ms: int, *, back: bool) -> None:
+    def drop(self, lease: Lease, cooldown_ms: int, *, back: bool, ended_well: bool = False) -> None:
         del self.leases[lease.job.id]
+        server = self.server(lease.slot)
+        if not ended_well and len(MODELS[server]) > 1 and self.loaded.get(server) == lease.job.model:
+            del self.loaded[server]
         if back or lease.again:
             self.waiting[lease.job.id] = lease.job
         else:
             self.gone.add(lease.job.id)
-        if self.server(lease.slot) in self.online:
+        if server in self.online:
             place, when = (self.cooling, self.now + cooldown_ms) if cooldown_ms else (self.free, self.now)
             place[lease.slot] = when
 
@@ -220,16 +223,24 @@ class RoomMachine(RuleBasedStateMachine):
         offer=known,
         owner=owners,
         back=st.booleans(),
+        ended_well=st.booleans(),
         cooldown_ms=st.sampled_from((0, 0, 500)),
         limit=limits,
         room=rooms,
         claimant=st.sampled_from(("", "w1")),
     )
-    def release(self, offer, owner, back, cooldown_ms, limit, room, claimant):
+    def release(self, offer, owner, back, ended_well, cooldown_ms, limit, room, claimant):
         lease = self.model.held(offer, owner)
         if lease:
-            self.model.drop(lease, cooldown_ms, back=back)
-        how = {"back": back, "cooldown_ms": cooldown_ms, "limit": limit, "room": room, "claimant": claimant}
+            self.model.drop(lease, cooldown_ms, back=back, ended_well=ended_well)
+        how = {
+            "outcome": "ok" if ended_well else "",
+            "back": back,
+            "cooldown_ms": cooldown_ms,
+            "limit": limit,
+            "room": room,
+            "claimant": claimant,
+        }
         answer, offers = self.room.release(offer, owner, **how)
         assert answer == ("released" if lease else "lost")
         return self._taken(offers, self.model.expected_offers(limit, claimant, room))

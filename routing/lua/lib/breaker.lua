@@ -84,7 +84,7 @@ local function note_failure(stats, job, now, settings, is_proof, in_a_row)
   end
 end
 
--- What became of a run: "ok", "failed", or "" for what says nothing of the server.  `in_a_row`: as above.
+-- What became of a run: "failed", "" for what says nothing of the server, or that it is well.  `in_a_row`: as above.
 local function note_outcome(stats, job, outcome, now, settings, in_a_row)
   local has = read_hash(stats)
   if outcome == "" then

@@ -49,6 +49,15 @@ local function write_lease(job, name, owner, slot, lane, constraints, seq, creat
   count_held(lane, 1)
 end
 
+-- Of a server of several models: only a run that has ended well proves that it has loaded that run's.
+local function doubt_loaded(was)
+  local server = server_of(was.slot)
+  local entry, stats = field(SERVERS, server), stats_key("server", server)
+  if entry and serves_several(entry) and field(stats, "loaded") == was.lane.model then
+    set_field(stats, "loaded", false)
+  end
+end
+
 -- Remove a lease, as read_lease has answered it.  Answers whether its slot holds none now.
 local function drop_lease(was, now)
   read_fields(META, "epoch", "copy", "offers", "excess", "waiting:" .. was.lane.model)

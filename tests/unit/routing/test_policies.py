@@ -80,6 +80,13 @@ def costs(verdict: Verdict) -> Budget:
 
 
 @pytest.mark.parametrize(
+    ("kind", "outcome"), [(Kind.DONE, "ok"), (Kind.FAILED, "refused"), (Kind.RETRY, "failed"), (Kind.BUSY, "busy")]
+)
+def test_what_an_end_tells_of_its_server(kind, outcome):
+    assert judge(Outcome(kind), failures=0, crashes=0, canceling=False, config=CONFIG).outcome == outcome
+
+
+@pytest.mark.parametrize(
     ("kind", "why", "budget"),
     [
         (Kind.DONE, Why.FINISHED, Budget.NOTHING),

@@ -25,7 +25,10 @@ class Verdict(NamedTuple):
 
     @property
     def outcome(self) -> Literal["ok", "refused", "failed", "busy", ""]:
-        """What the run tells of its server and model; "refused": the job is at fault; "": nothing, or when to come back has been said already."""
+        """What the run tells of its server and model.
+
+        "refused": the job is at fault; "": nothing, or when to come back has been said already.
+        """
         if self.why is Why.FINISHED:
             return "ok"
         if self.why is Why.INVALID_REQUEST:

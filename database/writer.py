@@ -6,7 +6,9 @@ On SQLite a commit waits for the disk while it keeps all others from writing, in
 commits without waiting, and the log it has written to is waited for afterwards, as SQLite would have done itself.
 """
 
+import errno
 import os
+import threading
 import weakref
 
 from sqlalchemy import Connection, Engine
@@ -23,18 +25,33 @@ class _Log:
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._file)
-        self._failed = False
+        self._turn = threading.Lock()
+        self._begun = 0  # How often the disk has been waited for.
+        self._lost: OSError | None = None  # What came of the latest time.
 
     def sync(self, engine: Engine) -> None:
-        """Raises OSError.  After that the disk would say yes to what is lost: first all is written anew."""
-        if self._failed:
-            engines.rewrite(engine)
-            self._failed = False
+        """Raises OSError.  After that the disk would say yes to what is lost: first all is written anew.
+
+        One after another: of several who wait for it at once, the system tells a single one of an error.  Whoever has
+        come before another began shares what that one finds.
+        """
+        before = self._begun
+        with self._turn:
+            if self._begun == before:
+                self._begun += 1
+                before_that, self._lost = self._lost, OSError(errno.EINTR, "the wait for the disk was interrupted")
+                self._lost = self._wait(engine, anew=before_that is not None)
+            if self._lost is not None:
+                raise self._lost
+
+    def _wait(self, engine: Engine, anew: bool) -> OSError | None:
         try:
+            if anew:
+                engines.rewrite(engine)
             _sync(self._file)
-        except OSError:
-            self._failed = True
-            raise
+        except OSError as error:
+            return error
+        return None
 
 
 class Writer:

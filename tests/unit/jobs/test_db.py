@@ -2,6 +2,7 @@
 
 import os
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from database.db import Database, Write, _reason, _Ticket
 from database.prepared import run
 from foundation.config import Limits
 from foundation.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
+from tests.support.builders import eventually
 
 
 @pytest.fixture
@@ -215,6 +217,42 @@ def test_where_sqlite_can_keep_no_log_it_waits_for_the_disk_itself(tmp_path, mon
     with closing(Database(f"sqlite:///file:{tmp_path / 'record.db'}?uri=true&vfs=unix-dotfile")) as database:
         found = database.write(lambda tx: tx.connection.exec_driver_sql("PRAGMA synchronous").scalar())
     assert found == 2
+
+
+def _is_in(name: str, thread: threading.Thread) -> bool:
+    """Whether that is what the thread is at."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code.co_name == name
+
+
+def test_of_several_who_wait_for_a_failing_disk_none_is_told_that_all_is_well(sqlite, disk, monkeypatch):
+    """The system tells of an error once for each file that is open: who waits beside hears of none."""
+    acts, waited = disk
+    at_it, goes_on, answers, anew = threading.Event(), threading.Event(), list[Any](), list[int]()
+    rewrite = engines.rewrite
+    monkeypatch.setattr(engines, "rewrite", lambda engine: (rewrite(engine), anew.append(len(waited))))
+
+    def fail_once() -> None:
+        if len(waited) == 1:
+            at_it.set()
+            goes_on.wait(10)
+            raise OSError(5, "the disk is gone")
+
+    def write() -> None:
+        answers.extend(sqlite.do_all([Write(_insert)]))
+
+    acts.append(fail_once)
+    first, second = threading.Thread(target=write), threading.Thread(target=write)
+    first.start()
+    assert at_it.wait(10)
+    second.start()
+    eventually(lambda: _is_in("sync", second) or not second.is_alive())
+    assert answers == [], "it waits for its turn"
+    goes_on.set()
+    first.join(10)
+    second.join(10)
+    assert {type(it) for it in answers} == {RecordUncertain, type(None)}
+    assert anew == [1], "before the second waits for it"
 
 
 def test_a_write_takes_no_file_descriptor(sqlite, disk):

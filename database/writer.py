@@ -29,6 +29,10 @@ class _Log:
         self._begun = 0  # How often the disk has been waited for.
         self._lost: OSError | None = None  # What came of the latest time.
 
+    def is_at(self, path: str) -> bool:
+        """Whether it is still the one there."""
+        return os.path.samestat(os.fstat(self._file), os.stat(path))
+
     def sync(self, engine: Engine) -> None:
         """Raises OSError.  After that the disk would say yes to what is lost: first all is written anew.
 
@@ -105,7 +109,8 @@ class Writer:
         connection = self._engine.connect()
         try:
             log = engines.make_writer(connection)
-            self._log = None if log is None else _Log(log)
+            if log is None or self._log is None or not self._log.is_at(log):  # Else it knows of errors, and is to hear.
+                self._log = None if log is None else _Log(log)
         except BaseException:
             engines.end_writer(connection)
             raise

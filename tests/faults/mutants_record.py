@@ -85,6 +85,14 @@ KEPT = [
         (f"{DB}test_of_several_who_wait_for_a_failing_disk_none_is_told_that_all_is_well",),
     ),
     Mutant(
+        "a new connection believes a disk that has failed",
+        "JOB-3",
+        "database/writer.py",
+        "if log is None or self._log is None or not self._log.is_at(log):",
+        "if True:",
+        (f"{DB}test_a_disk_that_failed_is_not_believed_by_a_new_connection_before_all_was_written_anew",),
+    ),
+    Mutant(
         "the disk is believed for what was written after it was waited for",
         "JOB-2",
         "database/writer.py",

@@ -219,6 +219,26 @@ def test_where_sqlite_can_keep_no_log_it_waits_for_the_disk_itself(tmp_path, mon
     assert found == 2
 
 
+def test_a_disk_that_failed_is_not_believed_by_a_new_connection_before_all_was_written_anew(sqlite, disk, monkeypatch):
+    """The system has told of its error who had the log open, and does not tell who opens it now."""
+
+    def fail() -> None:
+        raise OSError(5, "the disk is gone")
+
+    acts, _ = disk
+    acts.append(fail)
+    assert isinstance(sqlite.do_all([Write(_insert)])[0], RecordUncertain)
+    acts.clear()
+    anew: list[str] = []
+    monkeypatch.setattr(engines, "rewrite", lambda engine: anew.append("anew"))
+    with closing(sqlite3.connect(sqlite.engine.url.database)) as other:
+        other.execute("SELECT count(*) FROM rows").fetchone()  # So that the log stays.
+        with pytest.raises(ZeroDivisionError):
+            sqlite.write(lambda tx: 1 / 0)  # Its connection is given up.
+        assert sqlite.do_all([Write(_insert)]) == [None]
+    assert anew == ["anew"]
+
+
 def _is_in(name: str, thread: threading.Thread) -> bool:
     """Whether that is what the thread is at."""
     frame = sys._current_frames().get(thread.ident or 0)

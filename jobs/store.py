@@ -297,7 +297,8 @@ class Store:
         return None if is_open else self._all_moved(tx, steps)
 
     def _remember(self, run: tuple[str, int], *steps: _Step | None) -> None:
-        self._unheard[run] = [*self._unheard.get(run, ()), *filter(None, steps)]
+        known = self._unheard.get(run, [])
+        self._unheard[run] = known + [it for it in steps if it is not None and it not in known]
         if len(self._unheard) > _MOST_UNHEARD:
             del self._unheard[next(iter(self._unheard))]
 

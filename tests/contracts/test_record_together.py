@@ -156,6 +156,20 @@ def test_an_end_that_was_stored_unheard_is_told_so_when_it_is_asked_again_among_
     assert database.do_all([end])[0] is None, "it has been told"
 
 
+def test_an_end_that_is_asked_for_again_and_again_in_vain_is_looked_for_once(database, store):
+    """As on a full disk, for hours."""
+
+    def statements_of(tries: int) -> int:
+        end = _end(store, a_running_job(store))
+        for _ in range(tries):
+            end.unheard()
+        with _heard(database, "before_cursor_execute") as heard:
+            assert database.do(end).to is State.COMPLETED
+        return len(_statements(heard))
+
+    assert statements_of(50) == statements_of(1)
+
+
 def test_an_end_that_nobody_asks_for_again_keeps_no_others_from_being_written_together(database, store):
     ends = [_end(store, a_running_job(store)) for _ in range(4)]
     ends.pop().unheard()

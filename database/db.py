@@ -213,8 +213,7 @@ class Database:
 
         Only on SQLite.  Nobody may hear of these answers before `secured`, unless all writes are relaxed.
         """
-        is_much = sum(write.size for write in writes) > _LARGEST_AT_ONCE
-        if not self._writer.is_quick or self._is_doubted or is_much:
+        if not self._writer.is_quick or self._is_doubted or sum(write.size for write in writes) > _LARGEST_AT_ONCE:
             return None
         with self._lock:
             if self._led:

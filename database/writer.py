@@ -43,8 +43,9 @@ class _Log:
         with self._turn:
             if self._begun == before:
                 self._begun += 1
-                before_that, self._lost = self._lost, OSError(errno.EINTR, "the wait for the disk was interrupted")
-                self._lost = self._wait(engine, anew=before_that is not None)
+                anew = self._lost is not None
+                self._lost = OSError(errno.EINTR, "the wait for the disk was interrupted")  # unless it comes to its end
+                self._lost = self._wait(engine, anew)
             if self._lost is not None:
                 raise self._lost
 
@@ -109,8 +110,10 @@ class Writer:
         connection = self._engine.connect()
         try:
             log = engines.make_writer(connection)
-            if log is None or self._log is None or not self._log.is_at(log):  # Else it knows of errors, and is to hear.
-                self._log = None if log is None else _Log(log)
+            if log is None:
+                self._log = None
+            elif self._log is None or not self._log.is_at(log):  # Else it knows of errors, and is to hear.
+                self._log = _Log(log)
         except BaseException:
             engines.end_writer(connection)
             raise

@@ -79,8 +79,8 @@ LOOP = [
         "the loop stands still for a large result",
         "time",
         "database/db.py",
-        " or is_much:",
-        ":",
+        " or sum(write.size for write in writes) > _LARGEST_AT_ONCE",
+        "",
         (f"{_DB}test_who_must_not_wait_leaves_much_to_others",),
     ),
     Mutant(

@@ -88,8 +88,8 @@ KEPT = [
         "a new connection believes a disk that has failed",
         "JOB-3",
         "database/writer.py",
-        "if log is None or self._log is None or not self._log.is_at(log):",
-        "if True:",
+        "elif self._log is None or not self._log.is_at(log):",
+        "else:",
         (f"{DB}test_a_disk_that_failed_is_not_believed_by_a_new_connection_before_all_was_written_anew",),
     ),
     Mutant(

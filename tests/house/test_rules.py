@@ -23,8 +23,6 @@ from tests.house.tree import PACKAGES, REPO, name_of, product_files, python_file
 LONGEST_FUNCTION, LONGEST_FILE, LONGEST_LINE = 60, 600, 120
 # Written for people at a terminal; everything else logs.
 MAY_PRINT = ("cli/",)
-# What upholds the promise: ARCHITECTURE.md.
-CORE = {"jobs", "routing", "dispatch"}
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -83,13 +81,6 @@ def _lines_of_code(path: Path) -> int:
         bool(line.strip()) and not line.strip().startswith("#") and number not in said
         for number, line in enumerate(text.splitlines(), 1)
     )
-
-
-def test_the_core_is_as_small_as_architecture_says():
-    says = re.search(r"is at most ([\d,]+)\s+lines\s+of\s+code", (REPO / "ARCHITECTURE.md").read_text("utf-8"))
-    assert says is not None
-    core = [path for path in product_files() if name_of(path).split("/")[0] in CORE]
-    assert sum(_lines_of_code(path) for path in core) <= int(says[1].replace(",", ""))
 
 
 def test_no_room_has_more_than_a_third_of_the_code():

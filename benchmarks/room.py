@@ -5,7 +5,6 @@ offer    what a release with hand-off costs inside the server (INFO commandstats
 memory   bytes that a waiting job takes
 """
 
-import os
 import statistics
 import sys
 import tempfile
@@ -17,7 +16,6 @@ from pathlib import Path
 from redis import Redis
 
 from jobs.record import Waiting, new_job_id
-from local.valkey import ENVIRONMENT
 from registry.catalog import Model, Snapshot
 from registry.config import ModelConfig
 from registry.values import Server
@@ -80,7 +78,6 @@ class _Bench:
 @contextmanager
 def _valkey() -> Iterator[Redis]:
     """One with the memory of that which `slotkeeper up` starts."""
-    os.environ.update(ENVIRONMENT)
     with (
         tempfile.TemporaryDirectory() as home,
         Valkey(Path(home), unix=True) as valkey,

@@ -3,9 +3,9 @@
     errors       broken promises and refusals, each with a code     config   where the record is, how long it may take
     clock        one time for all processes                         exact    JSON with whole numbers of any length
     home         private folders                                    once     what is made once in a process
-    logs, light  log lines, and structlog without what it need not load
+    logs         log lines
     traces       which trace a job is in, and the names of its spans
-    garbage      when Python looks for it                           unique   text that nobody else makes
+    garbage      how often it is collected                          unique   text that nobody else makes
     lifetimes    whose end is proved, as only the kernel can        crash    points between two effects, at which
                                                                              tests kill the process
 

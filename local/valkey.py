@@ -12,9 +12,6 @@ from local.children import Role
 from local.errors import UpError
 
 _OLDEST = (7, 0)  # of Redis; what the Lua scripts are written for
-ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=65535"}
-"""Of so many freed pieces of each size glibc gives out the latest again at once; with fewer (7 by default) it goes
-round all that are free, which with a million jobs lie all over the memory.  Other allocators do not look at it."""
 
 
 def find() -> str:
@@ -53,9 +50,8 @@ def role(program: str, port: int, folder: Path, turn: int, password: str = "") -
     file = folder / "valkey.conf"
     private_file(file)
     file.write_text("".join(f"{name} {_quoted(value)}\n" for name, value in settings.items()))
-    command = ["env", *(f"{name}={value}" for name, value in ENVIRONMENT.items()), program, str(file)]
     # On SIGTERM it writes the append-only file to disk and ends, as SHUTDOWN does.
-    return Role("valkey", shlex.join(command), stop_s=10, turn=turn, keeps_state=True)
+    return Role("valkey", shlex.join([program, str(file)]), stop_s=10, turn=turn, keeps_state=True)
 
 
 def _quoted(value: str) -> str:

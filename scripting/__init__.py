@@ -2,8 +2,7 @@
 
     scripts      Lua files as functions of Redis            signatures   what a script takes and returns
     keys         the names of all keys                      pipeline     Redis from an event loop
-    suitability  what Redis must be set to               lean         redis-py with what our programs use of it
-    pool         connections, lent by few steps
+    suitability  what Redis must be set to
 
 What scripts mean is routing's affair.
 """

@@ -25,7 +25,6 @@ from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
 from scripting.keys import Keys
-from scripting.pool import Pool
 from scripting.signatures import (
     Caller,
     Command,
@@ -160,14 +159,12 @@ def connect(url: str, timeout_s: float) -> Redis:
 
     redis-py retries by default, and a script that was only slow would run again and again.
     """
-    return Redis.from_pool(
-        Pool.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            health_check_interval=30,
-        )
+    return Redis.from_url(
+        url,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),
+        health_check_interval=30,
     )
 
 

@@ -43,9 +43,6 @@ May import insight, routing and jobs; never app or flask (setup.cfg, importlinte
 
 from typing import TYPE_CHECKING, Any
 
-import foundation.garbage
-import foundation.light  # noqa: F401  Both first of all.
-
 if TYPE_CHECKING:
     from tasks.celery_app import celery
     from tasks.inference import infer

@@ -11,8 +11,6 @@ from importlib import import_module
 import click
 from celery.bin.base import CLIContext
 
-import scripting.lean  # noqa: F401  Before redis is imported.
-from foundation.garbage import collect_as_usual
 from tasks.celery_app import celery
 
 _MODULES = {"worker": "celery.bin.worker", "beat": "celery.bin.beat", "flower": "flower.command"}
@@ -23,8 +21,6 @@ def program(name: str) -> click.Command:
     found: click.Command = getattr(import_module(_MODULES[name]), name)
     known = {param.name for param in found.params}
     found.params.extend(it for it in celery.user_options.get(name, ()) if it.name not in known)
-    if name == "flower":  # The others are told when they begin (tasks/signals.py).
-        collect_as_usual()
     return found
 
 

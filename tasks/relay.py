@@ -18,7 +18,6 @@ import uuid
 
 import structlog
 
-import scripting.lean  # noqa: F401  Before redis is imported.
 from database.db import Database
 from database.lookout import Lookout
 from foundation.config import RecordSettings

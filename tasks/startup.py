@@ -8,7 +8,7 @@ import structlog
 from redis import Redis
 from redis.exceptions import RedisError
 
-from foundation import garbage, logs
+from foundation import logs
 from foundation.config import RecordSettings
 from foundation.home import open_home
 from scripting.suitability import evicts, forgets
@@ -63,7 +63,6 @@ def check_redis() -> None:
 
 def begin() -> None:
     """Raises HomeNotPrivate, OSError: the state folder cannot be used."""
-    garbage.collect_as_usual()
     logs.configure(TaskSettings().log_level, TaskSettings().log_format)
     open_home(RecordSettings())
     compare_secret()

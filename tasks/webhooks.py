@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import structlog
 
-import scripting.lean  # noqa: F401  Before redis is imported.
 from database.db import Database
 from database.lookout import Lookout
 from foundation.config import RecordSettings

@@ -14,7 +14,3 @@ stream.py      one stream of events
 places.py      places that are bounded for each owner
 request.py     a request as it arrives          gateway.py  the same as WSGI has it, and the answer
 """
-
-import foundation.garbage
-import foundation.light  # noqa: F401  Both first of all.
-import scripting.lean  # noqa: F401

@@ -3,7 +3,6 @@
 from tests.faults.mutant import Mutant
 
 _HEADERS = "tests/house/test_lua_headers.py::"
-_POOL = "tests/lua/test_pool.py::"
 
 SCRIPTS = [
     Mutant(
@@ -14,27 +13,6 @@ SCRIPTS = [
         "        if False:\n",
         ("tests/lua/test_scripts.py::test_an_answer_that_nobody_heard_is_not_taken_for_the_next",),
         still="tests/lua/test_scripts.py::test_a_call_in_two_steps_is_answered_also_by_a_redis_that_forgot_the_scripts",
-    ),
-    Mutant(
-        "a connection is lent on which an answer is left, or that Redis has closed",
-        "ORDER-1",
-        "scripting/pool.py",
-        "connection.is_connected and not connection.can_read()",
-        "True",
-        (
-            f"{_POOL}test_an_answer_that_nobody_heard_is_not_taken_for_the_next",
-            f"{_POOL}test_a_connection_that_redis_has_closed_is_opened_anew",
-        ),
-        still=f"{_POOL}test_one_after_another_has_the_same_connection_and_two_at_once_have_two",
-    ),
-    Mutant(
-        "a forked process asks by the connection of the one before",
-        "ORDER-1",
-        "scripting/pool.py",
-        "        self._checkpid()  # What",
-        "        pass  # What",
-        (f"{_POOL}test_what_was_opened_before_the_process_was_forked_is_left_alone",),
-        still=f"{_POOL}test_one_after_another_has_the_same_connection_and_two_at_once_have_two",
     ),
     Mutant(
         "a process starts whose calls are not what the headers say",

@@ -251,7 +251,6 @@ class StreamEvent(Answer, shows=Entry):
     model: str
     tenant: str
     priority: int
-    tier: Annotated[int, Read("priority")] = Field(description="`priority`, as it was called before.", deprecated=True)
     server: str | None = Field(description="Of that attempt; null before the first.")
     attempt: Annotated[int, Read("event.attempt")] = Field(description="Starts so far.")
     why: Annotated[str, Read(lambda it: it.event.data.get("why"))] = Field(description="As of a job.")

@@ -7,7 +7,6 @@ any number; models and fleets beyond the first MOST_MODELS stand together as `ot
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TypeVar
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -32,10 +31,8 @@ from upkeep.rooms import Depths, depths_of
 
 log = structlog.get_logger(__name__)
 
-T = TypeVar("T")
 
-_BY_PRIORITY = ("model", "priority", "tier")
-"""Labels of what is told by priority: `tier` says it, too, as it was called before."""
+_BY_PRIORITY = ("model", "priority")
 
 
 class Figures(Collector):
@@ -93,7 +90,7 @@ class Figures(Collector):
             "From when a job came into its queue, or back, to its start.",
             _BY_PRIORITY,
             history.BOUNDS_S,
-            dict(_told_twice((labels, (it.parts, it.sum_s)) for labels, it in found.waits.items())),
+            {labels: (it.parts, it.sum_s) for labels, it in found.waits.items()},
         )
         yield _histogram(
             "slotkeeper_run_seconds",
@@ -159,11 +156,11 @@ class Figures(Collector):
             labels = named(it.model), str(it.priority)
             waiting[labels] += it.jobs
             oldest[labels] = min(oldest.get(labels, it.oldest_ms), it.oldest_ms)
-        yield _gauge("slotkeeper_queue_jobs", "Jobs in line.", _BY_PRIORITY, _told_twice(waiting.items()))
+        yield _gauge("slotkeeper_queue_jobs", "Jobs in line.", _BY_PRIORITY, waiting.items())
         now = now_ms()
         ages = ((labels, max(now - created, 0) / 1000) for labels, created in oldest.items())
         told = "Since when the first job in line was accepted."
-        yield _gauge("slotkeeper_oldest_job_age_seconds", told, _BY_PRIORITY, _told_twice(ages))
+        yield _gauge("slotkeeper_oldest_job_age_seconds", told, _BY_PRIORITY, ages)
 
     def _tasks(self) -> Iterator[Metric]:
         runs = pulse.last_runs(self._scripts)
@@ -225,11 +222,6 @@ def _slots(catalog: Snapshot, rooms: Mapping[str, Depths]) -> Metric:
         for state, count in (("free", depths.free), ("cooling", depths.cooling), ("taken", depths.taken)):
             slots[(named(fleet), state)] += count
     return _gauge("slotkeeper_slots", "Slots by fleet and state.", ["fleet", "state"], slots.items())
-
-
-def _told_twice(values: Iterable[tuple[tuple[str, str], T]]) -> Iterator[tuple[tuple[str, str, str], T]]:
-    """Of (model, priority), labelled as _BY_PRIORITY says."""
-    return (((model, priority, priority), value) for (model, priority), value in values)
 
 
 def _by_host(workers: Iterable[Process], fact: str) -> Counter[str]:

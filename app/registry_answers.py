@@ -121,10 +121,6 @@ class ServerStatus(Answer, shows=insight.ServerStatus):
     free: int
     cooling: int = Field(description="Slots in cooldown: they are offered to nobody for a while.")
     cooldown_until: Time | None = Field(description="When the first of them is offered again.")
-    resting: Annotated[int, Read("cooling")] = Field(description="`cooling`, as it was called before.", deprecated=True)
-    rested_at: Annotated[Time | None, Read("cooldown_until_ms")] = Field(
-        description="`cooldown_until`, as it was called before.", deprecated=True
-    )
     taken: int
     breaker: Breaker
     breaker_until: Annotated[Time | None, Read("open_until_ms")] = Field(
@@ -162,7 +158,6 @@ class FleetView(Answer, shows=Depths):
     fleet: Annotated[str, GIVEN]
     free: int
     cooling: int = Field(description="Slots in cooldown: they are offered to nobody for a while.")
-    resting: Annotated[int, Read("cooling")] = Field(description="`cooling`, as it was called before.", deprecated=True)
     taken: int
     waiting: Annotated[int, Read(lambda it: sum(it.waiting.values()))]
 

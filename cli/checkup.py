@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from queue import Empty, Queue
 from typing import Any
 
-from pydantic import AliasChoices, ValidationError
+from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
 WITHIN_S = 10.0
@@ -92,7 +92,7 @@ def settings() -> Iterator[Finding]:
     wrong = [problem for kind in kinds for problem in _wrong(kind)]
     for problem in wrong:
         yield Finding("settings", "fail", problem, "Correct it, or unset it to have its default; see docs/settings.md.")
-    known = {name for kind in kinds for field in kind.model_fields for name in _names(kind, field)}
+    known = {_variable(kind, field) for kind in kinds for field in kind.model_fields}
     for name in sorted(it for it in os.environ if it.startswith("SLOTKEEPER_") and it not in known | _OURS):
         near = get_close_matches(name, known, n=1)
         remedy = f"Did you mean {near[0]}?" if near else "Remove it; docs/settings.md lists all that there are."
@@ -111,11 +111,9 @@ def _kinds() -> list[type[BaseSettings]]:
     return [AppSettings, Limits, RecordSettings, UpSettings, RoutingSettings, EventSettings, TaskSettings]
 
 
-def _names(kind: type[BaseSettings], field: str) -> Iterator[str]:
-    """The variables by which a setting is read: its own, and what it was called before."""
-    yield f"{kind.model_config.get('env_prefix', '')}{field}".upper()
-    alias = kind.model_fields[field].validation_alias
-    yield from (str(name).upper() for name in (alias.choices if isinstance(alias, AliasChoices) else ()))
+def _variable(kind: type[BaseSettings], field: str) -> str:
+    """Return the name of the environment variable that sets a field."""
+    return f"{kind.model_config.get('env_prefix', '')}{field}".upper()
 
 
 def _wrong(kind: type[BaseSettings]) -> Iterator[str]:
@@ -125,15 +123,7 @@ def _wrong(kind: type[BaseSettings]) -> Iterator[str]:
         for one in error.errors(include_url=False, include_input=False):
             name = "_".join(str(part) for part in one["loc"])
             prefix = str(kind.model_config.get("env_prefix", "")).lower()
-            yield f"{_as_set(kind, name.removeprefix(prefix))}: {one['msg']}."
-
-
-def _as_set(kind: type[BaseSettings], field: str) -> str:
-    """By which of its variables a setting has its value: its present name goes before the former one."""
-    if field not in kind.model_fields:
-        return f"{kind.model_config.get('env_prefix', '')}{field}".upper()
-    names, there = list(_names(kind, field)), {name.upper() for name in os.environ}
-    return next((name for name in names if name in there), names[0])
+            yield f"{_variable(kind, name.removeprefix(prefix))}: {one['msg']}."
 
 
 def _contradictions() -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from foundation.config import RecordSettings
@@ -11,15 +11,10 @@ PASSWORD_FILE = "valkey-password"
 """In the state folder: what the embedded Valkey asks for."""
 
 
-def _also(former: str) -> AliasChoices:
-    """The setting's name, or `former`, as it was called before: both are read, the new one first."""
-    return AliasChoices(f"slotkeeper_{former.replace('rest', 'cooldown')}", f"slotkeeper_{former}")
-
-
 class RoutingSettings(BaseSettings):
     """Environment: SLOTKEEPER_REDIS_URL, SLOTKEEPER_LEASE_MS, …"""
 
-    model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore", populate_by_name=True)
+    model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore")
 
     redis_port: int = Field(6399, ge=1, le=65535)
     """Port of the embedded Valkey."""
@@ -35,13 +30,13 @@ class RoutingSettings(BaseSettings):
     """How often a worker renews its leases; under half of SLOTKEEPER_LEASE_MS, so that two in a row may be lost."""
     offer_ms: int = Field(5_000, ge=200)
     """How long an offer waits for a worker until maintenance looks at it."""
-    busy_cooldown_ms: int = Field(500, ge=0, validation_alias=_also("busy_rest_ms"))
+    busy_cooldown_ms: int = Field(500, ge=0)
     """A slot's cooldown after its server answered "busy" without a Retry-After; doubled each time in a row."""
-    busy_cooldown_max_ms: int = Field(30_000, ge=0, validation_alias=_also("busy_rest_max_ms"))
+    busy_cooldown_max_ms: int = Field(30_000, ge=0)
     """The longest cooldown of a slot whose server is busy, and the longest Retry-After that is honoured."""
-    unreachable_cooldown_ms: int = Field(1_000, ge=1, validation_alias=_also("unreachable_rest_ms"))
+    unreachable_cooldown_ms: int = Field(1_000, ge=1)
     """The cooldown of a server's slots when it cannot be reached; doubled each time in a row."""
-    unreachable_cooldown_max_ms: int = Field(30_000, ge=1, validation_alias=_also("unreachable_rest_max_ms"))
+    unreachable_cooldown_max_ms: int = Field(30_000, ge=1)
     """The longest cooldown of the slots of a server that cannot be reached."""
     breaker_failures: int = Field(10, ge=1)
     """Failures in a row, of different jobs, that open a server's breaker: for a while it gets no more jobs."""

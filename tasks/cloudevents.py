@@ -68,7 +68,6 @@ def _told(it: Entry, at: str) -> dict[str, Any]:
         "model": it.model,
         "tenant": it.tenant,
         "priority": it.priority,
-        "tier": it.priority,  # as it was called before
         "server": it.server,
         "attempt": event.attempt,
         "why": event.data["why"],

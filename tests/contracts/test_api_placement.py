@@ -229,7 +229,6 @@ def test_an_open_breaker_and_a_rest_are_shown_with_their_ends(timed_api: TimedAp
     standing = _server(api)["standing"]
     assert (standing["breaker"], standing["breaker_until"]) == ("open", "2027-01-15T08:00:07.000Z")
     assert (standing["cooling"], standing["cooldown_until"]) == (1, "2027-01-15T08:00:03.000Z")
-    assert (standing["resting"], standing["rested_at"]) == (1, "2027-01-15T08:00:03.000Z"), "as they were called before"
 
 
 def test_without_redis_how_servers_stand_is_not_known(mortal_api: Api) -> None:

@@ -95,7 +95,7 @@ def test_a_reset_wakes_slots_that_rest_because_they_were_busy(timed_api: TimedAp
     for _ in range(3):
         api.run(0, Why.SERVER_BUSY)
         api.client.post("/admin/servers/gpu1/reset")
-        assert _servers(api)[0]["standing"]["resting"] == 0 and len(api.heard.offers) == 1
+        assert _servers(api)[0]["standing"]["cooling"] == 0 and len(api.heard.offers) == 1
     api.run(0, Why.SERVER_BUSY)
     rested = standings(api.dispatcher.slots, "zimg")["gpu1"].cooldown_until_ms
     assert rested - api.now == api.dispatcher.settings.busy_cooldown_ms, "that it was busy before is forgotten"

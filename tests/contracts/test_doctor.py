@@ -152,18 +152,6 @@ def test_settings_that_are_wrong_or_contradict_each_other_are_told(
     assert found[0].remedy
 
 
-def test_a_setting_is_named_as_it_is_called_and_known_by_its_former_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLOTKEEPER_BUSY_REST_MAX_MS", "1000")
-    assert not any("BUSY" in it.said for it in _said("settings"))
-    monkeypatch.setenv("SLOTKEEPER_BUSY_COOLDOWN_MS", "soon")
-    assert any(it.said.startswith("SLOTKEEPER_BUSY_COOLDOWN_MS: ") for it in _said("settings"))
-
-
-def test_a_wrong_setting_is_told_by_the_name_that_it_was_given_under(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLOTKEEPER_BUSY_REST_MS", "soon")
-    assert any(it.said.startswith("SLOTKEEPER_BUSY_REST_MS: ") for it in _said("settings"))
-
-
 def test_no_value_of_a_setting_is_shown(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOTKEEPER_SECRET", "not base64 and quite private")
     monkeypatch.setenv("SLOTKEEPER_METRICS_KEY", "mk_private")

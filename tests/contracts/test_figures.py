@@ -70,9 +70,9 @@ def test_what_waits_is_told_by_model_and_priority_with_the_age_of_the_oldest(api
     api.submitted(model="flux", priority=2)
     api.submitted(model="flux", priority=7)
     found = _figures(api)
-    assert found['slotkeeper_queue_jobs{model="flux",priority="2",tier="2"}'] == 2
-    assert found['slotkeeper_queue_jobs{model="flux",priority="7",tier="7"}'] == 1
-    assert 0 <= found['slotkeeper_oldest_job_age_seconds{model="flux",priority="2",tier="2"}'] < 60
+    assert found['slotkeeper_queue_jobs{model="flux",priority="2"}'] == 2
+    assert found['slotkeeper_queue_jobs{model="flux",priority="7"}'] == 1
+    assert 0 <= found['slotkeeper_oldest_job_age_seconds{model="flux",priority="2"}'] < 60
 
 
 def test_what_has_happened_is_told_as_sums_and_histograms(api: Api) -> None:
@@ -83,7 +83,7 @@ def test_what_has_happened_is_told_as_sums_and_histograms(api: Api) -> None:
     assert found['slotkeeper_jobs_accepted_total{model="zimg"}'] == 2
     assert found['slotkeeper_jobs_ended_total{model="zimg",state="completed"}'] == 1
     assert found['slotkeeper_attempts_ended_total{model="zimg",reason="retries_exhausted"}'] == 1
-    assert found['slotkeeper_wait_seconds_count{model="zimg",priority="5",tier="5"}'] == 2
+    assert found['slotkeeper_wait_seconds_count{model="zimg",priority="5"}'] == 2
     assert found['slotkeeper_run_seconds_bucket{le="+Inf",model="zimg"}'] == 2
     assert found["slotkeeper_figures_lag_seconds"] == 0
 
@@ -184,7 +184,7 @@ def test_models_beyond_the_first_stand_together(api: Api, monkeypatch: pytest.Mo
     found = _figures(api)
     assert found['slotkeeper_waiting_jobs{model="a"}'] == 1
     assert found['slotkeeper_waiting_jobs{model="other"}'] == 2
-    assert found['slotkeeper_queue_jobs{model="other",priority="5",tier="5"}'] == 2
+    assert found['slotkeeper_queue_jobs{model="other",priority="5"}'] == 2
     assert not [name for name in found if 'model="c"' in name]
 
 

@@ -54,7 +54,7 @@ def test_a_job_that_ran_is_in_the_figures(stack: Stack, api: HttpApi) -> None:
     eventually(lambda: _figures(api).get(counted) == 5, "maintenance has counted the runs", 60)
     told = _figures(api)
     assert told['slotkeeper_run_seconds_count{model="seen"}'] == 5
-    assert told['slotkeeper_wait_seconds_count{model="seen",priority="5",tier="5"}'] == 5
+    assert told['slotkeeper_wait_seconds_count{model="seen",priority="5"}'] == 5
     assert told["slotkeeper_handoff_seconds_count"] >= 1
     assert told['slotkeeper_processes{role="worker"}'] == 1
     assert told['slotkeeper_task_last_run_timestamp_seconds{task="count"}'] > 0

@@ -93,7 +93,6 @@ def test_every_event_reaches_the_stream_in_order_as_a_cloudevent_that_the_sdk_re
         "model": "zimg",
         "tenant": "acme",
         "priority": 2,
-        "tier": 2,
         "server": "gpu1",
         "attempt": 1,
         "why": "started",

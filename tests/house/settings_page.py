@@ -4,8 +4,6 @@ import ast
 import inspect
 import textwrap
 
-from pydantic import AliasChoices
-from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from app.config import AppSettings
@@ -62,7 +60,7 @@ def page() -> str:
 def _chapter(title: str, kind: type[BaseSettings]) -> str:
     told, prefix = explained(kind), str(kind.model_config["env_prefix"])
     rows = [
-        f"| `{(prefix + name).upper()}` | {_default(field.default)} | {_unit(name)} | {told[name]}{_former(field)} |\n"
+        f"| `{(prefix + name).upper()}` | {_default(field.default)} | {_unit(name)} | {told[name]} |\n"
         for name, field in kind.model_fields.items()
         if (kind, name) != (TaskSettings, "port")  # The API's.
     ]
@@ -71,12 +69,6 @@ def _chapter(title: str, kind: type[BaseSettings]) -> str:
 
 def _default(value: object) -> str:
     return "empty" if value in ("", None) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def _former(field: FieldInfo) -> str:
-    """The names under which it is read too, as it was called before."""
-    choices = field.validation_alias.choices[1:] if isinstance(field.validation_alias, AliasChoices) else ()
-    return "".join(f" Also read as `{str(name).upper()}`." for name in choices)
 
 
 def _unit(name: str) -> str:

@@ -36,19 +36,8 @@ def names_in(path: Path) -> Iterator[str]:
             r"[A-Za-z_]\w*", re.sub(r"--\[\[.*?\]\]|--[^\n]*|\"[^\"\n]*\"", "", text, flags=re.DOTALL)
         )
         return
-    told = former_names(ast.parse(text))
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    yield from (it.string for it in tokens if it.type == tokenize.NAME and (it.start[0], it.string) not in told)
-
-
-def former_names(tree: ast.Module) -> set[tuple[int, str]]:
-    """Line and name of each field that an answer still tells, marked as deprecated, as clients knew it."""
-    return {
-        (node.lineno, node.target.id)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call)
-        if any(it.arg == "deprecated" and ast.unparse(it.value) == "True" for it in node.value.keywords)
-    }
+    yield from (it.string for it in tokens if it.type == tokenize.NAME)
 
 
 def words_of(name: str) -> set[str]:
@@ -78,11 +67,6 @@ def test_a_thing_has_no_second_name() -> None:
         if name not in KEPT and not words_of(name).isdisjoint(GONE)
     }
     assert sorted(found) == [], "ARCHITECTURE's glossary has another word for it"
-
-
-def test_a_former_name_is_told_to_clients_only_as_deprecated() -> None:
-    tree = ast.parse("tier: int = Field(description='old')\nresting: int = Field(1, deprecated=True)\n")
-    assert former_names(tree) == {(2, "resting")}
 
 
 def test_a_name_that_is_kept_stands_in_the_glossary() -> None:

@@ -68,9 +68,8 @@ class Figures:
     series: Series
 
     def data(self) -> dict[str, Any]:
-        """For JSON.  `tiers`: the priorities, as they were called before."""
-        told = asdict(self)
-        return {**told, "tiers": told["priorities"]}
+        """Return the figures for JSON."""
+        return asdict(self)
 
 
 def figures(outcome: Outcome) -> Figures:

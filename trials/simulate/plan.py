@@ -167,6 +167,4 @@ def _content(file: Path) -> dict[str, Any]:
         raise Wrong(f"{file} is not {kind} ({error}): correct it, or name it .toml or .json as it is.") from None
     if not isinstance(found, dict):
         raise Wrong(f"{file} holds no object: write the fields that docs/simulator.md lists.")
-    if "tiers" in found and "priorities" not in found:  # as they were called before
-        found["priorities"] = found.pop("tiers")
     return found

@@ -129,7 +129,7 @@ def test_a_file_describes_a_load_and_options_change_it(tmp_path, name):
             "serves 'b'",
         ),
         ("[priorities]\n10 = 1", "priorities.10"),
-        ("[tiers]\n10 = 1", "priorities.10"),
+        ("[priorities]\n10 = 1", "priorities.10"),
         ("[tiers]\n1 = 1\n[priorities]\n1 = 1", "tiers: extra inputs are not permitted"),
         ("tenants = 0", "tenants: input should be greater than or equal to 1"),
     ],

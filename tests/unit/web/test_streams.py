@@ -189,7 +189,6 @@ def test_a_jobs_stream_tells_it_from_the_beginning_and_ends_with_it(served: Serv
         "model": "zimg",
         "tenant": "local",
         "priority": 2,
-        "tier": 2,
         "server": "gpu1",
         "attempt": 1,
     }

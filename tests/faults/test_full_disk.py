@@ -1,0 +1,79 @@
+"""A disk that is full: what is refused, what is kept, and what goes on when there is room again."""
+
+import errno
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from insight import listing
+from tests.support.stack import eventually
+from tests.support.town import Town, started_town
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+_DISK = "32m"
+_WAITING = 5
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 32 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("a file system of its own can be mounted by root alone")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
+def full(folder: Path) -> Iterator[None]:
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError) as error:
+        while True:
+            file.write(b"\0" * 4096)
+    assert error.value.errno == errno.ENOSPC
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
+def _submit(town: Town, model: str, accepted: list[str]) -> int:
+    """Submit a job, and note its id if it was accepted; returns the status."""
+    answer = town.api.call("POST", "/queue/submit", json={"model": model, "payload": {"seconds": 0.01}})
+    if answer.status_code == 202:
+        accepted.append(answer.json()["job_id"])
+    else:
+        assert int(answer.headers["Retry-After"]) >= 1, answer.text
+    return answer.status_code
+
+
+def test_on_a_full_disk_submits_are_refused_and_a_run_keeps_its_result_until_it_can_be_stored(
+    disk: Path, tmp_path: Path
+) -> None:
+    with started_town(tmp_path / "town", SLOTKEEPER_DATABASE_URL=f"sqlite:///{disk / 'record.db'}") as town:
+        town.crew(1)
+        model = town.model(1)
+        gate = town.gate()
+        accepted = [town.submit(model, gate), *(town.submit(model, 0.01) for _ in range(_WAITING))]
+        town.sent(model)
+
+        with full(disk):
+            # What is left of the log's last page may still take one.
+            eventually(lambda: _submit(town, model, accepted) == 503, "a submit is refused")
+            gate.open()
+            eventually(lambda: town.runs(model), "the server is done with the first job")
+            assert _submit(town, model, accepted) == 503
+
+        jobs = [town.until(job_id, "completed") for job_id in accepted]
+        assert {(job.attempts, job.failures, job.crashes) for job in jobs} == {(1, 0, 0)}
+        assert sorted(run["job_id"] for run in town.runs(model)) == sorted(accepted), "each ran once"
+        assert sum(listing.counts(town.store.database).values()) == len(accepted), "a refused submit leaves nothing"
+        assert _submit(town, model, accepted) == 202

@@ -1,11 +1,10 @@
 """Addresses of inference servers, as operators give them."""
 
-from contextlib import suppress
-from ipaddress import ip_address
+import socket
 from urllib.parse import urlsplit
 
-from app.config import is_loopback
 from app.context import context
+from foundation.addresses import address_of, is_metadata, is_own_address
 from foundation.errors import InvalidRequest
 from tasks.servers.client import split_endpoint
 
@@ -21,18 +20,29 @@ def check_endpoint(endpoint: str, field: str = "endpoint") -> None:
     parts = urlsplit(endpoint)
     if parts.username is not None or parts.password is not None:
         raise InvalidRequest(field, f"{field} must hold no user or password")
-    _check_host(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80), field)
     if parts.port == 0 or any(ord(sign) <= 32 or ord(sign) > 126 or sign == "\\" for sign in endpoint):
         raise InvalidRequest(field, _WRONG.format(field))
+    _check_host(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80), field)
 
 
 def _check_host(host: str, port: int, field: str) -> None:
     """Raises InvalidRequest for addresses at which no inference server can stand."""
-    with suppress(ValueError):
-        address = ip_address(host)
-        address = getattr(address, "ipv4_mapped", None) or address
-        if address.is_link_local or address.is_multicast or address.is_unspecified:
-            raise InvalidRequest(field, f"{field} must not lead to {host}: it is no address of an inference server")
-    settings = context().settings
-    if port == settings.port and (is_loopback(host) or host in settings.own_names):
+    address = address_of(host)
+    is_special = address is not None and (address.is_link_local or address.is_multicast or address.is_unspecified)
+    if is_special or is_metadata(host):
+        raise InvalidRequest(field, f"{field} must not lead to {host}: it is no address of an inference server")
+    if port == context().settings.port and _is_this_api(host):
         raise InvalidRequest(field, f"{field} must not lead to this API itself")
+
+
+def _is_this_api(host: str) -> bool:
+    """Return whether the API listens on this host, if the port is the API's."""
+    settings, name = context().settings, host.lower().rstrip(".")
+    address, listening = address_of(name), address_of(settings.host)
+    if name in settings.own_names or f".{name}".endswith(".localhost"):
+        return True
+    if address is None:
+        return name == socket.gethostname().lower()
+    if listening is not None and listening.is_unspecified:
+        return is_own_address(address)
+    return address.is_loopback or address == listening

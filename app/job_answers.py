@@ -7,6 +7,7 @@ from pydantic import Field
 
 from admission.placement import show_constraints
 from app.answers import GIVEN, Answer, Read, Time
+from foundation.addresses import masked_url
 from insight import attempts, explain
 from insight.interval import Estimate
 from insight.places import Place
@@ -139,7 +140,9 @@ class JobView(Answer, shows=Job):
         description="Of the last attempt of a job that has not ended."
     )
     cancel_requested: Annotated[bool, Read(lambda it: it.cancel_requested_ms is not None)]
-    callback_url: str | None
+    callback_url: Annotated[str | None, Read(lambda it: it.callback_url and masked_url(it.callback_url))] = Field(
+        description="Without a user, a password and the values of its query, which may be keys."
+    )
     created_at: Time
     started_at: Time | None
     completed_at: Annotated[Time | None, Read("finished_ms")]

@@ -11,6 +11,7 @@ from app.openapi import Model
 from app.paging import cursor_of, number
 from app.schemas import Asked
 from foundation import exact
+from foundation.addresses import masked_url
 from foundation.errors import InvalidRequest
 from jobs.events import TYPES
 from jobs.states import FINAL
@@ -49,6 +50,7 @@ _DESCRIPTION: Any = Field(None, max_length=200, description="For people.")
 _MAX_PER_S: Any = Field(
     None, ge=LEAST_PER_S, le=MOST_PER_S, description="Messages that it is sent in a second; null: as many as there are."
 )
+_SHOWN_URL: Any = Field(description="Without a user, a password and the values of its query, which may be keys.")
 
 
 class ReceiverBody(Asked):
@@ -155,7 +157,7 @@ class ReceiverView(Answer, shows=Receiver):
 
     webhook: Annotated[str, Read("id")]
     tenant: str
-    url: str
+    url: Annotated[str, Read(lambda it: masked_url(it.url))] = _SHOWN_URL
     events: Annotated[list[str], Read(lambda it: sorted(it.types))]
     template: Annotated[dict[str, Any] | None, Read(lambda it: it.template and exact.loads(it.template))]
     description: str
@@ -252,7 +254,7 @@ class CallbackView(Answer, shows=GivenUp):
     job_id: str
     model: str
     tenant: str
-    url: str
+    url: Annotated[str, Read(lambda it: masked_url(it.url))] = _SHOWN_URL
     status: str = Field(description="How its job had ended.")
     ended_at: Time
     given_up_at: Time | None = Field(description="null: a release before this one gave it up.")

@@ -8,6 +8,7 @@ from pydantic import Field
 from app.answers import GIVEN, Answer, Read, Time, time
 from app.job_answers import seconds
 from app.schemas import AdminStateName
+from foundation.addresses import masked_url
 from insight import servers as insight
 from insight.load import Load
 from insight.overtaking import PRIORITIES, longest_overtaking_s, longest_wait
@@ -27,13 +28,6 @@ from upkeep.rooms import Depths
 
 Breaker = Literal["closed", "open", "half_open", "probing"]
 OpenedBy = Literal["failures", "rate", "probe"]
-
-
-def shown_endpoint(url: str) -> str:
-    """Without the values of its query, which may be keys."""
-    address, mark, query = url.partition("?")
-    names = (part.partition("=") for part in query.split("&"))
-    return address + mark + "&".join(name + equals + ("***" if value else "") for name, equals, value in names)
 
 
 def plain(attribute: str | float) -> str | float | list[str]:
@@ -97,7 +91,7 @@ class ServerView(StateView, shows=Server):
         dict[str, Any], Read(lambda it: {name: plain(own) for name, own in it.attributes.items()})
     ] = Field(description="`<model>:<name>` is that of one model alone.")
     models: Annotated[
-        dict[str, str], Read(lambda it: {model: shown_endpoint(url) for model, url in it.endpoints.items()})
+        dict[str, str], Read(lambda it: {model: masked_url(url) for model, url in it.endpoints.items()})
     ] = Field(description="Model -> endpoint.")
     described: Annotated[dict[str, dict[str, Any]], Read("overrides")] = Field(
         description="Model -> how it is spoken to for that, where the model's configuration does not say it."

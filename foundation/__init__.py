@@ -6,6 +6,7 @@
     logs         log lines
     traces       which trace a job is in, and the names of its spans
     garbage      how often it is collected                          unique   text that nobody else makes
+    addresses    in URLs, read as a socket reads them, and masked
     lifetimes    whose end is proved, as only the kernel can        crash    points between two effects, at which
                                                                              tests kill the process
 

@@ -21,6 +21,7 @@ from sqlalchemy import Table, Text, Update, bindparam, delete, func, insert, or_
 from audit.acts import Act, act
 from database.db import Database, Transaction
 from database.prepared import Prepared
+from foundation.addresses import masked_url
 from foundation.clock import clock
 from foundation.errors import Conflict, NotFound, RecordUnavailable
 from jobs.counters import count
@@ -242,7 +243,9 @@ class Catalog:
         """
         declared = _declared(slots, attributes, weight)
         special = {f"{model}:{name}": value for name, value in (of_model or {}).items()}
-        registering = act("server.register", now_ms=now_ms, model=model, server=server, url=url, slots=slots)
+        registering = act(
+            "server.register", now_ms=now_ms, model=model, server=server, url=masked_url(url), slots=slots
+        )
 
         def unit(tx: Transaction) -> Server:
             count(tx, _VERSION)  # First: on PostgreSQL its lock lets one change in at a time.

@@ -46,6 +46,8 @@ from ssrfguard import (
 )
 from standardwebhooks import Webhook
 
+from foundation.addresses import METADATA, NAT64, address_of
+
 log = logging.getLogger(__name__)
 
 Network = IPv4Network | IPv6Network
@@ -67,22 +69,7 @@ Every other port from 1 to 65535 is open: receivers listen on any, and the addre
 
 ALLOW_VARIABLE = "SLOTKEEPER_WEBHOOK_ALLOW"
 
-_NAT64 = ip_network("64:ff9b::/96")
 _LOOPBACK = (ip_address("127.0.0.1"), ip_address("::1"))
-_METADATA = tuple(
-    ip_address(text)
-    for text in (
-        "169.254.169.254",  # AWS, GCP, Azure, and most others
-        "169.254.170.2",  # AWS ECS
-        "169.254.170.23",  # AWS EKS
-        "fd00:ec2::254",
-        "fd00:ec2::23",
-        "fd20:ce::254",  # GCP
-        "100.100.100.200",  # Alibaba
-        "192.0.0.192",  # Oracle
-        "168.63.129.16",  # Azure WireServer
-    )
-)
 
 # Stricter than the library's table in three ways.  Of the prefixes that carry an IPv4 address, only
 # NAT64 is unwrapped, since a DNS64 network answers with it for any public name; mapped, 6to4 and Teredo
@@ -90,7 +77,7 @@ _METADATA = tuple(
 # services (192.0.0.9 is the nearest NAT), no receivers.  And WireServer looks public but is not.
 _TABLE = AddressTable(
     (
-        *(b if b.network == _NAT64 else replace(b, reach=Reach.DENIED) for b in DEFAULT_DENIED.blocks),
+        *(b if b.network == NAT64 else replace(b, reach=Reach.DENIED) for b in DEFAULT_DENIED.blocks),
         Block(ip_network("168.63.129.16/32"), "Azure WireServer", "Azure documentation", Reach.DENIED),
     )
 )
@@ -99,8 +86,6 @@ _CARRIERS = tuple(b.network for b in DEFAULT_DENIED.blocks if b.reach is Reach.T
 # Python's parser also takes [v1.name] and drops what stands behind a bracket.
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(:\d*)?")
 _VISIBLE = re.compile(r"[!-\[\]-~]*")  # visible ASCII without the backslash
-# What a URL parser or inet_aton would read as an IPv4 address (127.1, 0x7f.1, 2130706433).
-_NUMERIC = re.compile(r"(.*\.)?(\d+|0x[0-9a-f]*)\.?")
 _ONLY_PUBLIC = "only public addresses are sent to; use a public one, or have the operator add its network to "
 _NO_HOST = "The host is neither a DNS name nor an IP address in its plain form; write it as one of them."
 
@@ -332,7 +317,7 @@ def _host_checked(url: str, parts: SplitResult, allow: tuple[Network, ...]) -> T
         if isinstance(no.__cause__, BlockedAddressError):
             return f"{parts.hostname} is not public ({no.reason}): {_ONLY_PUBLIC}{ALLOW_VARIABLE}."
         return _NO_HOST
-    if target.address is None and _NUMERIC.fullmatch(target.host):
+    if target.address is None and address_of(target.host) is not None:
         return _NO_HOST
     if _is_localhost(target.host) and not any(a in network for a in _LOOPBACK for network in allow):
         return f"{target.host} is this machine: {_ONLY_PUBLIC}{ALLOW_VARIABLE}."
@@ -378,7 +363,7 @@ def _refuse_carrier(network: Network) -> None:
 
 def _without_metadata(network: Network) -> list[Network]:
     left = [network]
-    for hole in _METADATA:
+    for hole in METADATA:
         if network.num_addresses > 1 and hole in network:
             left = [piece for whole in left for piece in _split_off(whole, ip_network(hole))]
     return left

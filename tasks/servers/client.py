@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import requests
 
 from dispatch.outcome import Kind, Outcome
+from foundation.addresses import secrets_in_url
 from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.call import MAX_DEADLINE_S, Call, Health, HealthKind
 from tasks.servers.description import DEFAULT, Description
@@ -68,6 +69,7 @@ class Server:
     ) -> None:
         self._endpoint, self._base = split_endpoint(endpoint)
         self._path = urlsplit(self._endpoint).path.rstrip("/")
+        self._secrets_of_endpoint = secrets_in_url(self._endpoint)
         self._plan = compile_plan(description) if isinstance(description, Description) else description
         self._session = session
         self._secret = secret
@@ -239,10 +241,10 @@ class Server:
 
     def _kept_quiet(self, call: Call) -> tuple[str, ...]:
         """What an answer may repeat and nobody is told: an earlier exchange may have sent what this one does not."""
-        token = (call.callback_token,) if call.callback_token else ()
+        known = (*self._secrets_of_endpoint, call.callback_token) if call.callback_token else self._secrets_of_endpoint
         if self._secret is None or not self.description.secrets:
-            return token
-        return (*filter(None, map(self._secret, sorted(self.description.secrets))), *token)
+            return known
+        return (*filter(None, map(self._secret, sorted(self.description.secrets))), *known)
 
 
 def split_endpoint(endpoint: str) -> tuple[str, str]:

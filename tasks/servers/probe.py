@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import requests
 
 from dispatch.outcome import Kind, Outcome
+from foundation.addresses import secrets_in_url
 from tasks.servers import presets
 from tasks.servers.answers import NOT_JSON, Answer, Broken, clean
 from tasks.servers.call import Call, Health
@@ -144,6 +145,7 @@ class Trial:
 
     def __post_init__(self) -> None:
         self._session = new_session(1)
+        self._secrets.update(secrets_in_url(self.endpoint))
         self._server = Server(self.endpoint, self.description, session=self._session, secret=self._remembered)
 
     def health(self) -> Health:

@@ -12,6 +12,7 @@ STREAMS = "tests/unit/web/test_streams.py::"
 CROWD = "tests/unit/web/test_crowd.py::"
 MALFORMED = "tests/faults/test_malformed.py::"
 REVOKES = "tests/faults/test_revokes.py::"
+ENDPOINTS = "tests/contracts/test_endpoint_addresses.py::"
 ADDRESSES = "tests/contracts/test_webhook_addresses.py::"
 OUTBOUND = "tests/unit/test_outbound.py::"
 DELIVERIES = "tests/faults/test_deliveries.py::"
@@ -387,7 +388,9 @@ TABLE = [
         "nothing is called so",
         (
             f"{API}door.py::test_a_tenants_name_can_be_shown_and_asked_for",
-            f"{API}door.py::test_an_endpoint_leads_to_no_metadata_and_not_back_to_us",
+            f"{ENDPOINTS}test_no_endpoint_leads_to_metadata_however_the_host_is_written",
+            f"{ENDPOINTS}test_no_endpoint_leads_back_to_this_api_however_the_host_is_written",
+            f"{ENDPOINTS}test_the_keys_of_an_endpoint_are_kept_where_the_server_is_called_from_and_nowhere_else",
             f"{API}door.py::test_a_key_in_an_endpoints_query_is_not_shown",
         ),
     ),

@@ -90,22 +90,6 @@ def test_a_key_in_an_endpoints_query_is_not_shown(api: Api) -> None:
 # -- what is taken -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "endpoint",
-    [
-        "http://169.254.169.254/latest/meta-data",
-        "http://[fe80::1]/generate",
-        "http://[::ffff:169.254.169.254]/generate",
-        "http://0.0.0.0:9001/generate",
-        "http://127.0.0.1:8000/queue/submit",
-        "http://localhost:8000/x",
-    ],
-)
-def test_an_endpoint_leads_to_no_metadata_and_not_back_to_us(api: Api, endpoint: str) -> None:
-    answer = api.register(endpoint=endpoint)
-    assert (answer.status_code, answer.json["field"]) == (422, "endpoint")
-
-
 @pytest.mark.parametrize("weight", [5e-324, 1e-9, 0.0009])
 def test_a_weight_that_no_score_can_be_divided_by_is_refused(api: Api, weight: float) -> None:
     answer = api.register(weight=weight)

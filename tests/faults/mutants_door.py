@@ -9,9 +9,37 @@ CROWD = "tests/unit/web/test_crowd.py::"
 EXACT = "tests/unit/routing/test_exact.py::"
 ACCESS = "tests/contracts/test_api_door.py::"
 CONNECTION = "tests/unit/web/test_connection.py::"
+ENDPOINTS = "tests/contracts/test_endpoint_addresses.py::"
 ALIVE = f"{ASKED}test_a_submitted_job_is_in_the_record_when_it_is_answered"
 
 DOOR = [
+    Mutant(
+        "an endpoint is read by how it is written",
+        "no request leads to a cloud's metadata",
+        "foundation/addresses.py",
+        'ip_address(text if ":" in text else socket.inet_aton(text))',
+        "ip_address(text)",
+        (f"{ENDPOINTS}test_no_endpoint_leads_to_metadata_however_the_host_is_written",),
+        still=f"{ENDPOINTS}test_servers_on_this_machine_are_registered_at_other_ports",
+    ),
+    Mutant(
+        "an IPv6 address hides the IPv4 address that it carries",
+        "no request leads to a cloud's metadata",
+        "foundation/addresses.py",
+        "return address.ipv4_mapped or address.sixtofour or address",
+        "return address",
+        (f"{ENDPOINTS}test_no_endpoint_leads_back_to_this_api_however_the_host_is_written",),
+        still=f"{ENDPOINTS}test_servers_on_this_machine_are_registered_at_other_ports",
+    ),
+    Mutant(
+        "the audit keeps an endpoint's keys",
+        "a secret is shown to nobody",
+        "registry/catalog.py",
+        "url=masked_url(url)",
+        "url=url",
+        (f"{ENDPOINTS}test_the_keys_of_an_endpoint_are_kept_where_the_server_is_called_from_and_nowhere_else",),
+        still=f"{ENDPOINTS}test_the_keys_of_a_webhooks_url_are_not_shown",
+    ),
     Mutant(
         "a body that broke off passes for a whole one",
         "all or none",

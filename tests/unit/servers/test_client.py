@@ -317,6 +317,14 @@ def test_a_redirect_is_not_followed(serving, scripted):
     assert elsewhere.connections == 0
 
 
+def test_an_error_that_repeats_the_endpoint_does_not_tell_its_keys(scripted, ours):
+    there = scripted(lambda seen: answer({"error": f"no route for {seen.path} (token abc/def-1 is unknown)"}, 400))
+    server = ours(there.url + "/generate?v=2&token=abc%2Fdef-1", Description())
+    message = server.submit(a_call()).message
+    assert "abc" not in message
+    assert "v=2&token=***" in message
+
+
 def test_the_body_of_a_redirect_is_bounded_too(serving):
     server, _ = serving(always(answer(b"x" * 5000, 302, Location="/x")), max_answer_bytes=1000)
     assert server.submit(a_call()).code == "answer_too_large"

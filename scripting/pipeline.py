@@ -18,7 +18,7 @@ import hiredis
 import structlog
 from redis.asyncio.connection import DefaultParser
 from redis.exceptions import ConnectionError as Broken
-from redis.exceptions import InvalidResponse, RedisError
+from redis.exceptions import InvalidResponse, OutOfMemoryError, RedisError
 from redis.exceptions import TimeoutError as Silent
 
 from scripting.scripts import Command, Scripts, connection_for, is_missing
@@ -41,6 +41,7 @@ class _Asked:
     command: Command[Any] | None = None  # None: it has been sent twice, or is not a script
     number: int = -1
     after: "_Asked | None" = None  # what told Redis the script's text, before it was sent again
+    again: Command[Any] | None = None  # what was sent again then
 
     @property
     def kind(self) -> Hashable:
@@ -221,12 +222,21 @@ class Pipeline:
         """An answer.  What Redis does not know is sent once more, after its text."""
         command = asked.command
         if is_missing(found) and command is not None:
-            asked.command, asked.after = None, self._tell(command.target.script, asked.number)
+            asked.command, asked.again = None, command
+            asked.after = self._tell(command.target.script, asked.number)
             self._send(asked)
         elif is_missing(found) and asked.after is not None:
-            asked.settle(asked.after.answer.exception() or found)
+            self._heed_not_loaded(asked, asked.after.answer.exception() or found)
         else:
             asked.settle(found)
+
+    def _heed_not_loaded(self, asked: _Asked, why: Any) -> None:
+        """A Redis that is too full to load a function still evaluates its text."""
+        if isinstance(why, OutOfMemoryError) and asked.again is not None:
+            asked.packed, asked.again = hiredis.pack_command(self._scripts.eval_words(asked.again)), None
+            self._send(asked)
+        else:
+            asked.settle(why)
 
     def _tell(self, script: str, number: int) -> _Asked:
         """Tell Redis the text of a script, unless that was done after command `number` had been sent."""

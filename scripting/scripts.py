@@ -21,9 +21,10 @@ from redis.asyncio import Redis as AsyncRedis
 from redis.asyncio import connection as live
 from redis.backoff import NoBackoff
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from redis.retry import Retry
 
+from scripting.full import FullClient
 from scripting.keys import Keys
 from scripting.signatures import (
     Caller,
@@ -53,9 +54,9 @@ _HEADER = re.compile(r"\A--\[\[.*?\]\]\n", re.DOTALL)
 _COMMENT = re.compile(r"^\s*--[^\n]*\n", re.MULTILINE)
 # A line of a fragment that must be run at each call: names of keys, and what is remembered while one call lasts.
 _OF_A_CALL = re.compile(r"^local ([\w, ]+?)(?: = (KEYS\[.*\]|\{\}))?$", re.MULTILINE)
-
-# A Redis that is full takes no new jobs, but what it holds goes on to its end.
-_GOES_ON_WHEN_FULL = frozenset({"claim", "keep", "offer", "release", "renew", "seize", "withdraw"})
+# Headers say so of scripts that bring in new work.  All others free memory, or running jobs need them.
+_REFUSED = re.compile(r"^  Refused when Redis is full$", re.MULTILINE)
+_WRITES_NOTHING = re.compile(r"Writes nothing$", re.MULTILINE)
 _MISSING = "Function not found"
 # Lua collects its garbage when its memory, some 0.5 MB, has grown to so many hundredths of what it was.  With 200, as
 # it is otherwise, a fifth of each call's time is spent on that.
@@ -76,6 +77,11 @@ local function call(keys, args)
   end
   return run()
 end
+"""
+_EVAL = """\
+#!lua flags={flags}
+local given_keys, given_args = KEYS, ARGV
+{text}return call(given_keys, given_args)
 """
 
 
@@ -129,10 +135,14 @@ def _parts(name: str, fragments: Mapping[str, str] | None) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A script as a function of Redis.  `text`: the library that holds it alone, and has its name."""
+    """A script as a function of Redis.  `text`: the library that holds it alone, and has its name.
+
+    `eval_text`: the same for EVAL, for a Redis that is full and therefore loads no function.
+    """
 
     name: str
     text: str
+    eval_text: str
 
 
 def function(name: str, fragments: Mapping[str, str] | None = None) -> Function:
@@ -144,14 +154,15 @@ def function(name: str, fragments: Mapping[str, str] | None = None) -> Function:
     unique = f"slotkeeper_{name}_{_sha1(text)[:16]}"
     flags = ", ".join(f'"{flag}"' for flag in _flags(name))
     register = f'redis.register_function({{ function_name = "{unique}", callback = call, flags = {{ {flags} }} }})\n'
-    return Function(unique, f"#!lua name={unique}\n{text}{register}")
+    eval_text = _EVAL.format(flags=",".join(_flags(name)), text=text)
+    return Function(unique, f"#!lua name={unique}\n{text}{register}", eval_text)
 
 
 def _flags(name: str) -> list[str]:
     """What Redis shall know of a function before it runs it."""
-    if re.search(r"Writes nothing$", source(name), re.MULTILINE):
+    if _WRITES_NOTHING.search(source(name)):
         return ["no-writes"]
-    return ["allow-oom"] if name in _GOES_ON_WHEN_FULL else []
+    return [] if _REFUSED.search(source(name)) else ["allow-oom"]
 
 
 def connect(url: str, timeout_s: float) -> Redis:
@@ -159,7 +170,7 @@ def connect(url: str, timeout_s: float) -> Redis:
 
     redis-py retries by default, and a script that was only slow would run again and again.
     """
-    return Redis.from_url(
+    return FullClient.from_url(
         url,
         socket_timeout=timeout_s,
         socket_connect_timeout=timeout_s,
@@ -261,30 +272,45 @@ class Scripts:
 
     def _call(self, commands: Sequence[Command[T]]) -> list[Any]:
         """The answers, or ResponseErrors.  What Redis does not know is sent once more, after its text."""
-        answers = self._send(commands)
+        answers = self._send([command.words for command in commands])
         missing = [n for n, answer in enumerate(answers) if is_missing(answer)]
         if missing:
-            for script in {commands[n].target.script for n in missing}:
-                # Another process may have done it meanwhile.
-                self.redis.execute_command(*self.load_words(script))
-            for n, answer in zip(missing, self._send([commands[n] for n in missing]), strict=True):
+            not_loaded = {script for script in {commands[n].target.script for n in missing} if not self._load(script)}
+            again = [
+                self.eval_words(commands[n]) if commands[n].target.script in not_loaded else commands[n].words
+                for n in missing
+            ]
+            for n, answer in zip(missing, self._send(again), strict=True):
                 answers[n] = answer
         return answers
 
-    def _send(self, commands: Sequence[Command[T]]) -> list[Any]:
+    def _load(self, script: str) -> bool:
+        """Send Redis the text of a script; another process may do the same.  False: Redis is full."""
+        try:
+            self.redis.execute_command(*self.load_words(script))
+        except OutOfMemoryError:
+            return False
+        return True
+
+    def _send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         if len(commands) == 1:  # A pipeline would take a connection of its own.
             try:
-                return [self.redis.execute_command(*commands[0].words)]
+                return [self.redis.execute_command(*commands[0])]
             except ResponseError as error:
                 return [error]
         with self.redis.pipeline(transaction=False) as pipe:
-            for command in commands:
-                pipe.execute_command(*command.words)
+            for words in commands:
+                pipe.execute_command(*words)
             return pipe.execute(raise_on_error=False)
 
     def load_words(self, script: str) -> tuple[Any, ...]:
         """What Redis is sent first, if it does not know the script."""
         return "FUNCTION", "LOAD", "REPLACE", self._function(script).text
+
+    def eval_words(self, command: Command[Any]) -> tuple[Any, ...]:
+        """What a Redis is sent that does not know the script, and is too full to load it."""
+        _, _, *keys = command.target.words
+        return "EVAL", self._function(command.target.script).eval_text, *keys, *command.args
 
     def existing(self, key: str, fleets: Sequence[str]) -> list[str]:
         """Those of the fleets that have this key: a look at many that costs a small part of a script for each."""

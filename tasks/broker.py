@@ -14,6 +14,7 @@ import structlog
 from kombu.transport import redis, virtual
 from redis.exceptions import DataError
 
+from scripting.full import FullClient
 from tasks.wake_up import is_wake_up
 
 log = structlog.get_logger(__name__)
@@ -70,6 +71,10 @@ class Channel(redis.Channel):
 
     QoS = QoS
     _kept: Any = None
+
+    def _get_client(self) -> Any:
+        """Messages and bindings go on when Redis is full."""
+        return super()._get_client() if self.global_keyprefix else FullClient  # type: ignore[misc]
 
     def _create_client(self, asynchronous: bool = False) -> Any:
         """Of those that send, one is kept: to make one costs as much as what is sent by it."""

@@ -7,6 +7,7 @@
   Returns
     wait_ms: int            until they would be admitted; 0: they are
   Writes only when admitted
+  Refused when Redis is full
   Clock Redis TIME    Cost O(1) ]]
 -- @include lib/now_ms
 

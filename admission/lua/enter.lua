@@ -8,6 +8,7 @@
     ahead: int | None   how many jobs of its model come before it; None: it holds a lease
     run_ms: int | None  mean slot time of the model's latest runs; None: not known yet
   Idempotent, as enqueue is
+  Refused when Redis is full
   Clock Redis TIME    Cost O(log n), and that of queue_status    Upholds ORDER-1, SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet

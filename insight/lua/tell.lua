@@ -8,6 +8,7 @@
   Returns
     watchers: int     -1: something later has been said already, and this is told to nobody
   Writes always, unless something later has been said
+  Refused when Redis is full
   Cost O(1) ]]
 
 if said == "" then

@@ -7,6 +7,7 @@
     added: int
     offers: [{job_id: text, lease: text, slot: text, server: text, model: text, number: int, owner: text}]
   Idempotent: a job that waits already is left as it is; one that holds a lease goes to its place when that is released
+  Refused when Redis is full
   Clock Redis TIME    Cost O(log n) a job    Upholds ORDER-1, SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/fleet

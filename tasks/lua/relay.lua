@@ -6,6 +6,7 @@
     events: [{number: int, body: text}]       in the order of their numbers
   Returns
     last: int       what it ends with now; nothing was added if that is not the last of them
+  Refused when Redis is full
   Clock none    Cost O(events) ]]
 
 local function ends_with()

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import structlog
+from redis.exceptions import OutOfMemoryError
 
 from dispatch.dispatcher import DRAINING, Dispatcher
 from foundation.crash import crash_at
@@ -208,7 +209,12 @@ def rebuild(dispatcher: Dispatcher, fleet: str) -> int:
     """
     if not _begin_rebuild(dispatcher, [fleet]):
         return 0
-    filled = _fill(dispatcher, fleet)
+    filled = 0
+    try:
+        filled = _fill(dispatcher, fleet)
+    except OutOfMemoryError as error:  # The sweep fills the rest when what is there has made room.
+        log.warning("room_not_filled", fleet=fleet, error=str(error))
+        seen_by(dispatcher).filling[fleet] = 0
     _end_rebuild(dispatcher, [fleet])
     dispatcher.publish(dispatcher.queues.offer_all(fleet))
     return filled
@@ -225,8 +231,9 @@ def _rebuild_on(dispatcher: Dispatcher, closed: Collection[str], until: float) -
     begun = _begin_rebuild(dispatcher, [fleet for fleet in closed if fleet not in seen.rebuilding])
     seen.rebuilding |= set(begun)
     seen.filling.update(dict.fromkeys(_having_queued(dispatcher, begun), 0))
-    _fill_each(dispatcher, seen.rebuilding & seen.filling.keys(), until)
-    filled = sorted(seen.rebuilding - seen.filling.keys())
+    full = _fill_each(dispatcher, seen.rebuilding & seen.filling.keys(), until)
+    # A room for which Redis has no more memory opens with its oldest jobs: to wait would free nothing.
+    filled = sorted(seen.rebuilding - seen.filling.keys() | full)
     seen.rebuilding.difference_update(filled)  # Before the end: if that fails, the next sweep begins anew.
     _end_rebuild(dispatcher, filled)
 
@@ -275,10 +282,17 @@ def _fill(dispatcher: Dispatcher, fleet: str) -> int:
     return filled
 
 
-def _fill_each(dispatcher: Dispatcher, fleets: Collection[str], until: float) -> None:
+def _fill_each(dispatcher: Dispatcher, fleets: Collection[str], until: float) -> set[str]:
+    """Go on filling these rooms.  Returns those for which Redis has no more memory; the next sweep goes on there."""
+    full: set[str] = set()
     for fleet in sorted(fleets):
         with alone("fill", fleet=fleet):
-            _fill_on(dispatcher, fleet, until)
+            try:
+                _fill_on(dispatcher, fleet, until)
+            except OutOfMemoryError as error:
+                log.warning("room_not_filled", fleet=fleet, error=str(error))
+                full.add(fleet)
+    return full
 
 
 def _fill_on(dispatcher: Dispatcher, fleet: str, until: float) -> None:

@@ -1,0 +1,105 @@
+"""A Redis that has reached its maxmemory: what it refuses, and what goes on."""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from kombu import Connection
+from redis import Redis
+from redis.exceptions import OutOfMemoryError
+
+from insight.tallies import Tallies
+from scripting.keys import Keys
+from scripting.pipeline import Pipeline
+from scripting.scripts import Command, Scripts, connect, function, names, source
+from tasks.broker import Transport
+from tests.support.valkey import Valkey
+from upkeep import pulse
+
+BRING_IN_NEW_WORK = {"admit", "enqueue", "enter"}
+ADD_TO_STREAMS = {"relay", "tell"}  # The database keeps the events, and nobody needs the progress entries to go on.
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
+    """A Redis that takes no more memory, and has never run a script."""
+    with Valkey(tmp_path_factory.mktemp("full"), settings={"maxmemory": "1"}) as valkey:
+        yield valkey
+
+
+@pytest.fixture
+def redis(full: Valkey) -> Iterator[Redis]:
+    with connect(full.url, 5) as client:
+        client.function_flush()
+        yield client
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_full_redis_refuses_what_brings_in_new_work_and_nothing_else(name: str) -> None:
+    flags = re.findall(r'"([\w-]+)"', function(name).text.rsplit("flags =", 1)[1])
+    if name in BRING_IN_NEW_WORK | ADD_TO_STREAMS:
+        assert flags == []
+    else:
+        assert flags == (["no-writes"] if re.search(r"Writes nothing$", source(name), re.MULTILINE) else ["allow-oom"])
+    assert function(name).eval_text.startswith(f"#!lua flags={','.join(flags)}\n")
+
+
+def _workers(scripts: Scripts) -> Command[int]:
+    target = scripts.target("workers", "test:workers", int)
+    return Command(target, ("w1", 3, 1000))
+
+
+def test_a_full_redis_that_loads_no_function_runs_the_scripts_that_free_memory(redis: Redis) -> None:
+    scripts = Scripts(redis, Keys("test"))
+    assert scripts.run(_workers(scripts)) == 3
+    assert scripts.run_all([_workers(scripts), _workers(scripts)]) == [3, 3]
+    assert redis.function_list() == []
+
+
+def test_a_full_redis_runs_the_scripts_of_an_event_loop_though_it_loads_no_function(redis: Redis) -> None:
+    scripts = Scripts(redis, Keys("test"))
+
+    async def ask() -> Any:
+        pipeline = Pipeline(asyncio.get_running_loop(), scripts, 5)
+        try:
+            return await asyncio.gather(*(pipeline.ask(_workers(scripts)) for _ in range(2)))
+        finally:
+            await pipeline.close()
+
+    assert asyncio.run(ask()) == [3, 3]
+
+
+def test_a_full_redis_refuses_new_work_also_where_it_loads_no_function(redis: Redis) -> None:
+    scripts = Scripts(redis, Keys("test"))
+    target = scripts.target("admit", "test:rate", int)
+    with pytest.raises(OutOfMemoryError):
+        scripts.run(Command(target, (1, 1000, 1)))
+
+
+def test_a_full_redis_takes_the_marks_of_maintenance(redis: Redis) -> None:
+    scripts = Scripts(redis, Keys("test"))
+    pulse.leave(scripts)
+    pulse.LastRuns(scripts).note("sweep", 0.1)
+    assert not pulse.has_stopped(scripts) and set(pulse.last_runs(scripts)) == {"sweep"}
+    tallies = Tallies(scripts)
+    tallies.refused("rate", 2)
+    tallies.flush()
+    assert tallies.counts("refused") == {"rate": 2}
+    with redis.pipeline(transaction=False) as pipe:
+        assert pipe.set("some", "text").exists("other").execute() == [b"OK", 0]
+    assert redis.get("some") == b"text"
+
+
+@pytest.mark.parametrize("expires", [None, 10.0])
+def test_celerys_messages_go_through_a_full_redis(full: Valkey, expires: float | None) -> None:
+    with Connection(full.url, transport=Transport) as connection:
+        queue = connection.SimpleQueue(f"work-{expires}", queue_opts={"expires": expires})
+        queue.put("now")
+        queue.put("never")
+        message = queue.get(timeout=5)
+        assert message.payload == "now"
+        message.ack()
+        assert queue.get(timeout=5).payload == "never"
+        queue.clear()

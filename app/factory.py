@@ -112,8 +112,8 @@ def with_routes() -> Flask:
 
 def equip(app: Flask, settings: AppSettings) -> None:
     """Give `app` its settings, and what its views share."""
-    dispatcher = wiring.dispatcher()
     startup.begin()
+    dispatcher = wiring.dispatcher()
     app.extensions["slotkeeper_version"] = _version()
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     estimates = wiring.estimates()

@@ -13,7 +13,7 @@ from app.context import dispatcher
 from foundation.clock import TOLERATED_MS, clock
 from foundation.errors import SlotkeeperError
 from migrations import migrate
-from scripting.suitability import evicts
+from scripting.suitability import unsuited
 from tasks.celery_app import celery
 from tasks.wiring import catalog, scripts
 from upkeep import pulse
@@ -36,9 +36,9 @@ def database() -> str | None:
 
 
 def redis() -> str | None:
-    """It answers, and throws nothing away."""
+    """It answers, is a single Redis, and throws nothing away."""
     try:
-        return evicts(scripts().redis)
+        return unsuited(scripts().redis)
     except RedisError as error:
         log.warning("redis_away", error=str(error))
         return "Redis does not answer; jobs are accepted, and start when it is back."

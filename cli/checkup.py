@@ -194,7 +194,7 @@ def disk() -> Iterator[Finding]:
 
 def redis() -> Iterator[Finding]:
     """It answers, is new enough, keeps what it is given, and its clock goes with this host's."""
-    from scripting.suitability import evicts, forgets
+    from scripting.suitability import forgets, unsuited
     from tasks.wiring import scripts
 
     client, problems = scripts().redis, 0
@@ -203,7 +203,7 @@ def redis() -> Iterator[Finding]:
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_REDIS:
         problems += 1
         yield Finding("redis", "fail", f"It is version {version}.", "Slotkeeper needs Redis 7.0 or Valkey.")
-    for check, level in ((evicts, "fail"), (forgets, "warn")):
+    for check, level in ((unsuited, "fail"), (forgets, "warn")):
         if (advice := check(client)) is not None:
             problems += 1
             said, _, remedy = advice.partition(": ")

@@ -7,10 +7,12 @@ import socket
 import subprocess
 from pathlib import Path
 
+from foundation.errors import UnsuitedRedis
 from foundation.home import private_file
 from local.children import Role
 from local.errors import UpError
 
+_REMOTE_TIMEOUT_S = 5.0
 _OLDEST = (7, 0)  # of Redis; what the Lua scripts are written for
 
 
@@ -71,14 +73,18 @@ def answers(port: int, password: str = "") -> bool:
 
 def check_remote(url: str) -> None:
     """Raises UpError when a Redis of one's own cannot be used."""
-    from redis import Redis
     from redis.exceptions import RedisError
 
+    from scripting.scripts import connect
+    from scripting.suitability import unsuited
+
     try:
-        with Redis.from_url(url, socket_connect_timeout=5, socket_timeout=5) as redis:
+        with connect(url, _REMOTE_TIMEOUT_S) as redis:
             redis.ping()
-    except ValueError as error:  # Its text may hold the password.
-        raise UpError("SLOTKEEPER_REDIS_URL is no URL of a Redis, such as redis://:PASSWORD@host:6379/0.") from error
+            if (reason := unsuited(redis)) is not None:
+                raise UpError(reason)
+    except UnsuitedRedis as error:
+        raise UpError(str(error)) from error
     except (RedisError, OSError) as error:
         raise UpError(f"SLOTKEEPER_REDIS_URL does not answer ({error}): start that Redis, or unset it.") from error
 

@@ -24,6 +24,7 @@ from redis.connection import Connection, SSLConnection, UnixDomainSocketConnecti
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from redis.retry import Retry
 
+from foundation.errors import UnsuitedRedis
 from scripting.full import FullClient
 from scripting.keys import Keys
 from scripting.signatures import (
@@ -37,6 +38,7 @@ from scripting.signatures import (
     pack,
     signature,
 )
+from scripting.suitability import wrong_url
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -169,14 +171,18 @@ def connect(url: str, timeout_s: float) -> Redis:
     """A client for scripts that change something: it never sends one twice.
 
     redis-py retries by default, and a script that was only slow would run again and again.
+    Raises UnsuitedRedis: this is no URL of a single Redis.
     """
-    return FullClient.from_url(
-        url,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        health_check_interval=30,
-    )
+    try:
+        return FullClient.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            health_check_interval=30,
+        )
+    except ValueError:  # Its text may hold the password.
+        raise UnsuitedRedis(wrong_url(url)) from None
 
 
 _LIVE: dict[type, type[live.AbstractConnection]] = {

@@ -228,7 +228,7 @@ class Relaying:
 
 
 def main() -> None:
-    startup.begin()
+    startup.begin_or_exit()
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())

@@ -37,15 +37,11 @@ def _begin(**_: object) -> None:
     """As all processes begin; and what messages unpack to is bounded."""
     if threading.current_thread() is not threading.main_thread():
         return  # Beat that is embedded in a worker, which has begun.
-    from foundation.errors import SlotkeeperError
     from tasks import startup
     from tasks.packed import bound_unpacking
 
     bound_unpacking()
-    try:
-        startup.begin()
-    except (SlotkeeperError, OSError) as error:  # Celery would only log what a signal's receiver raises.
-        raise SystemExit(f"Error: {error}") from error
+    startup.begin_or_exit()  # Celery would only log an error that a signal's receiver raises.
 
 
 @beat_init.connect

@@ -10,14 +10,18 @@ from redis.exceptions import RedisError
 
 from foundation import logs
 from foundation.config import RecordSettings
+from foundation.errors import SlotkeeperError, UnsuitedRedis
 from foundation.home import open_home
-from scripting.suitability import evicts, forgets
+from routing.config import RoutingSettings
+from scripting.scripts import connect
+from scripting.suitability import forgets, not_single, unsuited
 from tasks.config import TaskSettings
 from tasks.keyring import fingerprints
 from tasks.wiring import scripts
 
 log = structlog.get_logger(__name__)
 
+_OF_REDIS = ("redis://", "rediss://", "unix://")
 _OTHER_SECRET = (
     "This process has another secret than those that started before it: pushes of results will be refused and "
     "webhooks signed wrongly. Give all hosts the same SLOTKEEPER_SECRET. If it was replaced on purpose, tell the one "
@@ -51,19 +55,47 @@ def _is_shared(redis: Redis, key: str, present: str, *former: str) -> bool:
 
 
 def check_redis() -> None:
-    """Say what of Redis' settings endangers what is kept there."""
-    for check in (evicts, forgets):
-        try:
-            if (advice := check(scripts().redis)) is not None:
-                log.warning("redis_unsuited", advice=advice)
-        except RedisError as error:
-            log.warning("redis_not_checked", error=str(error))
-            return
+    """Refuse a Redis with which Slotkeeper cannot work.  A Redis that is away is not refused: it may come back.
+
+    Raises UnsuitedRedis.
+    """
+    try:
+        redis = scripts().redis
+        _refuse(unsuited(redis))
+        if (advice := forgets(redis)) is not None:
+            log.warning("redis_unsuited", advice=advice)
+        _check_celerys()
+    except RedisError as error:
+        log.warning("redis_not_checked", error=str(error))
+
+
+def _check_celerys() -> None:
+    """Refuse a Cluster or a Sentinel as Celery's broker or result backend, where these are another Redis."""
+    settings, room = TaskSettings(), RoutingSettings().room_url
+    others = {settings.broker: "SLOTKEEPER_BROKER_URL", settings.results: "SLOTKEEPER_RESULT_URL"}
+    for url, variable in others.items():
+        if url == room or not url.startswith(_OF_REDIS) or ";" in url:  # another transport, or several brokers
+            continue
+        with connect(url, RoutingSettings().redis_timeout_s) as redis:
+            _refuse(not_single(redis, variable))
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise UnsuitedRedis(reason)
 
 
 def begin() -> None:
-    """Raises HomeNotPrivate, OSError: the state folder cannot be used."""
+    """Raises HomeNotPrivate, OSError: the state folder cannot be used; UnsuitedRedis."""
     logs.configure(TaskSettings().log_level, TaskSettings().log_format)
     open_home(RecordSettings())
-    compare_secret()
     check_redis()
+    compare_secret()
+
+
+def begin_or_exit() -> None:
+    """Do what `begin` does, or end the process with one sentence."""
+    try:
+        begin()
+    except (SlotkeeperError, OSError) as error:
+        raise SystemExit(f"Error: {error}") from error

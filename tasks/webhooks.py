@@ -272,7 +272,7 @@ def deliveries(database: Database, lookout: Lookout | None = None) -> Deliveries
 
 def main() -> None:
     """With `--embedded-relay` this process is the relay, too, in threads: that spares memory where one is enough."""
-    startup.begin()
+    startup.begin_or_exit()
     database = Database(RecordSettings().record_url)
     lookout = Lookout(database)
     relaying = Relaying(database, EventSettings(), lookout) if "--embedded-relay" in sys.argv[1:] else None

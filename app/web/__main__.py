@@ -17,6 +17,7 @@ from app.page.sessions import Visited
 from app.web.connection import Connection
 from app.web.door import Door
 from app.web.owners import Owners
+from foundation.errors import SlotkeeperError
 from foundation.garbage import collect_rarely
 from insight.said import Watching
 from registry.tenants import Tenants
@@ -33,7 +34,10 @@ _TURN_S = 0.001
 
 def main() -> NoReturn:
     settings = AppSettings()
-    app = create_app(settings)
+    try:
+        app = create_app(settings)
+    except (SlotkeeperError, OSError) as error:
+        raise SystemExit(f"Error: {error}") from error
     sys.setswitchinterval(_TURN_S)  # No thread that reads a large body keeps the others waiting.
     collect_rarely()
     living = alive.begin("web", wiring.processes())

@@ -2,7 +2,27 @@
 
 from tests.faults.mutant import OUTAGES, WORKERS, Mutant
 
+UNSUITED = "tests/faults/test_unsuited_redis.py::"
+
 AWAY = [
+    Mutant(
+        "a Cluster is taken for a Redis",
+        "what cannot work is refused at start",
+        "scripting/suitability.py",
+        "    return not_single(redis) or evicts(redis)",
+        "    return evicts(redis)",
+        (f"{UNSUITED}test_every_process_refuses_it_at_start_with_one_sentence",),
+        still=f"{UNSUITED}test_a_redis_that_is_away_is_not_refused",
+    ),
+    Mutant(
+        "a process goes on with a Redis that evicts keys",
+        "what cannot work is refused at start",
+        "tasks/startup.py",
+        "        _refuse(unsuited(redis))\n",
+        "",
+        (f"{UNSUITED}test_every_process_refuses_it_at_start_with_one_sentence",),
+        still=f"{UNSUITED}test_a_redis_that_is_away_is_not_refused",
+    ),
     Mutant(
         "a bare message is dropped while the database is away",
         "JOB-3",

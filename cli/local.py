@@ -43,6 +43,7 @@ def flower() -> None:
     variables (FLOWER_BASIC_AUTH, FLOWER_ADDRESS, FLOWER_MAX_TASKS, ...) are obeyed.
     """
     from foundation.config import RecordSettings
+    from foundation.garbage import collect_rarely
     from local.home import flower_password
     from local.plan import UpSettings, read_settings
 
@@ -62,7 +63,7 @@ def flower() -> None:
     from tasks.celery_app import celery
 
     _close_flower()
-    _lighten_flower()
+    collect_rarely()
     celery.conf.include = ["tasks.signals"]  # It shows tasks, and runs none.
     run(["flower"])
 
@@ -74,14 +75,6 @@ def _close_flower() -> None:
 
     for view in (Metrics, Healthcheck):
         view.get = authenticated(view.get)
-
-
-def _lighten_flower() -> None:
-    from cli import flowers_events
-    from foundation.garbage import collect_rarely
-
-    flowers_events.lighten()
-    collect_rarely()
 
 
 @click.command()

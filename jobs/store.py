@@ -224,11 +224,20 @@ class Store:
         return self.database.do(self.starting(job_id, server, slot, lease, now_ms, offer, described_by))
 
     def starting(
-        self, job_id: str, server: str, slot: str, lease: str, now_ms: int, offer: int, described_by: str | None = None
+        self,
+        job_id: str,
+        server: str,
+        slot: str,
+        lease: str,
+        now_ms: int,
+        offer: int,
+        described_by: str | None = None,
+        worker: str = "",
     ) -> Write[Run | None]:
-        """The write of `start`."""
+        """The write of `start`.  `worker`: Celery's name of the worker that starts it, for its event."""
         placed = {"p_id": job_id, "p_server": server, "p_slot": slot, "p_lease": lease, "p_described_by": described_by}
-        step = _Step(State.QUEUED, Why.STARTED, now_ms, placed, {"server": server, "slot": slot, "offer": offer})
+        told = {"server": server, "slot": slot, "offer": offer} | ({"worker": worker} if worker else {})
+        step = _Step(State.QUEUED, Why.STARTED, now_ms, placed, told)
 
         # A start is no promise: after a power cut the job is queued again, as it is after any crash.
         return Write(

@@ -19,7 +19,7 @@ Celery
     attendance   the worker as a step of its consumer
     celery_app   the application                            inference    the task `infer`
     asking       what a call of it asks for                 telling      how its callers hear of an end
-    shown, requests, events  a run as a task                pool         jobs to the loop, the rest to threads
+    shown, requests  a run as a task                        pool         jobs to the loop, the rest to threads
     messages, wake_up  the wake-up, and how it is known   publisher    sends it, in a thread of its own
     announce     offers and ends, told                      revoking     a revoke is a cancel
     broker, consumer, packed, queues  messages that are none, or too much
@@ -30,7 +30,7 @@ Beside the work
     callback_urls, receivers  what it sends: ends of single jobs, events of tenants
     bodies       what is said in it, and templates
     outbound     one message to a stranger's URL            keyring      keys, each for one purpose
-    relay        all events, to each sink                   sinks        Redis, Kafka, NATS, AMQP
+    relay        all events, to each sink                   sinks        Redis, Kafka, NATS, AMQP, Celery's task events
     cloudevents  an event as it is published
     tracing      which trace servers and receivers go on in
     alive, presence, canary  what processes say of themselves, touched  on this host by files

@@ -17,9 +17,6 @@ from tasks.worker import this_worker
 log = structlog.get_logger(__name__)
 
 _WATCH_EVERY_S = 1.0
-_EVENTS_EVERY_S = 0.2
-_EVENTS_AGAIN_S = 5.0  # though nobody has said that there are any
-_EVENTS_AT_ONCE = 10_000  # Above it the loop would have to send them, and wait for a silent broker.
 
 
 class _QueueWatch(threading.Thread):
@@ -73,7 +70,6 @@ class RunsJobs(bootsteps.StartStopStep):
         this_worker().capacity = parent.pool.limit  # as the worker's options or the settings say
         this_worker().attend(parent, Reception(parent))
         collect_rarely()
-        _bundle_events(parent)
         presence.show(this_worker(), parent)
         self._watch = _QueueWatch(parent)
         self._watch.start()
@@ -81,32 +77,6 @@ class RunsJobs(bootsteps.StartStopStep):
     def stop(self, parent: Any) -> None:
         if self._watch is not None:
             self._watch.ended.set()
-
-
-class _Bundle:
-    """Sends task events five times a second instead of at each turn of the loop: a quarter of a busy worker's time."""
-
-    def __init__(self, consumer: Any) -> None:
-        self._consumer, self._hub = consumer, consumer.hub
-        self._is_due = False
-        consumer.event_dispatcher.buffer_limit = _EVENTS_AT_ONCE
-        consumer.event_dispatcher.on_send_buffered = self._note
-        self._hub.call_repeatedly(_EVENTS_AGAIN_S, self._send)
-
-    def _note(self) -> None:
-        """There is an event, from whatever thread."""
-        if not self._is_due:
-            self._is_due = True
-            self._hub.call_soon(self._hub.call_later, _EVENTS_EVERY_S, self._send)
-
-    def _send(self) -> None:
-        self._is_due = False  # First: what comes from now on is sent the next time.
-        self._consumer._flush_events()
-
-
-def _bundle_events(consumer: Any) -> None:
-    if consumer.hub is not None and consumer.event_dispatcher is not None:
-        _Bundle(consumer)
 
 
 celery.steps["consumer"].add(RunsJobs)

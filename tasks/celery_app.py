@@ -9,7 +9,7 @@ TRANSPORT_ALIASES.update(dict.fromkeys(("redis", "rediss"), "tasks.broker:Transp
 
 _MODULES = ["attendance", "canary", "inference", "maintenance", "signals", "webhooks"]
 
-celery = Celery("slotkeeper", include=[f"tasks.{name}" for name in _MODULES], events="tasks.events:Events")
+celery = Celery("slotkeeper", include=[f"tasks.{name}" for name in _MODULES])
 celery.config_from_object("celeryconfig")
 celery.set_default()
 celery.user_options["worker"].add(

@@ -75,6 +75,8 @@ def _told(it: Entry, at: str) -> dict[str, Any]:
     }
     if event.data["why"] in _TRIED_AGAIN:
         said["retry_in_ms"] = event.data.get("retry_in_ms", 0)
+    if "worker" in event.data:
+        said["worker"] = event.data["worker"]
     if "error" in event.data:
         said["error"] = event.data["error"]
     return said

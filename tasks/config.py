@@ -7,7 +7,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from routing.config import RoutingSettings
 
-Sink = Literal["redis", "kafka", "nats", "amqp", "otlp"]
+Sink = Literal["redis", "kafka", "nats", "amqp", "celery", "otlp"]
 
 
 class EventSettings(BaseSettings):
@@ -15,8 +15,9 @@ class EventSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_EVENTS_", extra="ignore")
 
-    to: str = "redis"
-    """Sinks, with commas: `redis`, `kafka`, `nats`, `amqp`, and `otlp` for traces; empty: none."""
+    to: str = "redis,celery"
+    """Sinks, with commas: `redis`, `kafka`, `nats`, `amqp`, `celery` for Celery's task events, which Flower shows, and
+    `otlp` for traces; empty: none."""
     stream_length: int = Field(100_000, ge=1000, le=100_000_000)
     """So many of the newest events the stream in Redis keeps, or a few more."""
     kafka_servers: str = ""
@@ -50,8 +51,8 @@ class EventSettings(BaseSettings):
 
     @property
     def lasting_sinks(self) -> list[str]:
-        """Those that each event is kept for until they have got it.  Traces are told while their jobs are here."""
-        return [it for it in self.sinks if it != "otlp"]
+        """Those that each event is kept for until they have got it.  The others show jobs while these are here."""
+        return [it for it in self.sinks if it not in ("otlp", "celery")]
 
 
 def _words(text: str) -> list[str]:

@@ -70,6 +70,7 @@ class InferTask(CeleryTask):
     retry_jitter = True
     max_retries = ModelConfig().max_retries
     acks_late = True  # see InferRequest
+    send_events = False  # The relay publishes them, also where Flower asks workers to.
     typing = False
 
     def apply_async(

@@ -37,9 +37,7 @@ def own_requests(base: Any, whole: Whole, task: Any, eventer: Any) -> Any:
 
         def on_success(self, failed__retval__runtime: Any, **_: Any) -> None:
             """As Celery does, but its id is not kept among those that a message may bring a second time."""
-            _, result, took_s = failed__retval__runtime
             task_ready(self)
-            self.send_event("task-succeeded", result=result, runtime=took_s)
 
         def __getattr__(self, name: str) -> Any:
             if name == "_whole":  # Two threads that ask at once get the same.

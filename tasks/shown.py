@@ -1,4 +1,4 @@
-"""A run as a task of Celery: what is shown of it to Flower, to `inspect`, to signals and in the log.
+"""A run as a task of Celery: what is shown of it to `inspect`, to signals and in the log.
 
 Celery's own tracer does this for a function that a thread is in from beginning to end; a run is in no thread.
 """
@@ -83,17 +83,6 @@ class Reception:
             strategy.info(trace.LOG_RECEIVED, {"name": request.name, "id": request.id})
         if signals.task_received.receivers:
             signals.task_received.send(sender=self._consumer, request=request)
-        request.send_event(
-            "task-received",
-            name=request.name,
-            args=request.argsrepr,
-            kwargs=request.kwargsrepr,
-            root_id=request.root_id,
-            parent_id=request.parent_id,
-            retries=failures,
-            eta=None,
-            expires=None,
-        )
         task_reserved(request)
         return request
 
@@ -187,9 +176,6 @@ class Shown:
                 return "RETRY"
             case Ignore():
                 _say(trace.LOG_IGNORED, request, description="ignored")
-                if error.args:
-                    expired = error.args[0] == State.EXPIRED.value
-                    request.send_event("task-revoked", terminated=False, signum=None, expired=expired)
                 return "IGNORED"
             case _:
                 _say(_LOG_FAILED, request, exc=error)

@@ -113,6 +113,7 @@ class Worker:
         )
         self.heartbeat.start()
         self.consumer: Any = None  # Celery's consumer; None while there is none, or while draining
+        self.node_name = ""  # Celery's name of this worker, once there has been a consumer
         self._draining = False  # for good
         self._grace_over = False  # runs are handed back
         self.poller = Poller(dispatcher, workers, self.owner, lambda: self.room, self.run_claimed)
@@ -227,7 +228,7 @@ class Worker:
             await self.engine.rarely(self.dispatcher.catalog.refresh)
         by = self._ways.find(Snapshot.described_by, offer.server, offer.model)
         start = self.dispatcher.store.starting(
-            offer.job_id, offer.server, offer.slot, watch.lease.tag, now_ms(), offer.number, by
+            offer.job_id, offer.server, offer.slot, watch.lease.tag, now_ms(), offer.number, by, self.node_name
         )
         try:
             return await self.engine.store(start)
@@ -540,6 +541,7 @@ class Worker:
     def attend(self, consumer: Any, reception: Reception | None = None) -> None:
         """Take jobs from now on, as tasks of this consumer of Celery's."""
         first, self.consumer, self._reception = self.consumer is None, consumer, reception
+        self.node_name = consumer.hostname
         if first:
             self.poller.start()
 

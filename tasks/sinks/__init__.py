@@ -3,7 +3,7 @@
 sink    what all of them are                kafka   a topic, keyed by job
 nats    a JetStream                         amqp    an exchange
 redis   a stream                            event_stream  what is said to it
-otlp    a receiver of traces
+otlp    a receiver of traces              task_events  Celery's task events, as Flower receives them
 """
 
 from collections.abc import Callable, Mapping
@@ -67,6 +67,13 @@ def _otlp(settings: EventSettings, _: Known) -> Sink:
     return otlp.Traces(database(), otlp.Receiver(settings.otlp_endpoint))
 
 
+def _celery(_: EventSettings, __: Known) -> Sink:
+    from tasks.celery_app import celery
+    from tasks.sinks.task_events import TaskEvents
+
+    return TaskEvents(celery, database())
+
+
 def _need(value: str, name: str, example: str) -> None:
     if not value:
         raise ValueError(f"{name} is missing, such as {example}")
@@ -78,4 +85,5 @@ _MAKERS: Mapping[str, Callable[[EventSettings, Known], Sink]] = {
     "nats": _nats,
     "amqp": _amqp,
     "otlp": _otlp,
+    "celery": _celery,
 }

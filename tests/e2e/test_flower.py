@@ -1,8 +1,9 @@
-"""Flower, as `slotkeeper up` runs it, is behind its password as a whole."""
+"""Flower, as `slotkeeper up` runs it: behind its password as a whole, and with every job that exists."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -10,7 +11,8 @@ from flower.urls import handlers
 from tornado.web import URLSpec
 
 from local.ports import free_port
-from tests.support.stack import BIN, Stack
+from tests.support.stack import BIN, Stack, eventually
+from tests.support.town import Town, started_town
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -56,3 +58,75 @@ def test_nothing_of_flower_is_shown_or_done_without_its_password(flower: tuple[s
 def test_who_knows_the_password_sees_flower(flower: tuple[str, tuple[str, str]]) -> None:
     url, who = flower
     assert {_status("GET", url + path, who) for path in ("/", "/metrics", "/healthcheck", "/tasks")} == {200}
+
+
+# -- the life of a job ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Town, Callable[[str], dict[str, Any]]]]:
+    """A town with a worker, the relay and Flower, and what Flower's API tells of a job; {} while it knows none."""
+    home, port = tmp_path_factory.mktemp("watched"), free_port()
+    with started_town(home, SLOTKEEPER_FLOWER_PORT=str(port)) as town:
+        flower = town.stack.start("flower", [str(BIN / "slotkeeper"), "flower"])
+        town.crew(1)
+        url = f"http://127.0.0.1:{port}"
+        flower.shows(lambda: _status("GET", f"{url}/healthcheck"), "it answers")
+        who = ("slotkeeper", Path(home, "flower-password").read_text().strip())
+        eventually(lambda: _receives(town), "Flower receives task events")
+        town.stack.relay()
+
+        def told(job_id: str) -> dict[str, Any]:
+            answer = requests.get(f"{url}/api/task/info/{job_id}", auth=who, timeout=10)
+            return answer.json() if answer.ok else {}
+
+        yield town, told
+
+
+def _receives(town: Town) -> bool:
+    with town.redis() as redis:
+        return any(count for _, count in redis.pubsub_numsub("/0.celeryev")) or bool(redis.pubsub_numpat())
+
+
+def test_flower_shows_a_job_from_when_it_is_accepted_to_its_end(
+    watched: tuple[Town, Callable[[str], dict[str, Any]]],
+) -> None:
+    town, told = watched
+    model, gate = town.model(1), town.gate()
+    running, waiting = town.submit(model, gate), town.submit(model, 0)
+
+    def shows(job_id: str, state: str) -> dict[str, Any]:
+        return eventually(lambda: (it := told(job_id)).get("state") == state and it, f"Flower shows {state}")
+
+    begun = shows(running, "STARTED")
+    assert (begun["name"], begun["args"]) == ("infer", f"({model!r},)")
+    assert begun["worker"].startswith("worker"), "the worker that runs it"
+    assert shows(waiting, "PENDING")["routing_key"] == f"gpu.{model}"
+
+    gate.open()
+    ended = shows(running, "SUCCESS")
+    assert ended["runtime"] > 0 and ended["result"]
+    shows(waiting, "SUCCESS")
+
+
+def test_flower_shows_how_a_job_fails_is_tried_again_waits_for_its_time_and_is_canceled(
+    watched: tuple[Town, Callable[[str], dict[str, Any]]],
+) -> None:
+    town, told = watched
+    model = town.model(2, retry_backoff=0.1)
+
+    def submit(payload: dict[str, Any], **fields: Any) -> str:
+        return town.api.submit(model, {"seconds": 0, **payload}, **fields)
+
+    jobs = {
+        "FAILURE": submit({"fail": "invalid"}),
+        "SUCCESS": submit({"fail": "error", "fail_attempts": 1}),
+        "PENDING": submit({}, not_before=600),
+        "REVOKED": submit({}, not_before=600),
+    }
+    assert town.api.call("POST", f"/queue/jobs/{jobs['REVOKED']}/cancel").ok
+
+    for state, job_id in jobs.items():
+        eventually(lambda state=state, job_id=job_id: told(job_id).get("state") == state, f"Flower shows {state}")
+    assert told(jobs["SUCCESS"])["retried"], "it was tried again"
+    assert "InvalidRequest" in told(jobs["FAILURE"])["exception"]

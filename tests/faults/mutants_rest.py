@@ -142,15 +142,6 @@ REST = [
         still=f"{_NEWS}test_whatever_anybody_commits_is_news_once",
     ),
     Mutant(
-        "events of tasks are sent soon once, and hardly ever then",
-        "Celery",
-        "tasks/attendance.py",
-        "        self._is_due = False  # First: what comes from now on is sent the next time.\n",
-        "",
-        (f"{_WORKERS}test_events_are_sent_soon_after_the_first_of_them_each_time",),
-        still=f"{_WORKERS}test_events_are_sent_by_the_hub_alone_however_many_a_busy_worker_has",
-    ),
-    Mutant(
         "what maintenance does rarely goes before what it does often",
         "SLOT-2",
         "tasks/embedded_beat.py",

@@ -204,7 +204,7 @@ TRACES = [
         "events stay for as long as a receiver of traces is away",
         "the record does not grow without bound",
         "tasks/config.py",
-        'if it != "otlp"]',
+        'if it not in ("otlp", "celery")]',
         "]",
         (f"{_SPANS}test_events_that_traces_were_not_told_of_stay_no_longer_for_them",),
         still=_WHOLE,

@@ -9,11 +9,9 @@ from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 from urllib.parse import unquote
 
 import pytest
-from celery.events import EventDispatcher
 from celery.exceptions import Reject
 from redis.exceptions import RedisError
 from structlog.testing import capture_logs
@@ -30,7 +28,7 @@ from routing.queues import Offer
 from routing.workers import Workers
 from scripting.keys import Keys
 from scripting.scripts import Scripts
-from tasks import attendance, inference, pulse, settlement
+from tasks import inference, pulse, settlement
 from tasks import worker as workers
 from tasks.aside import Aside
 from tasks.heartbeat import Watch
@@ -702,33 +700,6 @@ def test_runs_that_wait_for_the_record_do_not_come_back_at_the_same_moment(
     assert len(set(waits)) > 10 and all(0.5 <= it <= 1.5 for it in waits)
 
 
-def test_events_are_sent_by_the_hub_alone_however_many_a_busy_worker_has() -> None:
-    """The loop that the runs live in would wait for a broker that is silent."""
-    sent: list[str] = []
-    events = EventDispatcher(enabled=False, app=infer.app, buffer_group={"task"})
-    events.enabled, events.flush = True, lambda *_, **__: sent.append("flushed")  # type: ignore[method-assign]
-    hub = Mock()
-    attendance._bundle_events(SimpleNamespace(hub=hub, event_dispatcher=events, _flush_events=None))
-    for n in range(9_000):
-        events.send("task-started", uuid=str(n))
-    assert sent == []
-    assert hub.call_soon.call_count == 1, "it is woken once for them"
-
-
-def test_events_are_sent_soon_after_the_first_of_them_each_time() -> None:
-    flush, later = Mock(), []
-    events = EventDispatcher(enabled=False, app=infer.app, buffer_group={"task"})
-    events.enabled = True
-    hub = Mock(call_soon=lambda call, *args: call(*args), call_later=lambda _, send: later.append(send))
-    attendance._bundle_events(SimpleNamespace(hub=hub, event_dispatcher=events, _flush_events=flush))
-    for n in range(2):
-        for _ in range(3):
-            events.send("task-started", uuid="one")
-        assert len(later) == n + 1
-        later[n]()
-        assert flush.call_count == n + 1
-
-
 # -- a worker that stops ---------------------------------------------------------------------------------------
 
 
@@ -770,7 +741,7 @@ def test_a_pool_that_stops_takes_nothing_more_whoever_stops_it(
 def test_a_consumer_that_starts_when_draining_has_begun_gets_no_jobs(stage: Stage, worker: Beginner) -> None:
     """It was still connecting when its worker was told to stop."""
     worker.drain()
-    worker.attend(object())
+    worker.attend(SimpleNamespace(hostname="worker@host"))
     assert worker.room == 0 and worker.claimant == ""
 
 

@@ -64,24 +64,20 @@ def _by_celerys_strategy(consumer: Any, message: Any = None, ack: Any = lambda *
 
 def test_a_run_that_no_message_brought_is_told_in_the_words_of_celerys_strategy(consumer: Any) -> None:
     theirs = _by_celerys_strategy(consumer)
-    told, consumer.event_dispatcher.heard = consumer.event_dispatcher.heard, []
 
     ours = Reception(consumer).receive(OFFER, 2)
 
-    assert consumer.event_dispatcher.heard == told
     assert ours.info() == theirs.info() and ours.request_dict == theirs.request_dict
     assert state.requests == {"job-1": ours} and ours in state.reserved_requests
 
 
 def test_a_run_that_no_message_brought_is_active_until_it_ends(consumer: Any) -> None:
-    shown, events = Shown(), consumer.event_dispatcher
+    shown = Shown()
     shown.introduce(Reception(consumer), OFFER, 0)
     shown.began()
     assert [it.id for it in state.active_requests] == ["job-1"] and state.total_count == {"infer": 1}
     shown.ended({"url": "x"})
     assert not state.active_requests and not state.requests
-    assert [it["type"] for it in events.heard] == ["task-received", "task-started", "task-succeeded"]
-    assert events.heard[-1]["result"] == "{'url': 'x'}"
 
 
 def test_a_whole_request_is_made_once_and_only_for_who_looks(consumer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,15 +96,6 @@ def test_a_whole_request_is_made_once_and_only_for_who_looks(consumer: Any, monk
     assert made == ["job-1"] and not state.successful_requests
 
 
-def test_after_a_new_connection_a_run_is_told_of_by_that(consumer: Any) -> None:
-    shown, later = Shown(), Listener()
-    shown.introduce(Reception(consumer), OFFER, 0)
-    for request in tuple(state.reserved_requests):  # as Celery's own step does
-        request.eventer = later
-    shown.began()
-    assert [it["type"] for it in later.heard] == ["task-started"]
-
-
 LEVELS = {"INFO": ["Task infer[job-1] received", "Task infer[job-1] succeeded"], "WARNING": []}
 
 
@@ -125,10 +112,12 @@ def test_a_run_has_its_lines_in_the_log_at_the_level_of_info(
     assert [it.getMessage().partition(" in ")[0] for it in caplog.records] == LEVELS[level]
 
 
-def test_a_run_that_a_message_brought_is_not_told_twice(consumer: Any) -> None:
+def test_a_worker_publishes_no_event_of_a_run_also_where_flower_asks_for_them(consumer: Any) -> None:
     shown = Shown(_by_celerys_strategy(consumer))
     shown.introduce(Reception(consumer), OFFER, 0)
-    assert [it["type"] for it in consumer.event_dispatcher.heard] == ["task-received"]
+    shown.began()
+    shown.ended(None)
+    assert consumer.event_dispatcher.heard == []
 
 
 def test_of_a_run_that_a_message_brought_celery_keeps_what_it_asks_and_not_the_message(consumer: Any) -> None:
@@ -149,8 +138,6 @@ def test_of_a_run_that_a_message_brought_celery_keeps_what_it_asks_and_not_the_m
     assert left.request_dict == headers
     shown.ended({"url": "x"})
     assert not state.active_requests and not state.reserved_requests and not state.requests
-    events = consumer.event_dispatcher.heard
-    assert [it["type"] for it in events] == ["task-received", "task-started", "task-succeeded"]
 
 
 def test_a_run_that_a_message_brought_is_reserved_once_though_somebody_still_has_its_first_request(
@@ -161,14 +148,6 @@ def test_a_run_that_a_message_brought_is_reserved_once_though_somebody_still_has
     shown.introduce(Reception(consumer), OFFER, 2)
     [reserved] = state.reserved_requests
     assert reserved is not request
-
-
-def test_a_receiver_of_signals_that_fails_ends_nothing(consumer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = Shown()
-    monkeypatch.setattr(consumer.event_dispatcher, "send", lambda *_, **__: 1 / 0)
-    shown.introduce(Reception(consumer), OFFER, 0)
-    shown.began()
-    shown.ended(None)
 
 
 SMALL = [None, True, 7, 10**200, 0.5, "a", {}, {"url": "http://h/x.png", "seed": 7, "nsfw": False, "cost": None}]

@@ -42,14 +42,6 @@ def test_a_setting_out_of_its_bounds_is_refused_by_name(monkeypatch, name, value
         RoutingSettings()
 
 
-@pytest.mark.parametrize("name", ["busy_%s_ms", "busy_%s_max_ms", "unreachable_%s_ms", "unreachable_%s_max_ms"])
-def test_a_setting_is_read_by_its_former_name_too_and_by_its_own_first(monkeypatch, name):
-    monkeypatch.setenv(f"SLOTKEEPER_{name % 'rest'}".upper(), "1234")
-    assert getattr(RoutingSettings(), name % "cooldown") == 1234
-    monkeypatch.setenv(f"SLOTKEEPER_{name % 'cooldown'}".upper(), "2345")
-    assert getattr(RoutingSettings(), name % "cooldown") == 2345
-
-
 @pytest.mark.parametrize(("lease_ms", "renew_ms", "fits"), [(1000, 499, True), (1000, 500, False), (1000, 900, False)])
 def test_one_lost_renewal_must_be_survived(monkeypatch, lease_ms, renew_ms, fits):
     monkeypatch.setenv("SLOTKEEPER_LEASE_MS", str(lease_ms))

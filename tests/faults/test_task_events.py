@@ -1,0 +1,113 @@
+"""Celery's task events are made from the outbox: a receiver gets each job's life, in order and at least once."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from database.db import Database
+from jobs.states import State, Why
+from jobs.store import Error, Store
+from tasks.relay import Relay
+from tasks.sinks.sink import SinkAway
+from tasks.sinks.task_events import CLIENT, TaskEvents
+from tests.support.builders import SECOND, T0, a_delayed_job, a_job_in, a_running_job, a_start, an_ended_job
+from tests.support.stack import eventually
+from tests.support.valkey import Valkey
+
+
+@pytest.fixture
+def store(sqlite_url: str) -> Iterator[Store]:
+    database = Database(sqlite_url)
+    yield Store(database)
+    database.close()
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Valkey]:
+    with Valkey(tmp_path / "broker") as valkey:
+        yield valkey
+
+
+@pytest.fixture
+def app(broker: Valkey) -> Celery:
+    found = Celery("events", broker=broker.url, set_as_current=False)
+    found.conf.broker_connection_timeout = 1
+    return found
+
+
+@contextmanager
+def received(app: Celery) -> Iterator[list[dict[str, Any]]]:
+    """The events that a receiver of Celery's gets while the block lasts."""
+    events: list[dict[str, Any]] = []
+    with app.connection_for_read() as connection:
+        receiver = app.events.Receiver(connection, handlers={"*": events.append})
+        thread = threading.Thread(target=receiver.capture, kwargs={"limit": None, "wakeup": False})
+        with app.connection_for_write() as other:
+            thread.start()
+            client: Any = other.default_channel.client  # type: ignore[attr-defined]
+            eventually(lambda: client.pubsub_numpat() or any(client.pubsub_channels()), "the receiver listens")
+        try:
+            yield events
+        finally:
+            receiver.should_stop = True
+            thread.join()
+
+
+def _relay(app: Celery, database: Database) -> Relay:
+    return Relay("celery", database, TaskEvents(app, database))
+
+
+def _types(events: list[dict[str, Any]], job_id: str) -> list[str]:
+    return [it["type"].removeprefix("task-") for it in events if it["uuid"] == job_id]
+
+
+def test_each_transition_is_the_task_event_that_says_the_same(app: Celery, store: Store) -> None:
+    retried = a_running_job(store).job.id
+    store.settle(retried, 1, Why.SERVER_ERROR, T0, error=Error("server_error", "no"), due_ms=T0 + SECOND)
+    lives = {
+        a_job_in(store, State.QUEUED).id: ["sent"],
+        a_delayed_job(store).id: ["sent"],
+        retried: ["sent", "received", "started", "retried"],
+        an_ended_job(store).id: ["sent", "received", "started", "succeeded"],
+        an_ended_job(store, State.FAILED).id: ["sent", "received", "started", "failed"],
+        a_job_in(store, State.CANCELED).id: ["sent", "received", "started", "revoked"],
+    }
+    with received(app) as events:
+        _relay(app, store.database).turn()
+        eventually(lambda: len(events) >= sum(map(len, lives.values())), "all are received")
+    assert {job_id: _types(events, job_id) for job_id in lives} == lives
+
+
+def test_an_event_names_the_worker_the_time_and_what_came_of_the_run(app: Celery, store: Store) -> None:
+    job_id = a_job_in(store, State.QUEUED).id
+    store.database.do(store.starting(job_id, "gpu1", "gpu1-slot0", "lease", T0, 0, worker="worker@host"))
+    store.settle(job_id, 1, Why.FINISHED, T0 + 2 * SECOND, result='{"url":"x"}')
+    with received(app) as events:
+        _relay(app, store.database).turn()
+        eventually(lambda: len(events) == 4, "all are received")
+    assert [it["hostname"] for it in events] == [CLIENT, *["worker@host"] * 3]
+    assert [it["timestamp"] for it in events] == [T0 / 1000, T0 / 1000, T0 / 1000, T0 / 1000 + 2]
+    assert (events[-1]["runtime"], events[-1]["result"]) == (2, '{"url":"x"}')
+
+
+def test_a_broker_that_was_away_gets_every_event_in_order_when_it_is_back(
+    app: Celery, store: Store, broker: Valkey
+) -> None:
+    relay = _relay(app, store.database)
+    first = a_running_job(store)
+    relay.turn()
+    broker.kill()
+    store.settle(first.job.id, 1, Why.SERVER_BUSY, T0)
+    with pytest.raises(SinkAway):
+        relay.turn()
+    broker.start()
+    a_start(store, first.job.id)
+    with received(app) as events:
+        relay.turn()
+        eventually(lambda: len(events) >= 3, "all are received")
+    assert _types(events, first.job.id) == ["retried", "received", "started"]

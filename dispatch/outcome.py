@@ -12,7 +12,7 @@ class Kind(StrEnum):
 
     DONE = "done"  # the server has a result
     PENDING = "pending"  # accepted, still running: poll, or wait for the push
-    FAILED = "failed"  # the request itself is wrong: final, no retry
+    FAILED = "failed"  # the request itself is wrong, or its result cannot be kept: final, no retry
     RETRY = "retry"  # the server answered with an error or nonsense: costs one retry
     BUSY = "busy"  # no free slot there: costs nothing
     CANCELED = "canceled"  # the server gave the job up because it was told to
@@ -31,4 +31,4 @@ class Outcome(NamedTuple):
     remote_id: str | None = None  # PENDING: the server's own id of the job, if it gave one
     retry_after_s: float | None = None  # BUSY, RETRY: the server's wish, in seconds
     progress: Any = None  # PENDING: how far it is, as the server says it
-    lingers: bool = False  # CANCELED, LOST, RETRY: it ends here, and its server may go on with it all the same
+    lingers: bool = False  # CANCELED, FAILED, LOST, RETRY: it ends here, and its server may go on with it all the same

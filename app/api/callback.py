@@ -34,7 +34,7 @@ def push_result(path: JobPath) -> tuple[dict[str, Any], int]:
     """Push the end of a run.
 
     Only under the token that came with the job's present run; sent twice, the second changes nothing.  The body is
-    what the server would answer to a poll.  A result that cannot be kept (422) is an error of the server, as in an
+    what the server would answer to a poll.  A result that cannot be kept (422) ends the job as failed, as in an
     answer.  Between two workers a run cannot end (503): push it again.
     """
     job = _pushed_to(path.job_id)

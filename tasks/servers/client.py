@@ -17,9 +17,8 @@ from tasks.servers.plan import Plan, Request, Step, compile_plan
 from tasks.servers.rules import About
 from tasks.servers.stream import Hearing, Tell, tell_nobody
 from tasks.servers.templates import SecretLookup, TemplateError, Values, to_json
-from tasks.servers.wire import Limits, exchange, shared_session
+from tasks.servers.wire import MAX_ANSWER_BYTES, Limits, exchange, shared_session
 
-MAX_ANSWER_BYTES = 64 * 1024 * 1024
 MAX_HEALTH_BYTES = 1024 * 1024
 
 _CONTENT_TYPE = "Content-Type"

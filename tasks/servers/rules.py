@@ -39,8 +39,12 @@ _CODES = {
     Kind.UNKNOWN: "no_answer",
     Kind.UNREACHABLE: "unreachable",
 }
+# FAILED, not RETRY: the same request has the same result, and each try is a whole run on a GPU.
 TOO_DEEP = Outcome(
-    Kind.RETRY, code="answer_too_deep", message=f"The server's result is nested more than {MAX_DEPTH} levels deep."
+    Kind.FAILED,
+    code="answer_too_deep",
+    message=f"The server's result is nested more than {MAX_DEPTH} levels deep: have the model return flatter lists and "
+    "objects, or its result as one text.",
 )
 _ERROR_POINTERS = (("error",), ("detail",), ("message",))
 _ECHO_HEADER = "X-Job-Id"
@@ -157,7 +161,7 @@ class Judge:
     def outcome(self, reply: Answer | Broken, about: About) -> Outcome | None:
         """What the reply means for the job, or None for "ask the next step"."""
         if isinstance(reply, Broken) and reply.how is Break.TOO_LARGE:
-            return Outcome(Kind.RETRY, code="answer_too_large", message=reply.message)
+            return Outcome(Kind.FAILED, code="answer_too_large", message=reply.message)
         if isinstance(reply, Broken) and reply.how is Break.UNSENDABLE:
             return self._nonsense(reply.message, about, code="misconfigured")
         if isinstance(reply, Answer) and self._names_another(reply, about):

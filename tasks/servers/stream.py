@@ -24,7 +24,10 @@ MOST_PIECES = 100_000
 _ENDINGS = frozenset({Kind.DONE, Kind.FAILED, Kind.RETRY, Kind.BUSY, Kind.CANCELED})
 _UNENDED = Outcome(Kind.RETRY, code="stream_unended", message="The server ended its stream without the end of it.")
 _TOO_MANY = Outcome(
-    Kind.RETRY, code="answer_too_large", message="The server's stream has too many pieces.", lingers=True
+    Kind.FAILED,
+    code="answer_too_large",
+    message=f"The server's stream has more than {MOST_PIECES} pieces: have the server send fewer, larger ones.",
+    lingers=True,
 )
 
 

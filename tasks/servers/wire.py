@@ -36,11 +36,14 @@ STREAM_GRACE_S = 0.5
 _CHUNK = 256 * 1024  # bytes read at a time
 _SOON_S = 0.001  # a time-out of zero would mean "do not block"
 
+MAX_ANSWER_BYTES = 64 << 20
+"""Of one answer of a server."""
 MESSAGES = {
     Break.CONNECT: "no connection to the server could be made",
     Break.TIMEOUT: "the server gave no whole answer in time",
     Break.RESET: "the connection broke before the whole answer was there",
-    Break.TOO_LARGE: "the server's answer is too large",
+    Break.TOO_LARGE: f"the server's answer is larger than {MAX_ANSWER_BYTES >> 20} MiB: have the server store large "
+    "results, and answer with their URL",
     Break.UNSENDABLE: "no HTTP request can be made of the address or the headers",
 }
 _WHAT_CAN_HAPPEN = (

@@ -315,7 +315,7 @@ TABLE = [
             f"{API}callback.py::test_a_push_that_names_another_job_of_ours_ends_nothing",
             f"{API}callback.py::test_a_refusal_does_not_tell_whether_there_is_such_a_job",
             f"{API}callback.py::test_a_result_that_is_too_large_is_refused",
-            f"{API}callback.py::test_a_result_that_is_too_deep_is_an_error_of_the_server",
+            f"{API}callback.py::test_a_result_that_is_too_deep_ends_the_job",
         ),
     ),
     # -- broker messages -----------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_a_result_that_is_too_large_is_refused(api: Api, settings: dict[str, str
 
 
 @pytest.mark.parametrize("levels", [201, 254, 300, 1000])
-def test_a_result_that_is_too_deep_is_an_error_of_the_server(api: Api, task: ActiveRun, levels: int) -> None:
+def test_a_result_that_is_too_deep_ends_the_job(api: Api, task: ActiveRun, levels: int) -> None:
     nested = "[" * levels + "]" * levels
     answer = api.client.post(
         f"/tasks/callback/{task.run.job.id}",
@@ -115,7 +115,7 @@ def test_a_result_that_is_too_deep_is_an_error_of_the_server(api: Api, task: Act
     )
     job = api.job(task.run.job.id)
     assert (answer.status_code, answer.json["code"]) == (422, "answer_too_deep")
-    assert (job.state, job.why, job.error_code) == (State.DELAYED, Why.SERVER_ERROR, "answer_too_deep")
+    assert (job.state, job.why, job.error_code) == (State.FAILED, Why.INVALID_REQUEST, "answer_too_deep")
 
 
 def test_a_result_of_the_greatest_depth_is_kept_and_shown(api: Api, task: ActiveRun) -> None:

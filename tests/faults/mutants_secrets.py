@@ -68,7 +68,7 @@ SECRETS = [
         "return Outcome(Kind.DONE, result=value)",
         (
             "tests/unit/servers/test_rules.py::test_a_result_has_two_hundred_levels_and_no_more",
-            f"{CALLBACK}test_a_result_that_is_too_deep_is_an_error_of_the_server",
+            f"{CALLBACK}test_a_result_that_is_too_deep_ends_the_job",
         ),
     ),
     Mutant(

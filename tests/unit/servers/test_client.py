@@ -352,7 +352,7 @@ def gzipped(body: bytes) -> bytes:
 def test_an_answer_beyond_the_bound_is_given_up(serving, act):
     server, _ = serving(always(act), max_answer_bytes=1000)
     outcome = server.submit(a_call(deadline_s=2))
-    assert (outcome.kind, outcome.code) == (Kind.RETRY, "answer_too_large")
+    assert (outcome.kind, outcome.code) == (Kind.FAILED, "answer_too_large")
 
 
 def test_an_announced_giant_is_not_read_at_all(serving):

@@ -107,7 +107,7 @@ LIARS = [
     ),
     Liar("heartbeats for ever", HEARTBEATS, UNHEARD),
     Liar("a result that never ends", UNENDED, UNHEARD),
-    Liar("a flood", always(flood), (Kind.RETRY, "answer_too_large", Why.SERVER_ERROR)),
+    Liar("a flood", always(flood), (Kind.FAILED, "answer_too_large", Why.INVALID_REQUEST)),
     Liar(
         "a cancel that nobody asked for",
         always(answer({"status": "canceled"})),

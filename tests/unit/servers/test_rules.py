@@ -8,6 +8,7 @@ from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.description import DEFAULT, Description, for_model
 from tasks.servers.plan import compile_plan
 from tasks.servers.rules import TOO_DEEP, About
+from tasks.servers.wire import MESSAGES
 
 DEFAULT_PLAN = compile_plan(DEFAULT)
 
@@ -168,10 +169,16 @@ def test_only_a_connection_never_made_is_certainly_not_sent(how, kind):
     assert submitted(Broken(how, "no")).kind is kind
 
 
-@pytest.mark.parametrize(("how", "code"), [("too_large", "answer_too_large"), ("unsendable", "misconfigured")])
-def test_other_breaks_cost_a_retry(how, code):
-    outcome = submitted(Broken(Break(how), "no"))
-    assert (outcome.kind, outcome.code) == (Kind.RETRY, code)
+def test_a_request_that_cannot_be_sent_costs_a_retry_as_the_configuration_may_be_mended():
+    outcome = submitted(Broken(Break.UNSENDABLE, "no"))
+    assert (outcome.kind, outcome.code) == (Kind.RETRY, "misconfigured")
+
+
+@pytest.mark.parametrize("asked", [submitted, polled])
+def test_an_answer_above_the_limit_is_final_and_names_the_remedy(asked):
+    outcome = asked(Broken(Break.TOO_LARGE, MESSAGES[Break.TOO_LARGE]))
+    assert (outcome.kind, outcome.code) == (Kind.FAILED, "answer_too_large")
+    assert "64 MiB" in outcome.message and "answer with their URL" in outcome.message
 
 
 # -- messages --------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ def cut(*texts: bytes) -> Act:
 
 
 UNHEARD, LOST = (Kind.UNKNOWN, "no_answer"), (Kind.UNKNOWN, "connection_lost")
-GARBAGE, TOO_LARGE = (Kind.RETRY, "bad_answer"), (Kind.RETRY, "answer_too_large")
+GARBAGE, TOO_LARGE = (Kind.RETRY, "bad_answer"), (Kind.FAILED, "answer_too_large")
 UNENDED, ERROR = (Kind.RETRY, "stream_unended"), (Kind.RETRY, "job_failed")
 BEGUN = data(delta("Hel"))
 
@@ -324,4 +324,4 @@ def test_a_stream_of_too_many_values_is_none(outcome, monkeypatch):
 
 def test_a_value_that_is_too_deep_is_no_result(outcome):
     deep = b'{"n":' + b"[" * 210 + b"]" * 210 + b"}\n"
-    assert told(outcome(chunks(deep, kind=LINES), LISTED)) == (Kind.RETRY, "answer_too_deep")
+    assert told(outcome(chunks(deep, kind=LINES), LISTED)) == (Kind.FAILED, "answer_too_deep")

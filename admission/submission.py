@@ -122,7 +122,8 @@ def encode_payload(payload: Any, limit: int) -> str:
         raise InvalidJob(
             "payload",
             f"payload is {len(encoded)} bytes long, this model takes {limit}; send a reference to the data instead, "
-            "or raise max_payload_bytes at /admin/model-configs",
+            "or have the operator raise the model's max_payload_bytes at /admin/model-configs and, for bodies above "
+            "it, SLOTKEEPER_MAX_BODY_BYTES",
         )
     return encoded.decode()
 

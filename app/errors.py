@@ -223,7 +223,8 @@ def _detail(error: HTTPException) -> str:
         case 413:
             return (
                 f"At most {request.max_content_length} bytes are taken here; send a reference to the data instead, "
-                "or have the operator raise SLOTKEEPER_MAX_BODY_BYTES (for a batch SLOTKEEPER_MAX_BATCH_BYTES)."
+                "or have the operator raise SLOTKEEPER_MAX_BODY_BYTES (for a batch SLOTKEEPER_MAX_BATCH_BYTES) and the "
+                "max_payload_bytes of the model."
             )
         case _:
             return error.description or error.name

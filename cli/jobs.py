@@ -5,6 +5,7 @@ import secrets
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 import click
@@ -22,6 +23,7 @@ from cli.common import (
     shown,
 )
 from cli.conditions import read_constraints
+from cli.results import output_option, save_result, without_files
 from client.terminal import console, one_line, say
 from foundation import traces
 
@@ -44,6 +46,7 @@ _NOISE = ("links", "deduplicated", "result", "error", "last_error", "cancel_requ
 @click.option("--callback-url", metavar="URL", help="Where the end of the job is told, by a signed POST.")
 @click.option("--count", default=1, show_default=True, type=click.IntRange(1, 100_000), help="Submit it so often.")
 @click.option("--wait", is_flag=True, help="Wait for the end and print the result.")
+@output_option
 @json_option
 def submit(
     model: str,
@@ -54,6 +57,7 @@ def submit(
     callback_url: str | None,
     count: int,
     wait: bool,
+    output: Path | None,
     as_json: bool,
 ) -> None:
     """Submit a job for MODEL.
@@ -62,8 +66,11 @@ def submit(
 
     \b
     slotkeeper submit zimg '{"prompt": "a sunset"}' --wait
+    slotkeeper submit zimg '{"prompt": "a sunset"}' --wait --output sunset.png
     slotkeeper submit zimg --constraint gpu=A100,H100 --constraint 'memory>=40'
     """
+    if output is not None and (not wait or count > 1):
+        raise click.UsageError("--output saves the result of one job that has ended: give --wait, and no --count")
     body: Job = {"model": model, "payload": read_json(payload, "PAYLOAD")}
     wishes: Job = {"priority": priority, "ttl": ttl, "callback_url": callback_url}
     wishes["constraints"] = read_constraints(constraints) or None
@@ -75,6 +82,8 @@ def submit(
         jobs = _wait(jobs)
     from client.api import has_ended
 
+    if output is not None:
+        save_result(jobs[0], output)
     if as_json:
         print_json(jobs if count > 1 else jobs[0])
     else:
@@ -122,7 +131,7 @@ def _print_submitted(job: Job) -> None:
     if error:
         say(f"{job['job_id']}  {job['status']}  {error['code']}: {one_line(error['message'])}")
     elif job.get("result") is not None:
-        say(f"{job['job_id']}  {job['status']}  {shown(job['result'])}")
+        say(f"{job['job_id']}  {job['status']}  {shown(without_files(job['result']))}")
     else:
         place = f"position {job['position']}" if job.get("position") else ""
         said = [job["job_id"], job["status"], place or (job.get("outlook") == "starting" and "starting"), start_of(job)]
@@ -266,11 +275,14 @@ def print_jobs(jobs: list[Job], as_json: bool) -> None:
 @click.command("job")
 @click.argument("job_id", metavar="ID")
 @click.option("--wait", is_flag=True, help="Wait until it has ended.")
+@output_option
 @json_option
-def show_job(job_id: str, wait: bool, as_json: bool) -> None:
+def show_job(job_id: str, wait: bool, output: Path | None, as_json: bool) -> None:
     """Show a job and its result.  With --wait the exit status is 0 only if it has completed."""
     api = client()
     job = api.wait_for(quoted(job_id)) if wait else api.get(f"/queue/jobs/{quoted(job_id)}")
+    if output is not None:
+        save_result(job, output)
     if as_json:
         print_json(job)
     else:
@@ -286,7 +298,7 @@ def print_job(job: Job) -> None:
             say(f"{name.replace('_', ' ')}: {job[name]['code']}: {one_line(job[name]['message'])}")
     if job.get("result") is not None:
         say("result:")
-        print_json(job["result"])
+        print_json(without_files(job["result"]))
 
 
 @click.command()

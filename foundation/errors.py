@@ -16,12 +16,6 @@ class SlotkeeperError(Exception):
         self.facts = facts
 
 
-class UnsuitedRedis(SlotkeeperError):
-    """Slotkeeper cannot work with the Redis that it was given."""
-
-    code = "unsuited_redis"
-
-
 class InvalidRequest(SlotkeeperError):
     """The request cannot be accepted as it is."""
 

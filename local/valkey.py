@@ -7,7 +7,6 @@ import socket
 import subprocess
 from pathlib import Path
 
-from foundation.errors import UnsuitedRedis
 from foundation.home import private_file
 from local.children import Role
 from local.errors import UpError
@@ -76,7 +75,7 @@ def check_remote(url: str) -> None:
     from redis.exceptions import RedisError
 
     from scripting.scripts import connect
-    from scripting.suitability import unsuited
+    from scripting.suitability import UnsuitedRedis, unsuited
 
     try:
         with connect(url, _REMOTE_TIMEOUT_S) as redis:

@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 
 import orjson
 
+from reference_server.files import written_file
+
 _LONG = re.compile(rb"[0-9]{19}")  # Fewer digits surely are within 64 bits.
 _LEAST, _MOST = -(1 << 63), (1 << 64) - 1
 
@@ -21,14 +23,36 @@ def loads(text: bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+class Unwritable(ValueError):
+    """A value has no form in JSON.  A second run would return such a value again."""
+
+
 def dumps(value: Any) -> bytes:
-    """Compact JSON, also of numpy's arrays.  Raises TypeError for what has no place there, ValueError."""
+    """Return compact JSON, also of numpy's arrays, and of bytes, images and files.
+
+    Raises Unwritable; OSError for a file that cannot be read now.
+    """
     try:
-        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+        return _dumps(value)
     except TypeError as error:
         if "64-bit" not in str(error):
-            raise
-        return orjson.dumps(_written(value), option=orjson.OPT_SERIALIZE_NUMPY)
+            raise _unwritable(error) from error
+    try:
+        return _dumps(_written(value))
+    except TypeError as error:
+        raise _unwritable(error) from error
+
+
+def _dumps(value: Any) -> bytes:
+    return orjson.dumps(value, default=written_file, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _unwritable(error: TypeError) -> Unwritable | OSError:
+    cause = error.__cause__  # why an image or a file has no JSON form
+    if isinstance(cause, OSError):
+        return cause
+    said = f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else str(error)
+    return Unwritable(f"the result cannot be written as JSON ({said}); return JSON values, bytes, an image or a file")
 
 
 def _written(value: Any) -> Any:

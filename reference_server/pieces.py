@@ -17,7 +17,7 @@ class Pieces:
         self.progress: Any = None
 
     def say(self, **what: Any) -> None:
-        """`piece=…` or `progress=…`.  Raises TypeError, ValueError for what is no JSON."""
+        """`piece=…` or `progress=…`.  Raises Unwritable for what is no JSON."""
         text = dumps(what)
         with self._changed:
             self.progress = what.get("progress", self.progress)

@@ -24,7 +24,6 @@ from redis.connection import Connection, SSLConnection, UnixDomainSocketConnecti
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from redis.retry import Retry
 
-from foundation.errors import UnsuitedRedis
 from scripting.full import FullClient
 from scripting.keys import Keys
 from scripting.signatures import (
@@ -38,7 +37,7 @@ from scripting.signatures import (
     pack,
     signature,
 )
-from scripting.suitability import wrong_url
+from scripting.suitability import UnsuitedRedis, wrong_url
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)

@@ -5,6 +5,8 @@ All of it is read with INFO: managed Redis services forbid CONFIG.
 
 from redis import Redis
 
+from foundation.errors import SlotkeeperError
+
 URL_VARIABLE = "SLOTKEEPER_REDIS_URL"
 _WRONG_URL = "{variable} is no URL of a Redis, such as redis://:PASSWORD@host:6379/0."
 _CLUSTER = (
@@ -23,6 +25,12 @@ _FORGETS = (
     "Redis keeps no append-only file: after each restart the waiting room is filled anew from the record, and what "
     "stands at the broker, if that is the same Redis, is gone: set appendonly yes."
 )
+
+
+class UnsuitedRedis(SlotkeeperError):
+    """Slotkeeper cannot work with the Redis that it was given."""
+
+    code = "unsuited_redis"
 
 
 def wrong_url(url: str, variable: str = URL_VARIABLE) -> str:

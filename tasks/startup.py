@@ -10,11 +10,11 @@ from redis.exceptions import RedisError
 
 from foundation import logs
 from foundation.config import RecordSettings
-from foundation.errors import SlotkeeperError, UnsuitedRedis
+from foundation.errors import SlotkeeperError
 from foundation.home import open_home
 from routing.config import RoutingSettings
 from scripting.scripts import connect
-from scripting.suitability import forgets, not_single, unsuited
+from scripting.suitability import UnsuitedRedis, forgets, not_single, unsuited
 from tasks.config import TaskSettings
 from tasks.keyring import fingerprints
 from tasks.wiring import scripts

@@ -1,19 +1,22 @@
 """Jobs: the list, and the life of one."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
-from flask import redirect, request
+from flask import Response, redirect, request
 
 from app.api import dlq as dlq_api
 from app.api import jobs as jobs_api
 from app.context import dispatcher
-from app.page.entrance import screen
-from app.page.render import rendered, segment
+from app.page.entrance import Refused, screen
+from app.page.render import rendered, segment, shown_json
 from app.schemas import JobPath, ListQuery, WaitQuery
+from foundation import exact
 from insight import story
 from insight.story import Part, Span, Story
-from jobs.record import Event, now_ms
+from jobs.files import File, files_in, may_hold_files, shortened
+from jobs.record import Event, Job, now_ms
 from jobs.states import FINAL, State
 
 _WIDTH = 1000  # of a time line, in its own units
@@ -48,6 +51,7 @@ def job(job_id: str) -> Any:
     known = jobs_api.own_job(job_id)
     path = JobPath(job_id=job_id)
     trail, now = dispatcher().store.events_of(job_id), now_ms()
+    result, files = _result_of(known)
     life = story.tell(dispatcher().store, dispatcher().catalog.snapshot(), known, trail, now)
     return rendered(
         "job.html",
@@ -59,13 +63,30 @@ def job(job_id: str) -> Any:
         attempts=jobs_api.list_attempts(path)["attempts"],
         events=[_shown(event) for event in trail],
         life=life,
-        result=known.result,
+        result=None if known.result is None else shown_json(shortened(result, files)),
+        files=files,
         parts_of=[(part, life.total_ms(part, now)) for part in Part],
         bars=_bars(life, now),
         has_ended=known.state in FINAL,
         is_dead=known.state is State.DEAD,
         created_ms=known.created_ms,
     )
+
+
+@screen("/page/jobs/<path:job_id>/files/<int:number>")
+def result_file(job_id: str, number: int) -> Any:
+    """A file of the result: a picture to be drawn, or a download.  Nothing in it is run."""
+    _, files = _result_of(jobs_api.own_job(job_id))
+    try:
+        content = files[number].content()
+    except (IndexError, ValueError):
+        raise Refused(404, "No such file", "The job's result has no such file, or it is no base64.") from None
+    file = files[number]
+    response = Response(content, content_type=file.media_type if file.is_picture else "application/octet-stream")
+    response.headers.set(
+        "Content-Disposition", "inline" if file.is_picture else "attachment", filename=_file_name(job_id, number, file)
+    )
+    return response
 
 
 @screen("/page/jobs/<path:job_id>/cancel", method="POST")
@@ -78,6 +99,20 @@ def cancel(job_id: str) -> Any:
 def retry(job_id: str) -> Any:
     dlq_api.retry_dead(JobPath(job_id=job_id))
     return redirect(f"/page/jobs/{segment(job_id)}?said=retried", 303)
+
+
+def _result_of(job: Job) -> tuple[Any, list[File]]:
+    """Return a job's result, and the files in it."""
+    if job.result is None:
+        return None, []
+    result = exact.loads(job.result)
+    return result, files_in(result) if may_hold_files(job.result) else []
+
+
+def _file_name(job_id: str, number: int, file: File) -> str:
+    """A name for people, without what a header or a folder could take for more."""
+    name = re.sub(r"[^0-9A-Za-z_. -]", "_", file.name or "")[-100:].lstrip(".")
+    return name or f"{re.sub(r'[^0-9A-Za-z-]', '_', job_id)[-100:]}-{number + 1}{file.ending}"
 
 
 def _wanted(name: str) -> str | None:

@@ -37,7 +37,7 @@ def _screens(api: Api) -> Iterator[tuple[str, str]]:
         if rule.endpoint.startswith("page.") and rule.rule not in open_to_all:
             path = rule.rule
             for name in rule.arguments:
-                path = path.replace(f"<path:{name}>", "x").replace(f"<{name}>", "x")
+                path = path.replace(f"<path:{name}>", "x").replace(f"<int:{name}>", "0").replace(f"<{name}>", "x")
             for method in (rule.methods or set()) & {"GET", "POST"}:
                 yield method, path
 
@@ -218,7 +218,16 @@ def test_what_a_key_may_not_do_is_not_shown_and_is_refused(api: Api, settings: d
     acme = visitor(api)
     acme.log_in(key_of(api, "acme"))
     shown = acme.get("/page/jobs").text
-    of_tenants = {"/", "/page/jobs", "/page/jobs/x", "/page/jobs/x/cancel", "/page/stream", "/page/x", "/page/webhooks"}
+    of_tenants = {
+        "/",
+        "/page/jobs",
+        "/page/jobs/x",
+        "/page/jobs/x/cancel",
+        "/page/jobs/x/files/0",
+        "/page/stream",
+        "/page/x",
+        "/page/webhooks",
+    }
     of_tenants |= {"/page/webhooks/callbacks/replay", "/page/batches", "/page/batches/x", "/page/batches/x/cancel"}
     of_tenants |= {f"/page/webhooks/x{act}" for act in ("", "/test", "/enable", "/disable", "/replay")}
     for method, path in _screens(api):

@@ -2,9 +2,38 @@
 
 from tests.faults.mutant import Mutant
 
+FILES = "tests/contracts/test_files.py::"
+
 PAGE_TESTS = "tests/contracts/test_page.py::"
 
 PAGE = [
+    Mutant(
+        "a file of a result runs in the page",
+        "nothing of a job becomes markup",
+        "app/page/jobs.py",
+        'file.media_type if file.is_picture else "application/octet-stream"',
+        "file.media_type",
+        (f"{FILES}test_what_a_browser_could_run_is_only_offered_to_be_saved",),
+        still=f"{FILES}test_the_page_draws_the_pictures_of_a_result_and_not_their_text",
+    ),
+    Mutant(
+        "a result that has no JSON form is tried again",
+        "what cannot get better is not tried again",
+        "reference_server/exact.py",
+        "class Unwritable(ValueError):",
+        "class Unwritable(TypeError):",
+        ("tests/protocol/test_files.py::test_what_has_no_form_in_json_is_final_at_the_first_attempt",),
+        still="tests/protocol/test_files.py::test_files_stand_anywhere_in_a_result",
+    ),
+    Mutant(
+        "an answer above the limit is tried again",
+        "what cannot get better is not tried again",
+        "tasks/servers/rules.py",
+        'return Outcome(Kind.FAILED, code="answer_too_large"',
+        'return Outcome(Kind.RETRY, code="answer_too_large"',
+        ("tests/unit/servers/test_rules.py::test_an_answer_above_the_limit_is_final_and_names_the_remedy",),
+        still="tests/unit/servers/test_rules.py::test_only_a_connection_never_made_is_certainly_not_sent",
+    ),
     Mutant(
         "the page is shown without a log-in",
         "page",

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 from redis import Redis, RedisError
 
-from foundation.errors import UnsuitedRedis
 from local.errors import UpError
 from local.ports import free_port
 from local.valkey import check_remote
 from scripting.scripts import connect
-from scripting.suitability import unsuited
+from scripting.suitability import UnsuitedRedis, unsuited
 from tasks import startup
 from tests.support.api import clear_wiring
 from tests.support.stack import REPO

@@ -271,9 +271,11 @@ def test_a_model_that_cannot_hear_a_cancel_is_not_said_to_be_canceling():
         assert answer.result(10).json()["status"] == "success"
 
 
-def test_a_result_that_is_no_json_is_an_error_and_frees_the_slot():
+def test_a_result_that_is_no_json_is_final_and_frees_the_slot():
     with embedded(gates.unspeakable) as served:
-        assert served.dispatch().status_code == 500
+        answer = served.dispatch()
+        assert (answer.status_code, answer.json()["retryable"]) == (422, False)
+        assert "return JSON values, bytes, an image or a file" in answer.json()["error"]
         assert served.health()["active_jobs"] == 0
 
 

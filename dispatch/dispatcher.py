@@ -337,6 +337,21 @@ class Dispatcher:
             self.announce_end(moved)
         return moved is not None
 
+    def put_back(self, active: ActiveRun, *, claimant: str = "") -> Offer | None:
+        """Put a job back whose request was not sent, since its lease was lost before: it costs the job nothing.
+
+        Answers as `free`.  Raises RecordUnavailable.
+        """
+        run = active.run
+        moved = self.store.settle(run.job.id, run.attempt, Why.HANDED_BACK, now_ms())
+        if moved is None:
+            return self.leave(active.lease, run.job.id, run.attempt, claimant=claimant)
+        following = self.free(active.lease, back=moved.to is State.QUEUED, claimant=claimant)
+        if moved.to is State.QUEUED:
+            self.enqueue([moved.job])
+        self.announce_end(moved)
+        return following
+
     def leave(self, lease: Lease, job_id: str, attempt: int, *, claimant: str = "") -> Offer | None:
         """Give up the lease of a run that has ended elsewhere: its slot is free, unless the record withholds it.
 

@@ -18,6 +18,12 @@ TOLERATED_MS = 2_000
 _KEPT = 8  # measurements, of which the one with the quickest answer is believed
 _SET_MS = 500
 _SAY_EVERY_S = 60.0
+_STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def steady_s() -> float:
+    """Seconds of a clock that nobody sets and that, where the system has one, also counts while the host sleeps."""
+    return time.clock_gettime(_STEADY)
 
 
 class Clock:

@@ -3,7 +3,8 @@
     SLOTKEEPER_CRASH_AT="submit_committed,run_sent:2"
 
 kills the process with SIGKILL when it passes `submit_committed` for the first time, or `run_sent` for the second.
-Without the variable a point costs one look at an empty dictionary.
+SLOTKEEPER_STOP_AT names points in the same way, at which the process stops (SIGSTOP) until it is continued.
+Without the variables a point costs one look at two empty dictionaries.
 """
 
 import os
@@ -51,26 +52,30 @@ POINTS = (
 
 
 def _read(text: str) -> dict[str, int]:
-    """Point -> at which passing to die.  Raises ValueError for a point that does not exist."""
+    """Point -> at which passing to die, or to stop.  Raises ValueError for a point that does not exist."""
     wanted: dict[str, int] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, _, times = item.partition(":")
         if name not in POINTS:
-            raise ValueError(f"SLOTKEEPER_CRASH_AT names {name!r}, which is no crash point")
+            raise ValueError(f"SLOTKEEPER_CRASH_AT or SLOTKEEPER_STOP_AT names {name!r}, which is no crash point")
         wanted[name] = int(times or 1)
     return wanted
 
 
 _left = _read(os.environ.get("SLOTKEEPER_CRASH_AT", ""))
+_stops_left = _read(os.environ.get("SLOTKEEPER_STOP_AT", ""))
 _lock = threading.Lock()
 
 
 def crash_at(point: str) -> None:
-    """Die here, if a test wants it."""
-    if not _left or point not in _left:
-        return
-    with _lock:
-        _left[point] -= 1
-        dies = _left[point] == 0
-    if dies:
+    """Die or stop here, if a test wants it."""
+    if point in _left and _is_reached(_left, point):
         os.kill(os.getpid(), signal.SIGKILL)
+    if point in _stops_left and _is_reached(_stops_left, point):
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # This thread, with all others, goes no further.
+
+
+def _is_reached(left: dict[str, int], point: str) -> bool:
+    with _lock:
+        left[point] -= 1
+        return left[point] == 0

@@ -95,6 +95,7 @@ class _Left(NamedTuple):
 
 
 Kept = Literal["kept", "closed", "lost"]
+Held = Literal["held", "beside", "lost"]
 _Seized = Literal["seized", "lost"]
 _NOTHING = Lease("", "", "", "", "")
 
@@ -117,6 +118,7 @@ class LeaseScripts(Protocol):
     def expired(self, fleet: str, *, limit: int) -> Command[list[Lease]]: ...
     def leases(self, fleet: str) -> Command[list[_Left]]: ...
     def swaps(self, fleet: str, *, lease: Lease) -> Command[bool]: ...
+    def hold(self, fleet: str, *, lease: Lease, lease_ms: int) -> Command[Held]: ...
 
 
 class Leases:
@@ -140,6 +142,10 @@ class Leases:
     def swaps(self, lease: Lease) -> Command[bool]:
         """Asks whether the server's last job, before this one, was of another model, or is not known."""
         return self._acts.swaps(lease.fleet, lease=lease)
+
+    def holding(self, lease: Lease) -> Command[Held]:
+        """Gives the lease more time if its slot may be used for its job now."""
+        return self._acts.hold(lease.fleet, lease=lease, lease_ms=self._settings.lease_ms)
 
     def pipeline(self, loop: asyncio.AbstractEventLoop) -> Pipeline:
         """A way for the commands of these leases that an event loop has for itself."""

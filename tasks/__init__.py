@@ -12,6 +12,7 @@ A worker
     pulse        threads that have stopped are noticed
     settlement   a run's end, judged and settled            releases     slots that could not be freed, freed later
     inquiry      what the record says of runs               aside        work that keeps nobody waiting
+    rights       whether a lease may still be used          starts       the start of a run, stored
     said         what servers say meanwhile, told on
     push, callbacks  ends that servers tell themselves
 

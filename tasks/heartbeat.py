@@ -31,19 +31,28 @@ class Watch:
         "_timer",
         "_waking",
         "cancel",
+        "held_s",
         "lease",
         "lost",
         "over",
         "passed_on_s",
         "restored",
+        "sent",
         "starting",
         "stop",
     )
 
     def __init__(
-        self, lease: Lease, soon: Callable[[Callable[[], None]], object] = lambda act: act(), *, starting: bool = False
+        self,
+        lease: Lease,
+        soon: Callable[[Callable[[], None]], object] = lambda act: act(),
+        *,
+        starting: bool = False,
+        held_s: float = float("-inf"),
     ) -> None:
         self.lease = lease
+        self.held_s = held_s  # by steady_s: when Redis was asked for it, or whether it is held, the last time
+        self.sent = False  # its server may have the request
         self.starting = starting  # the record does not have the run yet, and cannot be asked for it
         self.lost = False  # the run is not this worker's any more: whatever comes of it does not count
         self.cancel = False  # the job shall be canceled
@@ -151,9 +160,12 @@ class Heartbeat:
         """Sleep, but not past the end of this worker."""
         self._ended.wait(seconds)
 
-    def add(self, lease: Lease, *, starting: bool = False) -> Watch:
-        """Keep this lease alive from now on.  `starting`: until the flag is taken down, the record lacks the run."""
-        watch = Watch(lease, self._soon, starting=starting)
+    def add(self, lease: Lease, *, starting: bool = False, held_s: float = float("-inf")) -> Watch:
+        """Keep this lease alive from now on.
+
+        `starting`: until the flag is taken down, the record lacks the run.  `held_s`: as the watch has it.
+        """
+        watch = Watch(lease, self._soon, starting=starting, held_s=held_s)
         with self._lock:
             self._watches.add(watch)
         return watch

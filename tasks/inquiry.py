@@ -69,7 +69,9 @@ class Inquiry:
 
     def _tell(self, watch: Watch, found: Brief | None, doubted: bool) -> None:
         if found is not None and _runs_under(found, watch.lease):
-            if doubted:
+            if doubted and not watch.sent:  # No server has the run: its slot may stay the next job's.
+                watch.end("lost")
+            elif doubted:
                 self._write_again(watch, found)
             if found.cancel_requested:
                 watch.ask_to_cancel()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import structlog
 
 from dispatch.dispatcher import Dispatcher
+from foundation.clock import steady_s
 from routing.queues import Look, Offer
 from routing.workers import SAY_EVERY_S, Workers
 from tasks.pulse import Pulse
@@ -47,7 +48,8 @@ class Turns:
 class Poller:
     """Says how much room this worker has, and begins what waits unseen.
 
-    `room`: for how many more runs there is room now.  `begin`: run a job whose offer this worker holds.
+    `room`: for how many more runs there is room now.  `begin`: run a job whose offer this worker holds, and asked for
+    at this time (steady_s).
     """
 
     name = "poller"
@@ -58,7 +60,7 @@ class Poller:
         workers: Workers,
         owner: str,
         room: Callable[[], int],
-        begin: Callable[[Offer], None],
+        begin: Callable[[Offer, float], None],
     ) -> None:
         self.turns = Turns()
         self._dispatcher = dispatcher
@@ -106,8 +108,11 @@ class Poller:
     def _take(self, fleet: str) -> int:
         """Begin what is there, as far as there is room."""
         taken = 0
-        while self._room() > 0 and (offers := self._dispatcher.queues.offer(fleet, 1, claimant=self._owner)):
-            self._begin(offers[0])
+        while self._room() > 0:
+            asked_s = steady_s()
+            if not (offers := self._dispatcher.queues.offer(fleet, 1, claimant=self._owner)):
+                break
+            self._begin(offers[0], asked_s)
             taken += 1
             self._pulse.beat()  # With much room, and a Redis that is far away, one look takes long.
         return taken

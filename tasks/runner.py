@@ -35,6 +35,11 @@ class Left(Enum):
 
     LOST = "lost"  # Another worker has this job now, or nobody: what this one did is dropped.
     STOPPED = "stopped"  # This worker is going down; another can go on with the job.
+    UNSENT = "unsent"  # The lease was lost before the request was sent.
+
+
+async def _holds_always(_: Watch) -> bool:
+    return True
 
 
 NoteRemote = Callable[[str], Awaitable[bool]]
@@ -53,6 +58,7 @@ class Runner:
         "_config",
         "_end",
         "_gone_since",
+        "_holds",
         "_let_go",
         "_live",
         "_may_send_again",
@@ -77,16 +83,17 @@ class Runner:
         note_remote: NoteRemote,
         model_version: str = "",
         swap: bool = True,
+        holds: Callable[[Watch], Awaitable[bool]] = _holds_always,
     ) -> None:
         self._run: Run = active.run
         self._watch = watch
         self._config = config
         self._live = live
-        self._note_remote = note_remote
+        self._note_remote, self._holds = note_remote, holds
         self._model_version, self._swap = model_version, swap
         self._end = time.monotonic() + _seconds_left(active.run, config)
         self._asked_with: Call | None = None
-        self._resumes = active.run.remote_id is not None
+        self._resumes = watch.sent = active.run.remote_id is not None
         self._remote_id = active.run.remote_id
         self._unheard = False  # No answer to the request, and nothing since, has said that the server knows the run.
         self._answered = False
@@ -134,15 +141,22 @@ class Runner:
             return Outcome(Kind.CANCELED, message="Canceled before it was sent.")
         if live.description.is_found_by_given_id and not await self._keep(live.known_id(self._question)):
             return Left.LOST
-        outcome = await live.submit(self._call)
+        call = self._call
+        if not await self._holds(self._watch):
+            return Left.UNSENT
+        self._watch.sent = True
+        outcome = await live.submit(call)
         self._answered, self._unheard = True, outcome.kind is Kind.UNKNOWN
         crash_at("run_sent")
         return outcome
 
     async def _send_again(self, live: Live) -> Outcome:
         """Only the connection was lost: under its key the server answers from its recent results, or runs it now."""
+        call = self._call
+        if not await self._holds(self._watch):  # The database says soon whether the run still counts.
+            return Outcome(Kind.UNKNOWN, message="Its slot may be another job's.", remote_id=self._remote_id)
         self._may_send_again = False
-        return await live.submit(self._call)
+        return await live.submit(call)
 
     @property
     def _question(self) -> Call:
@@ -189,7 +203,7 @@ class Runner:
     def _left(self) -> Left | None:
         """Why this worker shall not go on with the run."""
         if self._watch.lost:
-            return Left.LOST
+            return Left.LOST if self._watch.sent else Left.UNSENT
         return Left.STOPPED if self._watch.stop else None
 
     async def _waited(self, live: Live, last: Outcome) -> Outcome | Left | None:

@@ -17,13 +17,14 @@ from database.db import Write
 from dispatch.dispatcher import ActiveRun, Dispatcher, new_owner
 from dispatch.outcome import Kind, Outcome
 from foundation import exact, logs
+from foundation.clock import steady_s
 from foundation.crash import crash_at
 from foundation.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
 from foundation.lifetimes import Lifetimes
 from foundation.once import once
 from foundation.traces import trace_id_of
 from insight.said import Telling
-from jobs.record import Run, now_ms
+from jobs.record import now_ms
 from jobs.states import State
 from jobs.store import Moved
 from registry.catalog import Snapshot
@@ -42,14 +43,16 @@ from tasks.inquiry import Inquiry
 from tasks.poller import Poller
 from tasks.pulse import end_if_stopped
 from tasks.releases import PatientLeases
+from tasks.rights import LeaseExpired, Rights
 from tasks.runner import Left, Runner
 from tasks.said import Saying, Speech
 from tasks.servers import Live
 from tasks.settlement import End
 from tasks.shown import Reception, Shown, in_celerys_words
+from tasks.starts import Starts
 from tasks.ways import Ways
 from tasks.wiring import dispatcher, leases, lifetimes, tallies, telling, workers
-from upkeep import draining, runs
+from upkeep import draining
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -101,6 +104,8 @@ class Worker:
         self._workers = workers
         self._room = Aside("room", self._look_at_workers)
         workers.refresh_by(self._room.ask)  # The loop asks for it, and must not wait.
+        self.rights = Rights(leases, dispatcher.settings, self.engine.ask_room)
+        self.starts = Starts(dispatcher, self._ways, self.engine)
         self.inquiry = Inquiry(dispatcher.store, leases)
         self._chores = Aside("chores", self.do_chores)
         self.heartbeat = Heartbeat(
@@ -166,8 +171,8 @@ class Worker:
         else:
             self._show_nothing(shown)
 
-    def run_claimed(self, offer: Offer | None) -> None:
-        """Run a job whose offer this worker holds, without the broker."""
+    def run_claimed(self, offer: Offer | None, asked_s: float = float("-inf")) -> None:
+        """Run a job whose offer this worker holds, without the broker.  `asked_s` (steady_s): when it asked for it."""
         if offer is None:
             return
         if not self.takes:  # Draining has begun since the offer was taken.
@@ -176,18 +181,19 @@ class Worker:
         shown = Shown()
         with self._lock:
             self._taken_up[offer.lease] = shown  # Its message may be here too, and finds the offer taken up.
-        self.engine.live(self.begin(offer, shown))
+        self.engine.live(self.begin(offer, shown, asked_s))
 
     # -- a run, in the loop ----------------------------------------------------------------------------------
 
-    async def begin(self, offer: Offer, shown: Shown) -> None:
+    async def begin(self, offer: Offer, shown: Shown, asked_s: float = float("-inf")) -> None:
         """An offer's life: claimed if it is open, started, run, and settled."""
         logs.about(job_id=offer.job_id)
         claimed: Offer | None = offer
         try:
             if offer.owner != self.owner:
+                asked_s = steady_s()
                 claimed = await self.engine.ask_room(self._leases.claiming(offer, self.owner))
-            run = None if claimed is None else await self._start(claimed, shown)
+            run = None if claimed is None else await self._start(claimed, shown, asked_s)
         except Exception as error:  # Whatever it is, neither the job nor its place in this worker is lost.
             mine = self._forget(offer.lease, shown)
             self._show_nothing(shown)
@@ -200,57 +206,26 @@ class Worker:
         self._forget(offer.lease, shown)
         self._show_nothing(shown)
         if claimed is not None:  # The job was gone, so the slot goes to the next.
-            await self._go_on(self._lease_of(claimed), await self.engine.rarely(self._free, claimed))
+            asked_s = steady_s()
+            await self._go_on(self._lease_of(claimed), await self.engine.rarely(self._free, claimed), asked_s)
 
-    async def _start(self, offer: Offer, shown: Shown) -> OwnRun | None:
+    async def _start(self, offer: Offer, shown: Shown, asked_s: float) -> OwnRun | None:
         """Its lease is kept alive while its start is being stored, which may take longer than a lease lasts."""
         crash_at("start_claimed")
         lease, run = self._lease_of(offer), None
-        watch = self.heartbeat.add(lease, starting=True)
+        watch = self.heartbeat.add(lease, starting=True, held_s=asked_s)
         if self._grace_over:  # All runs have been told already.
             watch.end("stop")
         try:
-            run = await self._store_start(offer, watch)
+            if not await self.rights.holds(watch):
+                raise LeaseExpired("Its lease may be another's by now.")
+            run = await self.starts.store(offer, watch, self.node_name)
         finally:
             watch.starting = False
             if run is None:
                 self.heartbeat.remove(watch)
         crash_at("start_committed")
         return None if run is None else OwnRun(self.dispatcher.begun(offer, run, lease), watch, shown)
-
-    async def _store_start(self, offer: Offer, watch: Watch) -> Run | None:
-        """Store a start; None: the job is gone.
-
-        Where its COMMIT was not heard of, the record is asked until it answers.  Raises RecordUnavailable: it was not
-        stored; RecordUncertain: this was not found out before the worker had to stop; SlotkeeperError.
-        """
-        if not self._ways.find(Snapshot.has, offer.server, offer.model):
-            await self.engine.rarely(self.dispatcher.catalog.refresh)
-        by = self._ways.find(Snapshot.described_by, offer.server, offer.model)
-        start = self.dispatcher.store.starting(
-            offer.job_id, offer.server, offer.slot, watch.lease.tag, now_ms(), offer.number, by, self.node_name
-        )
-        try:
-            return await self.engine.store(start)
-        except RecordUncertain:
-            while not (watch.lost or watch.stop):
-                await watch.wait(_STORE_AGAIN_S)
-                try:
-                    return await self.engine.rarely(self._recorded_start, watch.lease)
-                except RecordUnavailable as error:
-                    log.warning("start_not_known", job_id=offer.job_id, error=str(error))
-            raise
-
-    def _recorded_start(self, lease: Lease) -> Run | None:
-        """The run that the record has under this lease; None: the job is gone.
-
-        Raises RecordUnavailable; SlotkeeperError: the start was not stored.
-        """
-        job = self.dispatcher.store.get(lease.job_id)
-        if job is not None and job.state is State.QUEUED:
-            raise SlotkeeperError("The start was not stored.")
-        active = None if job is None else runs.active_run(self.dispatcher, job)
-        return active.run if active is not None and active.lease.tag == lease.tag else None
 
     async def _run(self, run: OwnRun) -> None:
         self.engine.later(self._show, run)
@@ -298,7 +273,9 @@ class Worker:
         """Raises UnknownModel."""
         it = run.active.run
         config, version = self._config_of(it.job.model), self._ways.find(_version_at, it.server, it.job.model)
-        return Runner(run.active, run.watch, config, live, partial(self._note_remote, run), version, swap)
+        return Runner(
+            run.active, run.watch, config, live, partial(self._note_remote, run), version, swap, self.rights.holds
+        )
 
     def _note_remote(self, run: OwnRun, remote_id: str) -> Awaitable[bool]:
         it = run.active.run
@@ -328,6 +305,8 @@ class Worker:
         """Settle what came of a run; answers what its task ends with.  Raises RecordUnavailable."""
         if outcome is Left.STOPPED:
             return await self._hand_back(run)
+        if outcome is Left.UNSENT:
+            return await self._put_unsent_back(run)
         if isinstance(outcome, Left):
             return await self._ended_elsewhere(run)
         config = self._config_of(run.active.run.job.model)
@@ -343,10 +322,11 @@ class Worker:
         """
         active, it, lease = run.active, run.active.run, run.active.lease
         run.watch.passed_on_s = time.monotonic()
+        asked_s = steady_s()
         following = await self._release_and_claim(lease, end)
         if following is not None:
             self._handed_on[following.lease] = run.watch.passed_on_s
-        await self._go_on(lease, following)
+        await self._go_on(lease, following, asked_s)
         crash_at("slot_passed_on")
         write = self.dispatcher.store.settling(
             it.job.id, it.attempt, end.verdict.why, now_ms(), result=end.result, error=end.error
@@ -374,8 +354,9 @@ class Worker:
 
     async def _settle(self, run: OwnRun, end: End) -> Moved | None:
         """First the record, then the slot: the job may come back, or its server may be at it still."""
-        settled = await self._patiently(lambda: settlement.store(run.active, end, claimant=self.claimant), run.watch)
-        await self._go_on(run.active.lease, settled.next)
+        store = partial(self._timed, lambda: settlement.store(run.active, end, claimant=self.claimant))
+        settled, asked_s = await self._patiently(store, run.watch)
+        await self._go_on(run.active.lease, settled.next, asked_s)
         return settled.moved
 
     async def _hand_back(self, run: OwnRun) -> Ignore:
@@ -384,6 +365,20 @@ class Worker:
         log.info("handed_back", job_id=run.active.run.job.id, stored=handed)
         return Ignore()
 
+    async def _put_unsent_back(self, run: OwnRun) -> Ignore:
+        """The lease was lost before the request was sent: another run may have the slot."""
+        put_back = partial(self._timed, lambda: self.dispatcher.put_back(run.active, claimant=self.claimant))
+        following, asked_s = await self._patiently(put_back, run.watch)
+        await self._go_on(run.active.lease, following, asked_s)
+        log.warning("put_back_unsent", job_id=run.active.run.job.id)
+        return Ignore()
+
+    @staticmethod
+    def _timed(act: Callable[[], T]) -> tuple[T, float]:
+        """What `act` returns, and when it was called (steady_s)."""
+        asked_s = steady_s()
+        return act(), asked_s
+
     async def _ended_elsewhere(self, run: OwnRun) -> Any:
         """This run counts no more: its lease was lost, or the server's push was quicker than the poll.
 
@@ -391,37 +386,40 @@ class Worker:
         """
         it, lease = run.active.run, run.active.lease
         leave = partial(self.dispatcher.leave, lease, it.job.id, it.attempt, claimant=self.claimant)
-        following = await self.engine.rarely(leave)
-        await self._go_on(lease, following)
+        following, asked_s = await self.engine.rarely(self._timed, leave)
+        await self._go_on(lease, following, asked_s)
         job = await self.engine.rarely(self.dispatcher.store.get, it.job.id)
         if job is not None and job.state is State.COMPLETED and job.attempt == it.attempt:
             return exact.plain(job.result) if job.result else None
         return Ignore()
 
-    async def _go_on(self, ended: Lease, offer: Offer | None) -> None:
+    async def _go_on(self, ended: Lease, offer: Offer | None, asked_s: float) -> None:
         """A run is over: go on with the offer that came of it, or find another if this worker is full.
 
         A full worker reads no messages, so each fleet with work in turn gets the place that has become free.
+        `asked_s`: when Redis was asked for the offer.
         """
         if offer is None and self.takes and not self.room:
             others = len(self._taken_up) - (ended.name in self._taken_up)
             if others < self.capacity:
+                asked_s = steady_s()
                 offer = await self.engine.rarely(self._offer_in_turn, ended.fleet)
             else:  # Runs whose ends are not stored yet have taken their next already, and they still count.
                 self._unfilled += 1
-        await self._begin_or_reopen(offer)
+        await self._begin_or_reopen(offer, asked_s)
 
     async def _fill(self, fleet: str) -> None:
         """A run of this fleet counts no more: take now what was left when its place was not free yet."""
         if self._unfilled and self.room:
             self._unfilled -= 1
-            await self._begin_or_reopen(await self.engine.rarely(self._offer_in_turn, fleet))
+            asked_s = steady_s()
+            await self._begin_or_reopen(await self.engine.rarely(self._offer_in_turn, fleet), asked_s)
 
-    async def _begin_or_reopen(self, offer: Offer | None) -> None:
+    async def _begin_or_reopen(self, offer: Offer | None, asked_s: float) -> None:
         if offer is not None and not self.takes:
             await self.engine.rarely(self._reopen, offer)
         else:
-            self.run_claimed(offer)
+            self.run_claimed(offer, asked_s)
 
     def _stored(self, write: Write[T], watch: Watch) -> Awaitable[T]:
         return self._until_stored(partial(self.engine.store, write), watch)

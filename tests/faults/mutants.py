@@ -53,6 +53,7 @@ from tests.faults.mutants_page import PAGE
 from tests.faults.mutants_receivers import RECEIVERS
 from tests.faults.mutants_record import KEPT
 from tests.faults.mutants_rest import REST
+from tests.faults.mutants_rights import RIGHTS
 from tests.faults.mutants_room import ROOM
 from tests.faults.mutants_run import RUN
 from tests.faults.mutants_scripts import SCRIPTS
@@ -71,6 +72,7 @@ _COPIED = (*PACKAGES, "tests", "docs", "celeryconfig.py", "setup.cfg")
 _LONGEST_S = 180
 
 MUTANTS = [
+    *RIGHTS,
     *ROOM,
     *AWAY,
     *KEPT,

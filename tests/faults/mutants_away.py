@@ -129,7 +129,7 @@ AWAY = [
     Mutant(
         "a start that was stored and not heard of counts as a crash",
         "LEASE-1",
-        "tasks/worker.py",
+        "tasks/starts.py",
         "            while not (watch.lost or watch.stop):\n",
         "            while False:\n",
         (f"{WORKERS}test_a_job_whose_start_was_stored_and_not_heard_of_runs_and_costs_nothing",),
@@ -137,7 +137,7 @@ AWAY = [
     Mutant(
         "a start that was not stored leaves its job in no place",
         "QUEUE-1",
-        "tasks/worker.py",
+        "tasks/starts.py",
         "        if job is not None and job.state is State.QUEUED:\n",
         "        if job is None:\n",
         (f"{WORKERS}test_a_job_whose_start_was_neither_stored_nor_heard_of_goes_back_to_its_place",),
@@ -145,7 +145,7 @@ AWAY = [
     Mutant(
         "a worker goes on with a run that another has started",
         "LEASE-3",
-        "tasks/worker.py",
+        "tasks/starts.py",
         "if active is not None and active.lease.tag == lease.tag else None",
         "if active is not None else None",
         (f"{WORKERS}test_a_job_whose_start_was_not_heard_of_and_that_another_has_by_now_is_left_to_him",),

@@ -79,8 +79,8 @@ OFFERS = [
         "a worker takes more than it has room for",
         "ORDER-1",
         "tasks/poller.py",
-        "while self._room() > 0 and (",
-        "while (",
+        "        while self._room() > 0:\n",
+        "        while True:\n",
         (f"{WORKERS}test_a_worker_takes_no_more_than_it_has_room_for_and_the_oldest_of_it",),
     ),
     Mutant(

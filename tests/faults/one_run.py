@@ -14,7 +14,7 @@ from insight.said import Telling
 from routing.workers import Workers
 from scripting.keys import Keys
 from scripting.scripts import Scripts
-from tasks import runner, settlement
+from tasks import runner, settlement, starts
 from tasks import worker as workers
 from tasks.aside import Aside
 from tasks.releases import PatientLeases
@@ -75,8 +75,9 @@ def a_worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) 
     found.consumer = None  # It takes nothing by itself, but where a test is about that.
     monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
     monkeypatch.setattr(found, "_speak_to", lambda *_: server)
-    monkeypatch.setattr(workers, "_STORE_AGAIN_S", 0.001)
-    for module in (runner, settlement, workers):
+    for module in (starts, workers):
+        monkeypatch.setattr(module, "_STORE_AGAIN_S", 0.001)
+    for module in (runner, settlement, starts, workers):
         monkeypatch.setattr(module, "now_ms", lambda: stage.now)
     stage.worker = found  # type: ignore[attr-defined]
     yield found

@@ -229,7 +229,9 @@ def _forgotten(stage: Stage, *job_ids: str) -> None:
 def _begun(stage: Stage, worker: Worker) -> tuple[ActiveRun, Watch]:
     task = stage.dispatcher.start(stage.told.offers.pop(0), worker.owner)
     assert task is not None
-    return task, worker.heartbeat.add(task.lease)
+    watch = worker.heartbeat.add(task.lease)
+    watch.sent = True
+    return task, watch
 
 
 def test_a_lease_that_redis_lost_is_written_again_and_the_run_goes_on(stage, worker):
@@ -672,7 +674,7 @@ def _watched(stage: Stage, server: FakeServer, flag: Callable[[Watch], None], **
     return asyncio.run(outcome())
 
 
-@pytest.mark.parametrize(("why", "left"), [("lost", runner.Left.LOST), ("stop", runner.Left.STOPPED)])
+@pytest.mark.parametrize(("why", "left"), [("lost", runner.Left.UNSENT), ("stop", runner.Left.STOPPED)])
 def test_a_run_that_is_over_before_its_request_was_sent_does_not_send_it(stage, server, why, left):
     assert _watched(stage, server, lambda hold: hold.end(why)) is left
     assert server.asked == ["cut"]

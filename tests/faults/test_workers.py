@@ -19,6 +19,7 @@ from structlog.testing import capture_logs
 from database.db import Write
 from dispatch.dispatcher import ActiveRun
 from dispatch.outcome import Kind, Outcome
+from foundation.clock import steady_s
 from foundation.errors import RecordUnavailable, RecordUncertain
 from foundation.lifetimes import Lifetimes
 from insight.said import Telling
@@ -28,7 +29,7 @@ from routing.queues import Offer
 from routing.workers import Workers
 from scripting.keys import Keys
 from scripting.scripts import Scripts
-from tasks import inference, pulse, settlement
+from tasks import inference, pulse, settlement, starts
 from tasks import worker as workers
 from tasks.aside import Aside
 from tasks.heartbeat import Watch
@@ -212,7 +213,8 @@ def _of(kind: type[Beginner], stage: Stage, capacity: int = 3) -> Iterator[Any]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits here."""
     monkeypatch.setattr(Aside, "ask", lambda it: it._act())
-    monkeypatch.setattr(workers, "_STORE_AGAIN_S", 0.001)
+    for module in (starts, workers):
+        monkeypatch.setattr(module, "_STORE_AGAIN_S", 0.001)
 
 
 @pytest.fixture
@@ -535,7 +537,7 @@ def test_a_full_worker_shares_its_runs_between_models(stage: Stage, worker: Begi
     for task in tasks[:2]:
         assert task is not None
         settled = stage.settle(task, claimant=worker.claimant)
-        worker.engine.live(worker._go_on(task.lease, settled.next))
+        worker.engine.live(worker._go_on(task.lease, settled.next, steady_s()))
         assert worker.engine.wait(10)
         worker._forget(task.lease.name, worker._taken_up[task.lease.name])
 

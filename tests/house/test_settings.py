@@ -10,7 +10,7 @@ from tests.house.tree import REPO, python_files
 
 _PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 _CLASSES = tuple(CHAPTERS.values())
-_OF_TESTS = {"SLOTKEEPER_CRASH_AT"}
+_OF_TESTS = {"SLOTKEEPER_CRASH_AT", "SLOTKEEPER_STOP_AT"}
 
 
 def _in_code(pattern: str) -> set[str]:

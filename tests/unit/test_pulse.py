@@ -144,7 +144,7 @@ def test_a_poller_that_takes_very_many_jobs_in_one_look_is_not_taken_for_a_dead_
     dispatcher = SimpleNamespace(queues=SimpleNamespace(offer=lambda *_, **__: ["an offer"]))
     found: list[bool] = []
 
-    def begin(_: Any) -> None:
+    def begin(_: Any, asked_s: float) -> None:
         places.pop()
         found.append(poller.has_stopped())
 

@@ -22,7 +22,7 @@ help: ## Show this list
 
 setup: $(VENV)/.installed ## Make .venv and install the pinned dependencies
 
-run: setup ## Start everything on this machine, with two demo servers; Ctrl-C stops it
+run: setup ## Start everything on this machine, with three demo servers; Ctrl-C stops it
 	@exec $(BIN)/slotkeeper up
 
 demo: setup ## Start everything, run 20 mixed jobs, print the results, stop

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -21,8 +22,17 @@ def client() -> "Client":
     """A client of the API that the environment names."""
     from client.api import Client
 
-    port = os.environ.get("SLOTKEEPER_PORT") or "8000"
-    return Client(os.environ.get("SLOTKEEPER_URL") or f"http://127.0.0.1:{port}", os.environ.get("SLOTKEEPER_KEY"))
+    return Client(os.environ.get("SLOTKEEPER_URL") or _local_url(), os.environ.get("SLOTKEEPER_KEY"))
+
+
+def _local_url() -> str:
+    """Where this machine's API listens: by its port, or as `slotkeeper up` has noted in the state folder."""
+    if port := os.environ.get("SLOTKEEPER_PORT"):
+        return f"http://127.0.0.1:{port}"
+    try:
+        return Path(os.environ.get("SLOTKEEPER_HOME") or "var", "url").read_text().strip()
+    except OSError:
+        return "http://127.0.0.1:8000"
 
 
 def json_option(command: F) -> F:

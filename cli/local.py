@@ -13,7 +13,7 @@ from client.terminal import one_line, say
 
 
 @click.command()
-@click.option("--demo/--no-demo", default=True, help="Start two demo servers and run a first job.  [default: yes]")
+@click.option("--demo/--no-demo", default=True, help="Start three demo servers and run a first job.  [default: yes]")
 @click.option("--demo-jobs", default=0, metavar="N", type=click.IntRange(0, 10_000), help="Run N mixed jobs instead.")
 @click.option("--exit-after-demo", is_flag=True, help="Stop then; exit status 0: all have ended well.")
 def up(demo: bool, demo_jobs: int, exit_after_demo: bool) -> None:

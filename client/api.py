@@ -12,6 +12,7 @@ _TIMEOUT_S = 30.0
 _LONGEST_WAIT_S = 20.0
 _PAUSE_S = 0.25  # before asking again what was answered sooner than asked for
 _AGAIN = (429, 503)
+_NO_KEY = "set SLOTKEEPER_KEY to a tenant's key; `slotkeeper tenants add NAME` on the API's machine makes one."
 _GOING_ON = ("queued", "delayed", "running")
 
 
@@ -29,6 +30,8 @@ class Refused(ClientError):
     def __init__(self, status: int, problem: Mapping[str, Any], retry_after_s: float | None) -> None:
         self.status, self.problem, self.retry_after_s = status, problem, retry_after_s
         title, detail = str(problem.get("title") or f"HTTP {status}"), str(problem.get("detail") or "")
+        if status == 401:
+            detail = _NO_KEY
         super().__init__(f"{title}: {detail}" if detail else title)
 
 

@@ -1,4 +1,4 @@
-"""The demonstration of `slotkeeper up`: two pretending servers, and jobs that show what the queue does."""
+"""The demonstration of `slotkeeper up`: three pretending servers, and jobs that show what the queue does."""
 
 import os
 import threading
@@ -22,6 +22,12 @@ _LOOK_EVERY_S = 0.1
 _LOOKS_AT_ONCE = 50
 _TENANT = "demo"
 _DECLARED = {"pool": "demo", "memory": 24}  # so that there is something to ask for
+# Real ones are polled each 2 to 3 s; these runs take no longer than that.
+_POLLED = {
+    "flux": {"poll_interval": 0.5, "max_poll_time": 1200},
+    "trellis": {"poll_interval": 0.5, "max_poll_time": 600},
+}
+_PAYLOAD = '{"prompt": "a sunset"}'
 _SCENES = (
     "a lighthouse in a storm",
     "a cat asleep on a warm GPU",
@@ -32,10 +38,10 @@ _SCENES = (
 
 
 def mixed_jobs(count: int) -> list[Job]:
-    """Jobs for both models with several priorities; one of them fails at its first attempt."""
+    """Jobs for all three models with several priorities; one of them fails at its first attempt."""
     jobs = []
     for n in range(count):
-        model = "flux" if n % 5 in (1, 3) else "zimg"
+        model = ("zimg", "flux", "zimg", "trellis", "zimg")[n % 5]
         payload: Job = {"prompt": _SCENES[n % len(_SCENES)]}
         if n == min(2, count - 1):
             payload |= {"fail": "error", "fail_attempts": 1}
@@ -73,12 +79,15 @@ def register(client: Client, servers: Sequence[DemoServer]) -> None:
     for server in servers:
         body = {"model": server.model, "server": server.name, "endpoint": server.url + server.endpoint}
         client.post("/admin/register", {**body, "slots": server.slots, "attributes": _DECLARED})
-    flux = {"model_type": "async", "poll_interval": 0.5, "max_poll_time": 1200}
-    client.call("PUT", "/admin/model-configs/flux", body=flux)
+    for model, config in _POLLED.items():
+        client.call("PUT", f"/admin/model-configs/{model}", body={"model_type": "async", **config})
 
 
-def run_first(client: Client, say: Callable[[str], None], stop: threading.Event) -> int:
-    """One job from submit to result, and how to repeat it; 0: it has completed.  Raises ClientError."""
+def run_first(client: Client, command: str, say: Callable[[str], None], stop: threading.Event) -> int:
+    """One job from submit to result, and how to repeat it; 0: it has completed.  Raises ClientError.
+
+    `command`: our program, as it is called from a second terminal.
+    """
     body: Job = {"model": "zimg", "payload": {"prompt": _SCENES[0]}}
     submitted = client.patiently(partial(client.post, "/queue/submit", body), 30)
     job = next(_follow(client, [submitted["job_id"]], stop), None)
@@ -92,7 +101,8 @@ def run_first(client: Client, say: Callable[[str], None], stop: threading.Event)
         say(f"  {_error_of(job)}")
         return 1
     say(f"  result: {_compact(job['result'])}")
-    say('  yours:  slotkeeper submit zimg \'{"prompt": "a sunset"}\' --wait\n')
+    say(f"  yours:  {command} submit zimg '{_PAYLOAD}' --wait")
+    say("          (in this folder, from a second terminal)\n")
     return 0
 
 

@@ -16,8 +16,10 @@ from foundation.home import (
     private_folder,
 )
 from local.errors import UpError
-from routing.config import PASSWORD_FILE
+from routing.config import PASSWORD_FILE, PORT_FILE
 
+URL_FILE = "url"
+"""In the state folder: where this machine reaches the API."""
 _LEAST_FREE_MB = 32
 
 
@@ -91,3 +93,14 @@ def flower_password(home: Path) -> str:
 def redis_password(home: Path) -> str:
     """The embedded Valkey's, kept in `home`, where all processes of this machine look for it (routing.config)."""
     return kept_text(home / PASSWORD_FILE, lambda: secrets.token_urlsafe(32))
+
+
+def note_where(home: Path, url: str, redis_port: int | None) -> None:
+    """Write down where the API and the embedded Valkey listen, for commands that know the folder alone.
+
+    Raises OSError.
+    """
+    notes = {URL_FILE: url} | ({} if redis_port is None else {PORT_FILE: str(redis_port)})
+    for name, text in notes.items():
+        private_file(home / name)
+        (home / name).write_text(f"{text}\n")

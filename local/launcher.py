@@ -7,15 +7,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import unquote
 
 from local import ports, valkey
 from local.children import Role
 from local.errors import Stopped, UpError
 from local.guardian import Guardian
-from local.home import Home, flower_password, redis_password
-from local.plan import Plan, read_plan
+from local.home import Home, flower_password, note_where, redis_password
+from local.plan import Plan, read_plan, short
 from local.signals import Signals
 from local.supervisor import Supervisor
 from tasks import touched
@@ -71,6 +70,7 @@ def up(wishes: Wishes, say: Say) -> int:
 
 def _start(plan: Plan, program: str, supervisor: Supervisor) -> None:
     """Raises UpError, Stopped."""
+    note_where(plan.home, plan.url, plan.redis_port if program else None)
     if program:
         password = redis_password(plan.home)
         supervisor.start(valkey.role(program, plan.redis_port, plan.home / "valkey", _LAST_TURN, password))
@@ -168,7 +168,7 @@ def _stop(supervisor: Supervisor, say: Say) -> None:
 
 
 def _welcome(plan: Plan, took_s: float) -> str:
-    home = _short(plan.home)
+    home = short(plan.home)
     lines = [
         f"Slotkeeper is up, after {took_s:.1f} s.",
         "",
@@ -181,6 +181,8 @@ def _welcome(plan: Plan, took_s: float) -> str:
         f"  Server  {server.name}  (model {server.model}, {server.slots} slots, at {server.url})"
         for server in plan.demo
     ]
+    if plan.app.require_keys:
+        lines.append(f"  Keys    {plan.command()} tenants add NAME --admin  prints a key: export it as SLOTKEEPER_KEY")
     return "\n".join([*lines, ""])
 
 
@@ -195,15 +197,8 @@ def _demonstrate(plan: Plan, wishes: Wishes, say: Say, stop: threading.Event) ->
             demo.register(client, plan.demo)
             if wishes.demo_jobs:
                 return demo.run_jobs(client, wishes.demo_jobs, stop)
-            return demo.run_first(client, say, stop)
+            return demo.run_first(client, plan.command(), say, stop)
         except ClientError as error:
             if not stop.is_set():
                 say(f"The demonstration did not work: {error}")
             return 1
-
-
-def _short(path: Path) -> str:
-    """As it is seen from here, where that is shorter."""
-    with suppress(ValueError):
-        return str(path.relative_to(os.getcwd()))
-    return str(path)

@@ -1,8 +1,10 @@
 """What is to run, where: the settings, put together and checked."""
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -32,8 +34,8 @@ class UpSettings(BaseSettings):
 
     flower_port: int = Field(5555, ge=1, le=65535)
     """Port of Flower's page."""
-    demo_port: int | None = Field(None, ge=1, le=65534)
-    """Port of the first demo server; the second has the next one.  Empty: any that are free."""
+    demo_port: int | None = Field(None, ge=1, le=65533)
+    """Port of the first demo server; the others have the next ones.  Empty: any that are free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,14 @@ class Plan:
     @property
     def flower_url(self) -> str:
         return f"http://127.0.0.1:{self.flower_port}"
+
+    def command(self) -> str:
+        """Return how `slotkeeper` is called from a second terminal in the present folder."""
+        program = Path(sys.executable).with_name("slotkeeper")
+        called = shlex.quote(short(program)) if program.exists() else "slotkeeper"
+        if self.home == RecordSettings.model_fields["home"].default.absolute():
+            return called
+        return f"SLOTKEEPER_HOME={shlex.quote(short(self.home))} {called}"
 
     def ports(self) -> list[Port]:
         ports = [Port(self.app.port, "the API", "SLOTKEEPER_PORT", self.app.host)]
@@ -161,6 +171,13 @@ def read_plan(demo: bool) -> Plan:
     )
 
 
+def short(path: Path) -> str:
+    """Return the path as it is seen from the present folder, where that is shorter."""
+    with suppress(ValueError):
+        return str(path.relative_to(os.getcwd()))
+    return str(path)
+
+
 def procfile() -> Mapping[str, str]:
     """The roles and their commands."""
     from honcho.environ import parse_procfile
@@ -169,11 +186,11 @@ def procfile() -> Mapping[str, str]:
 
 
 def _demo_servers(base: int | None) -> tuple[DemoServer, ...]:
-    first = base or free_port()
-    second = base + 1 if base else free_port()
+    first, second, third = (base + n if base else free_port() for n in range(3))
     return (
         DemoServer("zimg-api1", "zimg", "reference_server.demo:zimg", first),
         DemoServer("flux-api1", "flux", "reference_server.demo:flux --async", second),
+        DemoServer("trellis-api1", "trellis", "reference_server.demo:trellis --async", third, slots=1),
     )
 
 

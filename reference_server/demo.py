@@ -1,12 +1,13 @@
-"""Three models that only pretend, for demonstrations, tests and benchmarks.
+"""Four models that only pretend, for demonstrations, tests and benchmarks.
 
     python -m reference_server reference_server.demo:zimg --slots 2
     python -m reference_server reference_server.demo:flux --slots 1 --async --port 9002
-    python -m reference_server reference_server.demo:parrot --slots 2 --port 9003
+    python -m reference_server reference_server.demo:trellis --slots 1 --async --port 9003
+    python -m reference_server reference_server.demo:parrot --slots 2 --port 9004
 
 Fields of the payload, all optional:
 `prompt`         any text; comes back in the result
-`seconds`        how long the run takes; zimg 0.5, flux 1.5, parrot 0.05 for each word
+`seconds`        how long the run takes; zimg 0.5, flux 1.5, trellis 2.5, parrot 0.05 for each word
 `fail`           "error": an error that a retry may cure; "invalid": the request is wrong, no retry can help;
                  "crash": the whole server process dies
 `fail_attempts`  `fail` only while the attempt's number is at most this, then succeed
@@ -32,6 +33,15 @@ def flux(payload: Payload, context: Context) -> Payload:
     return _pretend(payload, context, seconds=1.5, kind="flux")
 
 
+def trellis(payload: Payload, context: Context) -> Payload:
+    """A model that makes 3D objects of pictures, for async mode.  Returns {"url", "prompt"}, and tells its progress."""
+    steps = ("shape", "texture")
+    for n, step in enumerate(steps):
+        context.progress({"step": step, "done": n / len(steps)})
+        context.sleep(_seconds(payload.get("seconds", 2.5)) / len(steps))
+    return _pretend({**payload, "seconds": 0}, context, seconds=0, kind="trellis", ending="glb")
+
+
 def parrot(payload: Payload, context: Context) -> Iterator[str]:
     """A language model, which says its prompt again, word by word."""
     words = str(payload.get("prompt", "")).split(" ")
@@ -42,14 +52,14 @@ def parrot(payload: Payload, context: Context) -> Iterator[str]:
         _fail(payload["fail"])
 
 
-def _pretend(payload: Payload, context: Context, *, seconds: float, kind: str) -> Payload:
+def _pretend(payload: Payload, context: Context, *, seconds: float, kind: str, ending: str = "png") -> Payload:
     prompt = str(payload.get("prompt", ""))
     duration_s = _seconds(payload.get("seconds", seconds))
     if duration_s:
         context.sleep(duration_s)
     if _is_to_fail(payload, context):
         _fail(payload["fail"])
-    return {"url": f"https://images.example/{kind}/{_name(prompt)}.png", "prompt": prompt}
+    return {"url": f"https://images.example/{kind}/{_name(prompt)}.{ending}", "prompt": prompt}
 
 
 def _seconds(value: Any) -> float:

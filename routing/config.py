@@ -9,6 +9,8 @@ from foundation.config import RecordSettings
 
 PASSWORD_FILE = "valkey-password"
 """In the state folder: what the embedded Valkey asks for."""
+PORT_FILE = "valkey-port"
+"""In the state folder: where the embedded Valkey listens."""
 
 
 class RoutingSettings(BaseSettings):
@@ -17,7 +19,7 @@ class RoutingSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore")
 
     redis_port: int = Field(6399, ge=1, le=65535)
-    """Port of the embedded Valkey."""
+    """Port of the embedded Valkey.  Processes that are not given it find it in the state folder."""
     redis_url: str = ""
     """A Redis of one's own; empty: the embedded one."""
     redis_prefix: str = Field("slotkeeper", pattern=r"^[A-Za-z0-9_.:-]{1,64}$")
@@ -63,7 +65,17 @@ class RoutingSettings(BaseSettings):
 
     @property
     def room_url(self) -> str:
-        return self.redis_url or embedded_url(self.redis_port, RecordSettings().home)
+        if self.redis_url:
+            return self.redis_url
+        home = RecordSettings().home
+        return embedded_url(self.redis_port if "redis_port" in self.model_fields_set else self._kept_port(home), home)
+
+    def _kept_port(self, home: Path) -> int:
+        """The port that `slotkeeper up` has noted in `home`; the default before that."""
+        try:
+            return int((home / PORT_FILE).read_text())
+        except (OSError, ValueError):
+            return self.redis_port
 
 
 def embedded_url(port: int, home: Path) -> str:

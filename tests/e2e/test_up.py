@@ -220,6 +220,18 @@ def test_one_command_starts_everything_and_ctrl_c_ends_everything(installation: 
         logged = "".join(log.read_text() for log in (installation.home / "logs").iterdir())
         assert password not in logged and room not in logged
 
+        (yours,) = re.findall(r"yours: +(\S.*)", up.printed)
+        elsewhere = {"PATH": os.defpath, "COLUMNS": "200"}  # a second terminal, in the same folder
+        done = subprocess.run(
+            ["/bin/sh", "-c", yours],
+            cwd=installation.home.parent,
+            env=elsewhere,
+            timeout=DEADLINE_S,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0 and "completed" in done.stdout, done.stderr
+
         second = installation.run("up")
         assert second.returncode == 1
         assert re.fullmatch(rf"Error: Another `slotkeeper up` \(pid {up.process.pid}\) runs on .*\n", second.stderr)
@@ -234,6 +246,7 @@ def test_one_command_starts_everything_and_ctrl_c_ends_everything(installation: 
         assert installation.ask("job", job_id)["status"] == "completed"
         assert [server["server"] for server in installation.ask("servers", "list")["servers"]] == [
             "flux-api1",
+            "trellis-api1",
             "zimg-api1",
         ]
         assert not installation.pid_of("reference_server")
@@ -325,7 +338,7 @@ def test_everything_can_be_done_from_the_command_line(standing: tuple[Installati
     assert run("dlq", "delete", dead).exit_code == 0
     assert run("job", dead).stderr.startswith("Error: ")
     assert run("models", "reset", "zimg").exit_code == 0
-    assert {model["model"] for model in ask("models", "list")} == {"zimg", "flux"}
+    assert {model["model"] for model in ask("models", "list")} == {"zimg", "flux", "trellis"}
 
     assert run("servers", "pause", "flux-api1").exit_code == 0
     waiting = ask("submit", "flux", "-", stdin='{"prompt": "later"}')

@@ -13,10 +13,13 @@ from types import SimpleNamespace
 import pytest
 
 from celeryconfig import beat_schedule
+from cli.common import client
 from local import home as home_module
 from local import valkey
+from local.demo import mixed_jobs
 from local.errors import UpError
-from local.home import Home, flower_password
+from local.home import Home, flower_password, note_where
+from local.launcher import _welcome
 from local.plan import procfile, read_plan, read_settings
 from local.ports import Port, check, free_port, is_open
 from routing.config import RoutingSettings
@@ -158,9 +161,48 @@ def test_a_password_in_the_url_of_a_record_is_kept(settings: pytest.MonkeyPatch)
     assert read_plan(demo=False).environment()["SLOTKEEPER_DATABASE_URL"] == url
 
 
+def test_the_demonstration_has_the_three_models_one_at_once_and_two_polled(settings: pytest.MonkeyPatch) -> None:
+    servers = read_plan(demo=True).demo
+    assert {server.model: "--async" in server.options for server in servers} == {
+        "zimg": False,
+        "flux": True,
+        "trellis": True,
+    }
+    assert {job["model"] for job in mixed_jobs(5)} == {"zimg", "flux", "trellis"}
+
+
+def test_a_state_folder_that_is_not_the_default_is_named_in_the_command(settings: pytest.MonkeyPatch) -> None:
+    settings.setenv("SLOTKEEPER_HOME", "/srv/slots")
+    assert read_plan(demo=False).command().startswith("SLOTKEEPER_HOME=/srv/slots ")
+    settings.delenv("SLOTKEEPER_HOME")
+    assert not read_plan(demo=False).command().startswith("SLOTKEEPER_HOME=")
+
+
+def test_with_keys_the_first_words_say_how_to_get_one(settings: pytest.MonkeyPatch) -> None:
+    assert "tenants add" not in _welcome(read_plan(demo=False), 1.0)
+    settings.setenv("SLOTKEEPER_REQUIRE_KEYS", "true")
+    said = _welcome(read_plan(demo=False), 1.0)
+    assert "tenants add NAME --admin" in said and "SLOTKEEPER_KEY" in said
+
+
+def test_the_state_folder_tells_where_everything_listens(settings: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings.setenv("SLOTKEEPER_HOME", str(tmp_path))
+    for name in ("PORT", "URL", "REDIS_PORT", "REDIS_URL"):
+        settings.delenv(f"SLOTKEEPER_{name}", raising=False)
+    note_where(tmp_path, "http://127.0.0.1:8123", 7123)
+    assert RoutingSettings().room_url == "redis://127.0.0.1:7123/0"
+    assert client().url == "http://127.0.0.1:8123"
+    settings.setenv("SLOTKEEPER_REDIS_PORT", "7200")
+    settings.setenv("SLOTKEEPER_PORT", "8200")
+    assert RoutingSettings().room_url == "redis://127.0.0.1:7200/0"
+    assert client().url == "http://127.0.0.1:8200"
+
+
 def test_demo_servers_stand_on_the_ports_that_are_asked_for(settings: pytest.MonkeyPatch) -> None:
     settings.setenv("SLOTKEEPER_DEMO_PORT", "9100")
-    assert [server.url for server in read_plan(demo=True).demo] == ["http://127.0.0.1:9100", "http://127.0.0.1:9101"]
+    assert [server.url for server in read_plan(demo=True).demo] == [
+        f"http://127.0.0.1:{port}" for port in (9100, 9101, 9102)
+    ]
 
 
 def test_everything_that_takes_jobs_stops_before_the_servers_and_flower(settings: pytest.MonkeyPatch) -> None:

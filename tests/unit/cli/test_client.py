@@ -171,7 +171,7 @@ def test_a_file_that_was_broken_off_says_how_to_go_on(api: HTTPServer, tmp_path:
     path.write_text('{"model": "zimg"}\n')
     done = run("submit-file", str(path), "--run", "mine")
     assert done.exit_code == 1
-    assert "No valid key: Send one." in done.stderr
+    assert "No valid key: set SLOTKEEPER_KEY" in done.stderr
     assert "--run mine" in done.stderr
 
 
@@ -213,3 +213,10 @@ def test_tenants_of_a_record_that_is_not_there_say_what_to_run(monkeypatch: pyte
         database.cache_clear()
     assert done.exit_code == 1
     assert "slotkeeper migrate" in done.stderr
+
+
+def test_without_a_valid_key_the_variable_that_holds_it_is_named(api: HTTPServer) -> None:
+    api.expect_request("/queue/jobs/j1").respond_with_response(problem(401, "No valid key", "Send a header."))
+    done = run("job", "j1")
+    assert done.exit_code == 1
+    assert "SLOTKEEPER_KEY" in done.stderr and "slotkeeper tenants add" in done.stderr

@@ -17,7 +17,7 @@ class DepartQuery(Model):
 
 
 class DepartServerQuery(DepartQuery):
-    force: bool = Field(False, description="Go at once: what runs there is taken for lost, and runs again elsewhere.")
+    force: bool = Field(False, description="Go at once: what runs there ends at no cost, and runs again elsewhere.")
 
 
 class DepartureView(Answer, shows=Departure):

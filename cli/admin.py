@@ -235,7 +235,7 @@ def register_server(
 @servers.command("remove")
 @click.argument("server")
 @click.option("--drain", is_flag=True, help="Let what runs there end first, and give it nothing new.")
-@click.option("--force", is_flag=True, help="At once: what runs there is taken for lost, and runs again elsewhere.")
+@click.option("--force", is_flag=True, help="At once: what runs there ends at no cost, and runs again elsewhere.")
 @json_option
 def remove_server(server: str, drain: bool, force: bool, as_json: bool) -> None:
     """Forget it.  Its models stay."""

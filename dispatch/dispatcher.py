@@ -258,9 +258,11 @@ class Dispatcher:
             return None
         crash_at("start_claimed")
         lease = Lease(claimed.fleet, claimed.job_id, claimed.lease, owner, claimed.slot)
-        described_by = self.catalog.snapshot().described_by(claimed.server, claimed.model)
+        catalog = self.catalog.snapshot()
+        described_by = catalog.described_by(claimed.server, claimed.model)
+        sent_to = catalog.endpoint(claimed.server, claimed.model)
         run = self.store.start(
-            claimed.job_id, claimed.server, claimed.slot, lease.tag, now_ms(), claimed.number, described_by
+            claimed.job_id, claimed.server, claimed.slot, lease.tag, now_ms(), claimed.number, described_by, sent_to
         )
         crash_at("start_committed")
         return None if run is None else self.begun(claimed, run, lease)

@@ -88,6 +88,7 @@ jobs = Table(
     Column("described_by", Text),  # how its run's server is spoken to; see registry/descriptions.py
     Column("traceparent", Text),  # in which trace it was submitted; see foundation/traces.py
     Column("batch", Text),  # what it was submitted in at once with others
+    Column("sent_to", Text),  # running, or to be resumed: the address of its server when its run began
     CheckConstraint(one_of("state", [s.value for s in State]), name="state"),
     CheckConstraint("tier BETWEEN 1 AND 9", name="tier"),
     Index("ix_jobs_state_seq", "state", "seq"),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from sqlalchemy import ColumnElement, Connection, Text, Update, bindparam, case, literal_column, update
+from sqlalchemy import ColumnElement, Connection, Integer, Text, Update, bindparam, case, literal_column, update
 from sqlalchemy.sql.dml import ReturningUpdate
 
 from database.prepared import Each
@@ -30,7 +30,7 @@ WAITING_COLUMNS = (
 )
 _ALSO_MOVED = (
     *("attempt", "failures", "crashes", "deadline_ms", "remote_id", "sent_ms", "started_ms", "cancel_requested_ms"),
-    *("callback_url", "envelope", "described_by", "traceparent", "server"),
+    *("callback_url", "envelope", "described_by", "traceparent", "server", "sent_to"),
 )
 _MOVED_COLUMNS = (*WAITING_COLUMNS, *(jobs.c[name] for name in _ALSO_MOVED))
 # A worker may die and its job go on at the server: these transitions keep what is needed to resume it.
@@ -38,7 +38,7 @@ _KEEPS_REMOTE = frozenset({Why.LEASE_EXPIRED, Why.HANDED_BACK})
 # What happens to many at the same moment.
 _OF_TIME = frozenset({Why.DUE, Why.DEADLINE_PASSED})
 # What a worker needs that resumes a run.
-_OF_RUN = ("remote_id", "sent_ms", "described_by")
+_OF_RUN = ("remote_id", "sent_ms", "described_by", "sent_to")
 UNFINISHED = frozenset({State.QUEUED, State.DELAYED, State.DEAD})
 """Where a run ends without a result; a job that shall be canceled does not go there."""
 
@@ -117,6 +117,7 @@ def _values(state: State, why: Why, to: State) -> dict[str, Any]:
                 "remote_id": _if_same_server(jobs.c.remote_id),
                 "sent_ms": _if_same_server(jobs.c.sent_ms),
                 "described_by": case((_RESUMED, jobs.c.described_by), else_=bindparam("p_described_by", type_=Text)),
+                "sent_to": case((_WAS_SENT, jobs.c.sent_to), else_=bindparam("p_sent_to", type_=Text)),
             }
         case State.QUEUED if state is State.DEAD:
             cleared = dict.fromkeys(
@@ -135,11 +136,18 @@ def _values(state: State, why: Why, to: State) -> dict[str, Any]:
                 "result": bindparam("p_result"),
                 "due_ms": None,
                 "lease": None,
+                "sent_to": None,  # It may hold a password.
             }
 
 
 # What was begun is gone on with in the same words.
 _RESUMED = (jobs.c.server == bindparam("p_server")) & jobs.c.remote_id.is_not(None)
+# Its server may be at the run, at the address to which that was sent.
+_WAS_SENT = (
+    (jobs.c.server == bindparam("p_server"))
+    & jobs.c.sent_to.is_not(None)
+    & (jobs.c.remote_id.is_not(None) | (bindparam("p_offer", type_=Integer) == 0))
+)
 
 
 def _if_same_server(column: ColumnElement[Any]) -> ColumnElement[Any]:

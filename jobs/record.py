@@ -101,6 +101,7 @@ class Run:
     envelope: str | None = None
     described_by: str | None = None  # how its server is spoken to; None: by the slot protocol
     traceparent: str | None = None
+    sent_to: str | None = None  # its server's address when it began; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,7 @@ class Job:
     result: str | None = None
     constraints: str = ""
     described_by: str | None = None  # as of its run
+    sent_to: str | None = None  # as of its run
     traceparent: str | None = None
     batch: str | None = None
 

@@ -216,12 +216,15 @@ class Store:
         now_ms: int,
         offer: int = 0,
         described_by: str | None = None,
+        sent_to: str | None = None,
     ) -> Run | None:
         """Give a queued job to the caller; None: it is not queued (any more).
 
-        `described_by`: the version of the description by which its server is spoken to, unless a run is resumed.
+        `described_by`: the version of the description by which its server is spoken to, and `sent_to`: the server's
+        address, unless a run is resumed.
         """
-        return self.database.do(self.starting(job_id, server, slot, lease, now_ms, offer, described_by))
+        started = self.starting(job_id, server, slot, lease, now_ms, offer, described_by, sent_to=sent_to)
+        return self.database.do(started)
 
     def starting(
         self,
@@ -233,9 +236,11 @@ class Store:
         offer: int,
         described_by: str | None = None,
         worker: str = "",
+        sent_to: str | None = None,
     ) -> Write[Run | None]:
         """The write of `start`.  `worker`: Celery's name of the worker that starts it, for its event."""
-        placed = {"p_id": job_id, "p_server": server, "p_slot": slot, "p_lease": lease, "p_described_by": described_by}
+        placed = {"p_id": job_id, "p_server": server, "p_slot": slot, "p_lease": lease, "p_offer": offer}
+        placed |= {"p_described_by": described_by, "p_sent_to": sent_to}
         told = {"server": server, "slot": slot, "offer": offer} | ({"worker": worker} if worker else {})
         step = _Step(State.QUEUED, Why.STARTED, now_ms, placed, told)
 
@@ -574,6 +579,7 @@ def _run(row: Row, server: str, slot: str) -> Run:
         cancel_requested=row.cancel_requested_ms is not None,
         envelope=row.envelope,
         described_by=row.described_by,
+        sent_to=row.sent_to,
         traceparent=row.traceparent,
     )
 

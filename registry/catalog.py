@@ -158,6 +158,11 @@ class Snapshot:
             return descriptions.named_in(own)
         return self.models[model].described_by if model in self.models else None
 
+    def endpoint(self, server: str, model: str) -> str | None:
+        """The server's address for this model; None: it serves no such model."""
+        found = self.servers.get(server)
+        return None if found is None else found.endpoints.get(self.current(model))
+
     def slots_of(self, model: str) -> int:
         """Slots, of servers that stand online, on which this model can run."""
         return sum(s.slots for s in self.servers.values() if model in s.endpoints and s.takes_jobs)

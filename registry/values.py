@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 
 class AdminState(StrEnum):
@@ -50,6 +52,16 @@ class Server:
     def declared(self, model: str, name: str) -> str | float | None:
         """An attribute as it stands for a model: what it declares for that one alone comes first."""
         return self.attributes.get(f"{model}:{name}", self.attributes.get(name))
+
+
+Place: TypeAlias = tuple[str, str, int | None, str]
+
+
+@lru_cache(maxsize=4096)
+def place_of(url: str) -> Place:
+    """What of an address says where a server is: no user, no password, no query."""
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname or "", parts.port, parts.path
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from foundation import exact
 from registry import descriptions
 from registry.catalog import Model, Snapshot
 from registry.config import ModelConfig
+from registry.values import place_of
 from tasks import vault
 from tasks.servers import Description, Plan, Server, compile_plan, for_model, presets
 from tasks.servers.pointers import texts_in, write
@@ -262,10 +263,25 @@ def server_for(url: str, model: Model, described_by: str | None) -> Server:
         raise Misconfigured(str(error)) from error
 
 
-def server_of(catalog: Snapshot, name: str, model_name: str, described_by: str | None) -> Server | None:
-    """Speaks to a server as a run of this model and version began; None: it was removed.  Raises as server_for."""
-    server, model = catalog.servers.get(name), catalog.model(model_name)
-    url = server.endpoints.get(model.name) if server is not None and model is not None else None
+def address_of(catalog: Snapshot, server: str, model: str, sent_to: str | None) -> str | None:
+    """Where a run is asked for; None: its server, or its endpoint, was removed.
+
+    At the address to which it was sent.  Where only a password or the query has changed, that of now holds.
+    """
+    if server not in catalog.servers:
+        return None
+    now = catalog.endpoint(server, model)
+    return now if sent_to is None or (now is not None and place_of(now) == place_of(sent_to)) else sent_to
+
+
+def server_of(
+    catalog: Snapshot, name: str, model_name: str, described_by: str | None, sent_to: str | None = None
+) -> Server | None:
+    """Speaks to a server as a run of this model and version began, at the address to which that was sent.
+
+    None: the server was removed.  Raises as server_for.
+    """
+    model, url = catalog.model(model_name), address_of(catalog, name, model_name, sent_to)
     return None if url is None or model is None else server_for(url, model, described_by)
 
 

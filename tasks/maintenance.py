@@ -256,13 +256,14 @@ def _report(server: ServerRow) -> ServerReport:
     asked_ms = now_ms()
     speaker = _speaker(server)
     if speaker is None:
-        return ServerReport(up=True, asked_ms=asked_ms)
+        return ServerReport(up=True, asked_ms=asked_ms, endpoints=server.endpoints)
     health = speaker.health()
     return ServerReport(
         up=health.kind is not HealthKind.DOWN,
         active_jobs=health.active_jobs if health.running_count else None,
         job_ids=health.job_ids,
         asked_ms=asked_ms,
+        endpoints=server.endpoints,
     )
 
 

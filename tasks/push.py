@@ -10,7 +10,7 @@ from jobs.events import TYPES
 from jobs.record import Job
 from jobs.states import State
 from tasks import callbacks
-from tasks.descriptions import Misconfigured, server_for
+from tasks.descriptions import Misconfigured, address_of, server_for
 from tasks.servers import Call
 from tasks.settlement import settle
 from tasks.wiring import dispatcher
@@ -23,8 +23,7 @@ _FETCH_S = 30.0  # for a description that has the result fetched from elsewhere
 
 def read(job: Job, body: bytes) -> Outcome | None:
     """What the push says; None: not the end of the run, or its server is not known any more."""
-    known = dispatcher().catalog.snapshot().servers.get(job.server or "")
-    url = known.endpoints.get(dispatcher().catalog.snapshot().current(job.model)) if known else None
+    url = address_of(dispatcher().catalog.snapshot(), job.server or "", job.model, job.sent_to)
     if url is None:
         return None
     if _names_another(job, body):

@@ -34,8 +34,9 @@ class Starts:
         if not self._ways.find(Snapshot.has, offer.server, offer.model):
             await self._engine.rarely(self._dispatcher.catalog.refresh)
         by = self._ways.find(Snapshot.described_by, offer.server, offer.model)
+        sent_to = self._ways.find(Snapshot.endpoint, offer.server, offer.model)
         start = self._dispatcher.store.starting(
-            offer.job_id, offer.server, offer.slot, watch.lease.tag, now_ms(), offer.number, by, node
+            offer.job_id, offer.server, offer.slot, watch.lease.tag, now_ms(), offer.number, by, node, sent_to
         )
         try:
             return await self._engine.store(start)

@@ -296,7 +296,7 @@ class Worker:
     def _speak_to(self, run: OwnRun, speech: Speech) -> Live | None:
         """Raises Misconfigured.  Its description is known."""
         it = run.active.run
-        server = self._ways.find(descriptions.server_of, it.server, it.job.model, it.described_by)
+        server = self._ways.find(descriptions.server_of, it.server, it.job.model, it.described_by, it.sent_to)
         return None if server is None else Live(server, self.engine.wires, speech)
 
     # -- its end ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ unknown run   the server runs what no lease of ours covers: a job of ours whose 
 silence       the server did not say: nothing is freed
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 # A lease younger than this may precede the server's own count of the job.
@@ -16,12 +16,16 @@ YOUNG_MS = 5_000
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """What a server says of itself.  None: it did not say.  `asked_ms`: when it was asked; None: just now."""
+    """What a server says of itself.  None: it did not say.  `asked_ms`: when it was asked; None: just now.
+
+    `endpoints`: its address for each model when it was asked; None: as it is registered now.
+    """
 
     up: bool
     active_jobs: int | None = None  # running ones
     job_ids: frozenset[str] | None = None
     asked_ms: int | None = None
+    endpoints: Mapping[str, str] | None = None
 
     @property
     def tells_what_runs(self) -> bool:

@@ -50,6 +50,7 @@ def active_run(dispatcher: Dispatcher, job: Job) -> ActiveRun | None:
         cancel_requested=job.cancel_requested_ms is not None,
         envelope=job.envelope,
         described_by=job.described_by,
+        sent_to=job.sent_to,
         traceparent=job.traceparent,
     )
     return ActiveRun(run, Lease(dispatcher.catalog.model(job.model).fleet, job.id, name, owner, job.slot))

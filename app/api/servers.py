@@ -45,6 +45,10 @@ api = admin_blueprint("servers", "Servers", "/admin")
 def register_server(body: RegisterBody) -> tuple[dict[str, Any], int]:
     """Add a server for a model, or change its endpoint and slots.  The model is created if it is new.
 
+    A change ends no run: what began before is asked for at the address to which it was sent, and keeps its slot.  Two
+    servers may have one endpoint: each gives it as many jobs as its own slots, and neither takes the other's for
+    foreign ones.
+
     Attributes, weight, version, runtime, preset and description that are left out stay as they are.  A server of one
     fleet cannot take over a model of another that has servers or unfinished jobs: 409.
     """
@@ -149,7 +153,8 @@ def remove_server(path: ServerPath, query: DepartServerQuery) -> tuple[dict[str,
     """Forget a server.  Its models stay, and their jobs wait for another.
 
     While it runs something, or withholds slots, it is 409; or, with `drain`, it gets nothing new, and goes when that
-    has ended; or, with `force`, it goes at once: its runs are taken for lost (`lost`), and run again elsewhere.
+    has ended; or, with `force`, it goes at once: its runs (`lost`) end and run again elsewhere, which costs
+    their jobs nothing.
     """
     name, by = _known(path.server).name, tenant().name
     found = departures.remove_server(database(), name, now_ms(), by, drain=query.drain, force=query.force)

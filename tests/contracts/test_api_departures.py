@@ -101,7 +101,7 @@ def test_a_busy_server_is_refused_drained_or_removed_by_force(api: Api) -> None:
     answer = api.client.delete("/admin/servers/gpu1?force=true")
     assert (answer.status_code, answer.json["lost"]) == (200, [job_id])
     job = api.client.get(f"/queue/jobs/{job_id}").json
-    assert (job["status"], job["why"], job["crashes"]) == ("queued", "server_lost", 1)
+    assert (job["status"], job["why"], job["crashes"]) == ("queued", "server_unreachable", 0)
 
 
 def test_a_server_that_serves_many_models_speaks_to_each_in_its_own_way(api: Api) -> None:

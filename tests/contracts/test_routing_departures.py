@@ -328,7 +328,8 @@ def test_runs_of_a_server_that_is_removed_by_force_are_lost_and_run_again_elsewh
     else:
         upkeep.follow_server(stage.dispatcher, found, "a")
         upkeep.end_runs_of(stage.dispatcher, found.lost)
-    assert (stage.job(job_id).why, stage.job(job_id).crashes) == (Why.SERVER_LOST, 1)
+    job = stage.job(job_id)
+    assert (job.why, job.error_code, job.crashes) == (Why.SERVER_UNREACHABLE, "server_removed", 0)
     assert stage.renewal(task) is Renewal.LOST and stage.settle(task).moved is None
     reconcile.sweep(stage.dispatcher)
     again = stage.start()

@@ -48,6 +48,7 @@ from tests.faults.mutants_hooks import PACED
 from tests.faults.mutants_killed import KILLED
 from tests.faults.mutants_lines import LINES
 from tests.faults.mutants_loop import LOOP
+from tests.faults.mutants_moved import MOVED
 from tests.faults.mutants_offers import OFFERS
 from tests.faults.mutants_page import PAGE
 from tests.faults.mutants_receivers import RECEIVERS
@@ -73,6 +74,7 @@ _LONGEST_S = 180
 
 MUTANTS = [
     *RIGHTS,
+    *MOVED,
     *ROOM,
     *AWAY,
     *KEPT,

@@ -10,7 +10,6 @@ import structlog
 from redis.exceptions import RedisError
 
 from dispatch.dispatcher import Dispatcher
-from dispatch.verdict import crashed
 from foundation.errors import RecordUnavailable
 from jobs.names import Because
 from jobs.record import Job, now_ms
@@ -98,10 +97,12 @@ def end_lost(dispatcher: Dispatcher) -> int:
 def _end_lost(dispatcher: Dispatcher, job: Job) -> bool:
     with alone("end_lost", job_id=job.id):
         now, model = now_ms(), dispatcher.catalog.model(job.model)
-        error = Error("server_lost", f"Server {job.server} was removed while it ran the job.")
+        error = Error("server_removed", f"Server {job.server} was removed while it ran the job.")
         withhold = Withholding("server_lost", now + dispatcher.settings.withhold_max_ms)
-        why = crashed(job.crashes, model.config, Why.SERVER_LOST)
-        moved = dispatcher.store.settle(job.id, job.attempt, why, now, error=error, withhold=withhold)
+        # An operator has done that, so it costs the job nothing.
+        moved = dispatcher.store.settle(
+            job.id, job.attempt, Why.SERVER_UNREACHABLE, now, error=error, withhold=withhold
+        )
         if moved is None or not job.lease or not job.slot:
             return False
         name, owner = job.lease.split(" ", 1)

@@ -3,11 +3,12 @@
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from dispatch.dispatcher import Dispatcher
 from jobs.record import Job, now_ms
 from jobs.states import State
-from registry.values import Server
+from registry.values import Place, Server, place_of
 from upkeep import draining, identity, rooms
 from upkeep.each import alone
 from upkeep.identity import LeaseView, ServerReport
@@ -56,16 +57,18 @@ def heed_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport], *,
     """
     freed, found = 0, _by_fleet(dispatcher, reports)
     running, withheld = _by_server(dispatcher), draining.by_server(dispatcher)
+    at_place = _by_place(running)
     silent = _silent(dispatcher, list(found)) if silence_proves else set()
     idle: list[Server] = []
     for fleet, trouble in rooms.troubled(dispatcher.slots.scripts, list(found)).items():
         for server, report in found[fleet]:
             with alone("heed_report", server=server.name):
-                jobs, lingering = running[server.name], withheld[server.name]
+                jobs, lingering = _sent_there(dispatcher, running[server.name], server, report), withheld[server.name]
                 freed += draining.heed(dispatcher, server, report, lingering, jobs)
                 stale = _stale_leases(dispatcher, server.name, jobs, report)
                 freed += sum(free_stale_lease(dispatcher, job) for job in stale if (server.name, job.id) in silent)
-                compared = identity.compare([*_views(jobs, report), *draining.views(lingering, report)], report)
+                known = [*jobs, *_of_others(at_place, server, report)]
+                compared = identity.compare([*_views(known, report), *draining.views(lingering, report)], report)
                 if foreign := _foreign_runs(dispatcher, server, compared, report):
                     rooms.occupy(dispatcher.slots.scripts, fleet, server.name, foreign)
                 elif report.tells_what_runs and server.name in trouble.cooling:
@@ -90,8 +93,31 @@ def suspects(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> lis
     found: list[Job] = []
     running = _by_server(dispatcher)
     for server, report in _known(dispatcher, reports):
-        found += _stale_leases(dispatcher, server.name, running[server.name], report)
+        jobs = _sent_there(dispatcher, running[server.name], server, report)
+        found += _stale_leases(dispatcher, server.name, jobs, report)
     return found
+
+
+def _sent_there(dispatcher: Dispatcher, jobs: Sequence[Job], server: Server, report: ServerReport) -> list[Job]:
+    """Runs of this server that were sent to the address that made the report: it knows of no other."""
+    endpoints, current = report.endpoints or server.endpoints, dispatcher.catalog.snapshot().current
+    asked = {model: place_of(url) for model, url in endpoints.items()}
+    return [job for job in jobs if job.sent_to is None or place_of(job.sent_to) == asked.get(current(job.model))]
+
+
+def _by_place(running: Mapping[str, list[Job]]) -> defaultdict[Place, list[Job]]:
+    """Running jobs by the address to which they were sent."""
+    found = defaultdict[Place, list[Job]](list)
+    for job in chain.from_iterable(running.values()):
+        if job.sent_to is not None:
+            found[place_of(job.sent_to)].append(job)
+    return found
+
+
+def _of_others(at_place: Mapping[Place, list[Job]], server: Server, report: ServerReport) -> list[Job]:
+    """Runs of servers that are registered at the same address under another name."""
+    asked = {place_of(url) for url in (report.endpoints or server.endpoints).values()}
+    return [job for place in asked for job in at_place.get(place, ()) if job.server != server.name]
 
 
 def free_stale_leases(dispatcher: Dispatcher, before: Sequence[Job], reports: Mapping[str, ServerReport]) -> int:

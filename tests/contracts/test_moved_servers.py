@@ -1,0 +1,169 @@
+"""A change of a registered server ends and charges no run that began before."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from dispatch.dispatcher import ActiveRun
+from jobs.states import State, Why
+from jobs.store import Error, Store
+from routing.leases import Renewal
+from tasks import descriptions, maintenance
+from tasks.servers import Health, HealthKind, Server
+from tests.support.builders import T0, a_queued_job
+from tests.support.stage import Stage
+from upkeep import reconcile
+from upkeep.identity import ServerReport
+
+OLD, NEW = "http://gpu:1/run", "http://other:1/run"
+KNOWS_NOTHING = ServerReport(True, 0, frozenset(), endpoints={"zimg": NEW})
+MINUTE = 60_000
+
+
+def _start(store: Store, job_id: str, sent_to: str, *, server: str = "gpu", offer: int = 1) -> str | None:
+    run = store.start(job_id, server, f"{server}-slot0", "l w", T0, offer, None, sent_to)
+    assert run is not None and run.sent_to == _stored(store, job_id)
+    return run.sent_to
+
+
+def _stored(store: Store, job_id: str) -> str | None:
+    job = store.get(job_id)
+    assert job is not None
+    return job.sent_to
+
+
+# -- the database remembers the address ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("why", [Why.LEASE_EXPIRED, Why.HANDED_BACK])
+def test_a_run_that_is_resumed_keeps_the_address_to_which_it_was_sent(store: Store, why: Why) -> None:
+    polled, offered_again, anew = (a_queued_job(store).id for _ in range(3))
+    for job_id in (polled, offered_again, anew):
+        assert _start(store, job_id, OLD) == OLD
+        if job_id == polled:
+            store.note_remote(job_id, 1, "r", T0)
+        store.settle(job_id, 1, why, T0)
+    assert _start(store, polled, NEW) == OLD
+    assert _start(store, offered_again, NEW, offer=0) == OLD, "its server may be at it"
+    assert _start(store, anew, NEW) == NEW
+
+
+def test_a_run_at_another_server_goes_to_that_ones_address(store: Store) -> None:
+    job_id = a_queued_job(store).id
+    _start(store, job_id, OLD)
+    store.note_remote(job_id, 1, "r", T0)
+    store.settle(job_id, 1, Why.LEASE_EXPIRED, T0)
+    assert _start(store, job_id, NEW, server="other") == NEW
+
+
+@pytest.mark.parametrize("why", [Why.FINISHED, Why.SERVER_LOST, Why.SERVER_UNREACHABLE, Why.CANCEL_REQUESTED])
+def test_the_address_is_forgotten_when_the_run_is_over(store: Store, why: Why) -> None:
+    job_id = a_queued_job(store).id
+    _start(store, job_id, "http://user:password@gpu:1/run")
+    store.settle(job_id, 1, why, T0, result="1" if why is Why.FINISHED else None, error=Error("said", "so"))
+    assert _stored(store, job_id) is None
+
+
+# -- a server that is registered anew --------------------------------------------------------------------------
+
+
+def _moved(stage: Stage, url: str = NEW, slots: int = 1) -> ActiveRun:
+    """A run that has begun before its server was registered anew."""
+    stage.register()
+    stage.submit()
+    task = stage.start()
+    assert task.run.sent_to == OLD
+    stage.catalog.register("zimg", "gpu", url, slots, stage.now)
+    reconcile.refresh_fleet(stage.dispatcher, "zimg")
+    return task
+
+
+def _compare_for_a_minute(stage: Stage, task: ActiveRun, report: ServerReport) -> None:
+    for _ in range(12):
+        stage.later(MINUTE // 12)
+        stage.renewal(task)
+        reconcile.heed_reports(stage.dispatcher, {"gpu": report})
+        suspects = reconcile.suspects(stage.dispatcher, {"gpu": report})
+        reconcile.free_stale_leases(stage.dispatcher, suspects, {"gpu": report})
+
+
+def test_a_run_is_not_compared_with_the_report_of_another_address(stage: Stage) -> None:
+    task = _moved(stage)
+    _compare_for_a_minute(stage, task, KNOWS_NOTHING)
+    job = stage.job(task.run.job.id)
+    assert (job.state, job.attempt, job.crashes) == (State.RUNNING, 1, 0)
+    assert stage.renewal(task) is Renewal.RENEWED and stage.settle(task).moved is not None
+    stage.submit()
+    assert stage.start().run.sent_to == NEW
+
+
+def test_a_polled_run_is_not_compared_with_the_report_of_another_address(stage: Stage) -> None:
+    task = _moved(stage)
+    stage.remote(task)
+    _compare_for_a_minute(stage, task, KNOWS_NOTHING)
+    assert (stage.state(task.run.job.id), stage.job(task.run.job.id).crashes) == (State.RUNNING, 0)
+
+
+def test_a_run_is_compared_with_a_report_that_its_own_address_made_before_the_change(stage: Stage) -> None:
+    task = _moved(stage)
+    _compare_for_a_minute(stage, task, replace(KNOWS_NOTHING, endpoints={"zimg": OLD}))
+    assert stage.job(task.run.job.id).why is Why.SERVER_LOST
+
+
+def test_a_run_is_compared_with_the_report_of_its_address_though_the_password_has_changed(stage: Stage) -> None:
+    now = "http://user:password@gpu:1/run?token=x"
+    task = _moved(stage, now)
+    assert descriptions.address_of(stage.dispatcher.catalog.snapshot(), "gpu", "zimg", OLD) == now
+    _compare_for_a_minute(stage, task, replace(KNOWS_NOTHING, endpoints={"zimg": now}))
+    assert stage.job(task.run.job.id).why is Why.SERVER_LOST
+
+
+def test_a_run_is_asked_for_at_the_address_to_which_it_was_sent(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _moved(stage).run
+    monkeypatch.setattr(descriptions, "server_for", lambda url, *_: url)
+    asked = partial(descriptions.server_of, stage.dispatcher.catalog.snapshot(), "gpu", "zimg", None)
+    assert (asked(run.sent_to), asked(None)) == (OLD, NEW)
+    assert descriptions.server_of(stage.dispatcher.catalog.snapshot(), "gone", "zimg", None, run.sent_to) is None
+
+
+def test_a_report_names_the_addresses_of_the_server_that_was_asked(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.register()
+    asked = stage.catalog.snapshot().servers["gpu"]
+    monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
+    monkeypatch.setattr(Server, "health", lambda _: Health(HealthKind.UP, job_ids=frozenset()))
+    assert maintenance._report(asked).endpoints == {"zimg": OLD}
+
+
+def test_slots_that_are_taken_away_under_runs_end_and_charge_none(stage: Stage) -> None:
+    stage.register(2)
+    ids = [stage.submit() for _ in range(3)]
+    tasks = [stage.start() for _ in range(2)]
+    stage.register(1)
+    assert [stage.renewal(task) for task in tasks] == [Renewal.RENEWED] * 2
+    stage.settle(tasks[0])
+    assert stage.offered() == [], "the other run is as many as its server has slots"
+    stage.settle(tasks[1])
+    assert stage.run_all() == ids[2:]
+    assert [(stage.job(job_id).attempt, stage.job(job_id).crashes) for job_id in ids] == [(1, 0)] * 3
+
+
+def _with_two_names(stage: Stage) -> None:
+    stage.register(2)
+    stage.catalog.register("zimg", "again", OLD, 2, stage.now)
+    reconcile.refresh_fleet(stage.dispatcher, "zimg")
+
+
+@pytest.mark.parametrize("by", [lambda ids: ServerReport(True, len(ids)), lambda ids: ServerReport(True, None, ids)])
+def test_two_servers_at_one_address_do_not_take_each_others_runs_for_foreign_ones(
+    stage: Stage, by: Callable[[frozenset[str]], ServerReport]
+) -> None:
+    _with_two_names(stage)
+    ids = frozenset(stage.submit() for _ in range(3))
+    for _ in ids:
+        stage.start()
+    reconcile.heed_reports(stage.dispatcher, dict.fromkeys(("gpu", "again"), by(ids)))
+    assert stage.free() == 1

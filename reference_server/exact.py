@@ -51,7 +51,7 @@ def _unwritable(error: TypeError) -> Unwritable | OSError:
     cause = error.__cause__  # why an image or a file has no JSON form
     if isinstance(cause, OSError):
         return cause
-    said = f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else str(error)
+    said = str(cause or error) if cause is None or isinstance(cause, TypeError) else f"{type(cause).__name__}: {cause}"
     return Unwritable(f"the result cannot be written as JSON ({said}); return JSON values, bytes, an image or a file")
 
 

@@ -394,6 +394,18 @@ TABLE = [
             f"{API}door.py::test_a_key_in_an_endpoints_query_is_not_shown",
         ),
     ),
+    # -- results -------------------------------------------------------------------------------------------------------
+    Row(
+        "results",
+        "a file in a result that a browser could run, with a name that leads elsewhere; another tenant's file",
+        "it is offered for download as bytes, under a harmless name; 404",
+        "the page drew pictures alone, and its policy allows nothing more",
+        (
+            "tests/contracts/test_files.py::test_what_a_browser_could_run_is_only_offered_to_be_saved",
+            "tests/contracts/test_files.py::test_a_tenant_sees_no_file_of_anothers_job",
+            "tests/contracts/test_files.py::test_of_a_result_with_very_many_values_a_bounded_part_is_looked_at",
+        ),
+    ),
     # -- terminal ------------------------------------------------------------------------------------------------------
     Row(
         "terminal",

@@ -76,6 +76,14 @@ def _flush(stack: Stack, fault: Fault) -> Mend:
     return _nothing
 
 
+def _fill(stack: Stack, fault: Fault) -> Mend:
+    try:
+        stack.bound_memory(fault.target, 1)
+    except RedisError as error:
+        raise NotNow from error
+    return lambda: stack.bound_memory(fault.target, 0)
+
+
 def _stale(stack: Stack, fault: Fault) -> Mend:
     try:
         if not stack.fall_behind():
@@ -226,6 +234,7 @@ ACTS: Mapping[Kind, Act] = {
     Kind.WEB: _kill,
     Kind.REDIS: _kill,
     Kind.FLUSH: _flush,
+    Kind.FULL: _fill,
     Kind.DATABASE: _kill,
     Kind.SERVER: _kill,
     Kind.MESSAGES: _twist_messages,

@@ -348,7 +348,7 @@ class _Drill:
             Kind.RECEIVERS: 0,
             Kind.REVOKES: all_slots,
         }.get(fault.kind, all_slots + clients)
-        if fault.kind in OUTSIDE:  # It goes on, and offers that come to nothing are made again.
+        if fault.kind in OUTSIDE | {Kind.FULL}:  # It goes on, and offers that come to nothing are made again.
             most *= 1 + round(fault.lasts_s / _OFFER_S)
         return Disturbance(one.at_ns, max(one.mended_ns, one.at_ns) + _AFTERMATH_NS, most)
 

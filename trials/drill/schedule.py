@@ -23,6 +23,7 @@ class Kind(StrEnum):
     WEB = "web"  # SIGKILL
     REDIS = "redis"  # SIGKILL; it comes back with its file
     FLUSH = "flush"  # FLUSHALL
+    FULL = "full"  # it has reached its maxmemory
     DATABASE = "database"  # SIGKILL of PostgreSQL
     SERVER = "server"  # SIGKILL of an inference server; it comes back and knows nothing
     MESSAGES = "messages"  # a share of the broker's messages is doubled, delayed, or lost
@@ -73,6 +74,7 @@ _LASTS_S: Mapping[Kind, tuple[float, float]] = {
     Kind.WEB: (0.2, 1.5),
     Kind.REDIS: (0.5, 4.0),
     Kind.FLUSH: (0.0, 0.0),
+    Kind.FULL: (3.0, 8.0),
     Kind.DATABASE: (0.5, 3.0),
     Kind.SERVER: (0.2, 3.0),
     Kind.MESSAGES: (3.0, 8.0),
@@ -136,6 +138,7 @@ def targets(
         Kind.WEB: ("web",),
         Kind.REDIS: valkeys,
         Kind.FLUSH: valkeys,
+        Kind.FULL: valkeys,
         Kind.DATABASE: ("database",),
         Kind.SERVER: servers,
         Kind.MESSAGES: ("broker",),
@@ -189,9 +192,10 @@ def _next(
     at: float,
 ) -> Fault | None:
     """The first of the deck that can happen now."""
+    at = round(at, 3)
     for kind in deck:
         up = [name for name in among[kind] if up_again.get(name, -1.0) < at]
         if up:
             target, lasts_s = chance.choice(up), round(chance.uniform(*_LASTS_S[kind]), 3)
-            return Fault(round(at, 3), kind, target, lasts_s, chance.choice(_HOW[kind]) if kind in _HOW else "")
+            return Fault(at, kind, target, lasts_s, chance.choice(_HOW[kind]) if kind in _HOW else "")
     return None

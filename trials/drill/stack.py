@@ -258,6 +258,11 @@ class Stack:
         with self._valkey(self._now(name)) as redis:
             redis.flushall()
 
+    def bound_memory(self, name: str, most_bytes: int) -> None:
+        """Have a Valkey take no more memory than this; 0: as much as there is.  Raises redis errors."""
+        with self._valkey(self._now(name)) as redis:
+            redis.config_set("maxmemory", most_bytes)
+
     def fall_behind(self) -> bool:
         """Let the room's replica hear no more of what is written.  False: it has not heard all yet.
 

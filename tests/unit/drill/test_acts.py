@@ -12,7 +12,7 @@ import orjson
 import pytest
 from pytest_httpserver import HTTPServer
 from redis import Redis
-from redis.exceptions import ReadOnlyError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError
 from werkzeug import Request, Response
 
 from local.guardian import Guardian
@@ -158,6 +158,15 @@ def test_what_redis_forgot_is_forgotten(stores: Stack) -> None:
         room.set("a", "1")
         ACTS[Kind.FLUSH](stores, fault(Kind.FLUSH, "redis"))()
         assert room.get("a") is None
+
+
+def test_a_full_redis_takes_nothing_until_that_is_mended(stores: Stack) -> None:
+    with Redis.from_url(stores.redis_url, socket_timeout=5) as room:
+        mend = ACTS[Kind.FULL](stores, fault(Kind.FULL, "redis"))
+        with pytest.raises(OutOfMemoryError):
+            room.set("a", "1")
+        mend()
+        assert room.set("a", "1")
 
 
 # -- people ------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ def test_each_door_is_in_the_table() -> None:
         "broker messages",
         "browser origins",
         "names",
+        "results",
         "terminal",
         "this machine",
     )

@@ -26,7 +26,7 @@ from dispatch import retry
 from dispatch.verdict import Verdict
 from foundation.crash import crash_at
 from foundation.errors import Conflict, InvalidJob, JobNotFound, TooMany, UnknownModel
-from jobs import withheld
+from jobs import run_times, withheld
 from jobs.names import NameClosed
 from jobs.record import Accepted, NewJob, Run, Waiting, now_ms
 from jobs.states import FINAL, State, Why
@@ -45,6 +45,7 @@ log = structlog.get_logger(__name__)
 DRAINING = "draining"
 """Owner of the leases of slots that are withheld."""
 
+_TIMES_USUAL, _SHORTEST_USUAL_MS = 3, 10_000
 _Committing: TypeAlias = Callable[[Sequence[NewJob], int], Callable[[Sequence[Accepted]], object]]
 """Called when jobs are about to be written; what it answers, when they are committed."""
 
@@ -315,6 +316,19 @@ class Dispatcher:
             self.announce_end(moved, by_worker=True)
         crash_at("settle_announced")
         return Settled(moved, following)
+
+    def longest_usual_ms(self, model: str) -> int:
+        """Return how long a run of the model may go on before it counts as over where nothing tells its end.
+
+        Three times what nearly all of its latest runs took, but no longer than the model's runs may take.
+        Raises RecordUnavailable.
+        """
+        known = self.catalog.snapshot().models.get(model)
+        most = self.settings.withhold_max_ms
+        if known is not None:
+            most = min(most, round(known.config.max_poll_time * 1000))
+        usual = run_times.longest_usual_ms(self.store.database, model)
+        return most if usual is None else min(most, max(_SHORTEST_USUAL_MS, _TIMES_USUAL * usual))
 
     def let_go(self, active: ActiveRun) -> None:
         """Free the slot that is withheld from a run which was ended elsewhere: its server has let go after all.

@@ -1,5 +1,6 @@
 """Addresses in URLs: read as a socket reads them, and shown without the secrets that they hold."""
 
+import errno
 import socket
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
@@ -37,6 +38,9 @@ METADATA_NAMES = frozenset(
 )
 NAT64 = ip_network("64:ff9b::/96")
 """Addresses that a DNS64 network gives to IPv4 addresses."""
+_REFUSED_WITHIN_S = 1.0
+_NO_WAY = frozenset({errno.EADDRNOTAVAIL, errno.ENETUNREACH, errno.EAFNOSUPPORT})  # as of ::1 where there is no IPv6
+_PORTS = {"http": 80, "https": 443}
 _HIDDEN = "***"
 _SHORTEST_SECRET = 6  # characters
 
@@ -101,3 +105,30 @@ def secrets_in_url(url: str) -> tuple[str, ...]:
     hidden = [parts.username, parts.password, *(part.partition("=")[2] for part in parts.query.split("&"))]
     forms = {form for text in hidden if text for form in (text, unquote(text))}
     return tuple(sorted(form for form in forms if len(form) >= _SHORTEST_SECRET))
+
+
+def refuses(url: str) -> bool:
+    """Whether each connection to the address of `url` is refused at once: no process listens there.
+
+    False also where nobody answers at all, since the process may run behind a network that is cut.
+    """
+    parts = urlsplit(url)
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port or _PORTS.get(parts.scheme), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    told = [_refuses(family, address) for family, _, _, _, address in found]
+    return any(told) and None not in told
+
+
+def _refuses(family: int, address: object) -> bool | None:
+    """True: refused.  None: somebody answers, or it is not known.  False: there is no way to the address."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.settimeout(_REFUSED_WITHIN_S)
+            probe.connect(address)  # type: ignore[arg-type]
+    except ConnectionRefusedError:
+        return True
+    except OSError as error:
+        return False if error.errno in _NO_WAY else None
+    return None

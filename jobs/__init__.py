@@ -6,7 +6,7 @@
     idempotency  which job a client's key names                    owed         what an ended job owes to others
     withheld     slots whose server has not let go                 listings     searches that answer many jobs
     counters     what the ledger must not miss                     names        of models, that are closed
-    files        in a result: pictures and others
+    files        in a result: pictures and others                  run_times    what the latest runs took
 
 No Redis, Celery, Flask or HTTP in here.
 """

@@ -69,6 +69,7 @@ _NOTE_MANY = insert(withheld).from_select(
 _ALL = Prepared(select(withheld).order_by(withheld.c.since_ms, withheld.c.job_id))
 _ONE = Prepared(select(withheld).where(*_THIS))
 _FORGET = Prepared(delete(withheld).where(*_THIS))
+_SHORTEN = update(withheld).where(*_THIS).values(until_ms=bindparam("p_until"))
 _QUIET = update(withheld).where(*_THIS).values(quiet_ms=bindparam("p_quiet"))
 
 
@@ -114,6 +115,12 @@ def of_run(database: Database, job_id: str, attempt: int) -> Withheld | None:
 def forget(database: Database, job_id: str, attempt: int) -> bool:
     """The run is gone from its server.  False: somebody has said so before, or its slot was not withheld."""
     return database.write(lambda tx: drop(tx, job_id, attempt))
+
+
+def shorten(database: Database, it: Withheld, until_ms: int) -> None:
+    """Withhold the slot until `until_ms` at most."""
+    given = {"p_id": it.job_id, "p_attempt": it.attempt, "p_until": until_ms}
+    database.write(lambda tx: tx.connection.execute(_SHORTEN, given))
 
 
 def note_quiet(database: Database, it: Withheld, quiet_ms: int | None) -> None:

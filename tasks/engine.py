@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
+_MOST_SPAWNED = 512
+
 _MOST_TOGETHER = 128
 _MOST_AT_ONCE = 32  # starts or ends, of 0.1 ms each
 _BEHIND_S = 0.003  # In that time a slot that was passed on with an end has its next request sent.
@@ -160,6 +162,7 @@ class Engine:
         self._relaxed = Together("record-relaxed", self.loop, database.do_all, at_once)
         self._durable = Together("record-durable", self.loop, database.do_all, at_once, database.secured, _BEHIND_S)
         self._rare = ThreadPoolExecutor(_RARE_THREADS, thread_name_prefix="rare")
+        self._spawned: set[asyncio.Task[Any]] = set()
         self._lives: set[asyncio.Task[Any]] = set()
         self._count = 0  # of lives, those among them that the loop has not begun yet
         self._later: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
@@ -235,6 +238,20 @@ class Engine:
         if len(self._later) == 1:
             self.loop.call_later(_LATER_S, self._catch_up)
 
+    def spawn(self, act: Coroutine[Any, Any, object]) -> None:
+        """Carry out something that nobody waits for; it is cancelled when the loop ends, or when there are too many."""
+        if len(self._spawned) >= _MOST_SPAWNED:
+            act.close()
+            return
+        task = self.loop.create_task(act)
+        self._spawned.add(task)
+        task.add_done_callback(self._spawned_ended)
+
+    def _spawned_ended(self, task: "asyncio.Task[Any]") -> None:
+        self._spawned.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("background_task_failed", error=repr(error))
+
     def ask_room(self, command: Command[T]) -> "asyncio.Future[T]":
         """Run a script.  The future raises redis errors."""
         return self._room.ask(command)
@@ -252,6 +269,8 @@ class Engine:
         act()
 
     async def _end(self) -> None:
+        for task in tuple(self._spawned):
+            task.cancel()
         try:
             await self._room.close()
         finally:

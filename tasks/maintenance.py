@@ -13,12 +13,17 @@ from typing import Any
 
 import structlog
 
+from dispatch.outcome import Kind
+from foundation.addresses import refuses
 from foundation.config import RecordSettings
+from foundation.errors import SlotkeeperError
 from foundation.once import once
 from insight import invariants, listing
 from insight.history import Historian
+from jobs import withheld
 from jobs.record import now_ms
 from jobs.states import State
+from jobs.withheld import Withheld
 from outbox.ageing import Ageing
 from outbox.relays import Relays
 from registry import descriptions
@@ -29,7 +34,7 @@ from tasks.config import EventSettings
 from tasks.descriptions import Misconfigured, server_for
 from tasks.ends import log_end
 from tasks.rounds import Asked, Rounds
-from tasks.servers import HealthKind, Server
+from tasks.servers import Call, HealthKind, Server
 from tasks.wiring import database, dispatcher, last_runs, lifetimes, scripts, teller, workers
 from upkeep import draining, ledger, pulse, reconcile, runs
 from upkeep.identity import ServerReport
@@ -44,6 +49,7 @@ _KEEP_TIME_S = 0.8
 # How long a round waits for servers; what comes later is heeded by the next.
 _ROUND_S = 1.5
 _GATHER_S = 0.1
+_STATUS_S = 10.0  # for one question about a run
 _REPORTS_S = 3.0
 _PURGE_S = 10.0
 _COUNT_S = 4.0
@@ -127,7 +133,9 @@ def check_servers(all_of_them: bool = True) -> None:
     The slots of servers that are down are in cooldown, until these are back; leases of jobs that their server
     does not know are freed, and slots that others use are not offered.  Each report is heeded as it comes.
     """
-    servers = dispatcher().catalog.snapshot().servers
+    global _awaited
+    servers, _awaited = dispatcher().catalog.snapshot().servers, frozenset(draining.servers(dispatcher()))
+    _ask_about_runs()
     names = servers if all_of_them else reconcile.urgent_servers(dispatcher())
     for reports in _as_they_come(_rounds().ask(servers[name] for name in names)):
         reconcile.note_health(dispatcher(), reports)
@@ -258,13 +266,50 @@ def _report(server: ServerRow) -> ServerReport:
     if speaker is None:
         return ServerReport(up=True, asked_ms=asked_ms, endpoints=server.endpoints)
     health = speaker.health()
+    is_awaited = server.name in _awaited and health.kind in (HealthKind.DOWN, HealthKind.UNKNOWN)
     return ServerReport(
         up=health.kind is not HealthKind.DOWN,
         active_jobs=health.active_jobs if health.running_count else None,
         job_ids=health.job_ids,
         asked_ms=asked_ms,
         endpoints=server.endpoints,
+        refused=is_awaited and refuses(speaker.endpoint),
+        started=health.started,
     )
+
+
+_awaited: frozenset[str] = frozenset()
+"""Servers some of whose slots are withheld, when servers were last asked."""
+
+
+def _ask_about_runs() -> None:
+    """Ask for the status of runs whose slots are withheld, where their servers have given them ids."""
+    for row in withheld.read(database()):
+        if row.remote_id is not None and (row.job_id, row.attempt) not in _asked_about:
+            _asked_about.add((row.job_id, row.attempt))
+            threading.Thread(target=_ask_about, args=(row,), name="ask", daemon=True).start()
+
+
+_asked_about: set[tuple[str, int]] = set()
+_ENDED = frozenset({Kind.DONE, Kind.FAILED, Kind.RETRY, Kind.CANCELED, Kind.LOST})
+
+
+def _ask_about(row: Withheld) -> None:
+    try:
+        job = dispatcher().store.get(row.job_id)
+        server = dispatcher().catalog.snapshot().servers.get(row.server)
+        url = None if server is None else server.endpoints.get(row.model)
+        if job is None or url is None or row.remote_id is None:
+            return
+        speaker = server_for(url, dispatcher().catalog.model(row.model), job.described_by)
+        if speaker.description.mode in ("async", "auto"):
+            outcome = speaker.status(Call(row.job_id, row.attempt, payload=None, deadline_s=_STATUS_S), row.remote_id)
+            if outcome.kind in _ENDED:
+                draining.release_run(dispatcher(), row.job_id, row.attempt)
+    except (Misconfigured, SlotkeeperError) as error:
+        log.warning("run_not_asked_about", job_id=row.job_id, error=str(error))
+    finally:
+        _asked_about.discard((row.job_id, row.attempt))
 
 
 def _speaker(server: ServerRow) -> Server | None:

@@ -27,6 +27,7 @@ log = structlog.get_logger(__name__)
 _DOWN_PATIENCE_S = 10.0
 _CANCEL_PATIENCE_S = 5.0
 _FIND_OUT_EVERY_S = 1.0
+_LISTEN_S = 600.0  # for the end of a run that is given up, at most
 _ASK_S = 30.0  # A question takes no longer than this, and may take as long, whatever is left of the run's own time.
 
 
@@ -53,6 +54,7 @@ class Runner:
         "__weakref__",
         "_answered",
         "_asked_with",
+        "_broken_until",
         "_cancel_until",
         "_canceling",
         "_config",
@@ -61,6 +63,7 @@ class Runner:
         "_holds",
         "_let_go",
         "_live",
+        "_longest_usual_s",
         "_may_send_again",
         "_model_version",
         "_note_remote",
@@ -84,13 +87,15 @@ class Runner:
         model_version: str = "",
         swap: bool = True,
         holds: Callable[[Watch], Awaitable[bool]] = _holds_always,
+        longest_usual_s: Callable[[], Awaitable[float]] | None = None,
     ) -> None:
+        """`longest_usual_s`: asks how long a run of the model may take before it is given up; None: to its own end."""
         self._run: Run = active.run
         self._watch = watch
         self._config = config
         self._live = live
         self._note_remote, self._holds = note_remote, holds
-        self._model_version, self._swap = model_version, swap
+        self._model_version, self._swap, self._longest_usual_s = model_version, swap, longest_usual_s
         self._end = time.monotonic() + _seconds_left(active.run, config)
         self._asked_with: Call | None = None
         self._resumes = watch.sent = active.run.remote_id is not None
@@ -101,6 +106,7 @@ class Runner:
         self._cancel_until: float | None = None
         self._let_go = False  # The server has said yes to a cancel, and is described as one whose yes frees the slot.
         self._gone_since: float | None = None
+        self._broken_until: float | None = None  # Until when a run goes on whose connection the server broke.
         self._silent_since: float | None = None  # Since when a server that tells the end itself is well and has not.
         # When in its interval it is asked: runs that began together each need a connection if asked together.
         self._phase = random.random()
@@ -139,15 +145,24 @@ class Runner:
             return left
         if self._watch.cancel:
             return Outcome(Kind.CANCELED, message="Canceled before it was sent.")
-        if live.description.is_found_by_given_id and not await self._keep(live.known_id(self._question)):
+        if live.description.is_found_by_given_id and not await self._keep(live.known_id(self.question)):
             return Left.LOST
         call = self._call
         if not await self._holds(self._watch):
             return Left.UNSENT
         self._watch.sent = True
+        return await self._submit(live, call)
+
+    async def _submit(self, live: Live, call: Call) -> Outcome:
         outcome = await live.submit(call)
         self._answered, self._unheard = True, outcome.kind is Kind.UNKNOWN
         crash_at("run_sent")
+        if not live.is_broken or not self._unheard:
+            return outcome
+        if await live.has_died():
+            return _CRASHED
+        if self._longest_usual_s is not None:
+            self._broken_until = time.monotonic() + await self._longest_usual_s()
         return outcome
 
     async def _send_again(self, live: Live) -> Outcome:
@@ -156,10 +171,10 @@ class Runner:
         if not await self._holds(self._watch):  # The database says soon whether the run still counts.
             return Outcome(Kind.UNKNOWN, message="Its slot may be another job's.", remote_id=self._remote_id)
         self._may_send_again = False
-        return await live.submit(call)
+        return await self._submit(live, call)
 
     @property
-    def _question(self) -> Call:
+    def question(self) -> Call:
         """What all questions about the run, and its cancel, are asked with; most runs are asked nothing."""
         if self._asked_with is None:
             by_payload = self._live is not None and self._live.description.asks_by_payload
@@ -171,9 +186,10 @@ class Runner:
         """The request itself.  Its payload is read when it is sent: a run that is polled for hours does not keep it."""
         passes_on = self._live is not None and self._live.description.sends_payload_alone
         payload = orjson.Fragment(self._run.payload) if passes_on else exact.loads(self._run.payload)
-        return self._said_with(payload, max(self._end - time.monotonic(), 0.001))
+        listen_s = min(self._config.max_poll_time, _LISTEN_S)
+        return self._said_with(payload, max(self._end - time.monotonic(), 0.001), listen_s)
 
-    def _said_with(self, payload: Any, deadline_s: float) -> Call:
+    def _said_with(self, payload: Any, deadline_s: float, listen_s: float = 0.0) -> Call:
         run = self._run
         return Call(
             job_id=run.job.id,
@@ -182,6 +198,7 @@ class Runner:
             callback_url=callbacks.url(run.job.id),
             callback_token=callbacks.token(run.job.id, run.attempt),
             deadline_s=deadline_s,
+            listen_s=listen_s,
             model=run.job.model,
             model_version=self._model_version,
             swap=self._swap,
@@ -253,15 +270,19 @@ class Runner:
         if not self._resumes and not self._answered:
             await asyncio.sleep(_CANCEL_PATIENCE_S)
             if not self._answered:
-                live.cut()
+                live.abandon()
 
     async def _tell_server(self, live: Live) -> None:
-        said_yes = await live.cancel(self._question, self._remote_id)
+        said_yes = await live.cancel(self.question, self._remote_id)
         self._let_go = said_yes and _frees_slot(live) == "immediate"
 
     async def _give_up(self, live: Live, last: Outcome) -> Outcome:
         await self._tell_server(live)
         said = f" Last: {last.message}" if last.message else ""
+        deadline_ms = self._run.deadline_ms
+        if deadline_ms is not None and now_ms() >= deadline_ms:
+            said = f"The job's own deadline (ttl) passed while it ran.{said}"
+            return Outcome(Kind.RETRY, code="deadline_passed", message=said, lingers=not self._let_go)
         return Outcome(Kind.RETRY, code="timed_out", message=f"Exceeded max_poll_time.{said}", lingers=not self._let_go)
 
     async def _ask(self, live: Live) -> Outcome:
@@ -270,7 +291,7 @@ class Runner:
         return await (self._find_out(live) if self._remote_id is None else self._poll(live, self._remote_id))
 
     async def _poll(self, live: Live, remote_id: str) -> Outcome:
-        outcome = await live.status(self._question, remote_id)
+        outcome = await live.status(self.question, remote_id)
         if outcome.kind is Kind.LOST and self._unheard and self._may_send_again:
             return await self._send_again(live)  # It has never had it.
         if outcome.kind is Kind.PENDING and outcome.code:  # It cannot be asked: it may be down, and by this very job.
@@ -287,7 +308,7 @@ class Runner:
         if (absent := self._absent(health)) is not None:
             return absent
         patience_s, now = live.description.callback.silent_s, time.monotonic()
-        if health.kind not in (HealthKind.UP, HealthKind.UNKNOWN) or _knows(health, self._question):
+        if health.kind not in (HealthKind.UP, HealthKind.UNKNOWN) or _knows(health, self.question):
             self._silent_since = None
         elif self._silent_since is None:
             self._silent_since = now
@@ -302,12 +323,19 @@ class Runner:
         Only its own word, or its lasting absence, ends that.
         """
         health = await live.health()
+        if health.kind in (HealthKind.DOWN, HealthKind.UNKNOWN) and await live.refuses():
+            return _CRASHED
         if (absent := self._absent(health)) is not None:
             return absent
-        if _knows(health, self._question) is False:
-            if self._may_send_again:
+        known = _knows(health, self.question)
+        if known is False:
+            # A job under which servers have died may be what kills them: it is sent to one at a time.
+            if self._may_send_again and not self._run.crashes:
                 return await self._send_again(live)
             return Outcome(Kind.LOST, code="server_lost", message="The server does not know the job any more.")
+        if known is None and self._broken_until is not None and time.monotonic() >= self._broken_until:
+            said = "The server broke the connection under the job, and has not said since that it runs it."
+            return Outcome(Kind.LOST, code="connection_lost", message=said, lingers=True)
         return Outcome(Kind.UNKNOWN, message=health.message)
 
     def _absent(self, health: Health) -> Outcome | None:
@@ -320,6 +348,11 @@ class Runner:
         if time.monotonic() - self._gone_since < _DOWN_PATIENCE_S:
             return Outcome(Kind.UNKNOWN, message=health.message)
         return Outcome(Kind.LOST, code="server_lost", message="The server went away under the job.", lingers=True)
+
+
+_CRASHED = Outcome(
+    Kind.LOST, code="server_lost", message="The server's process ended under the job: its address refuses connections."
+)
 
 
 def _frees_slot(live: Live) -> str:

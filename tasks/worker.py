@@ -124,6 +124,8 @@ class Worker:
         self.poller = Poller(dispatcher, workers, self.owner, lambda: self.room, self.run_claimed)
         self.capacity = capacity
         self._taken_up: dict[str, Shown] = {}  # leases whose offers this process has taken up, until their runs end
+        # Runs that were given up before their server answered, by lease: what tells that they are over there.
+        self._abandoned: dict[str, Callable[[], Awaitable[bool]]] = {}
         self._handed_on: dict[str, float] = {}  # leases that came with a slot's release, and since when (monotonic s)
         self._unfilled = 0  # places of ended runs for which nothing was taken, since ends waited for the record
         self._reception: Reception | None = None  # by which Celery's consumer hears of runs that were handed on
@@ -240,6 +242,8 @@ class Worker:
             log.exception("result_not_stored", job_id=job_id)
         self.heartbeat.remove(run.watch)
         self._forget(lease.name, run.shown)
+        if (is_over := self._abandoned.pop(lease.name, None)) is not None:
+            self.engine.spawn(self._observe(run.active, is_over))
         self.engine.later(run.shown.ended, task_end)
         if run.watch.restored:  # Its lease was written again while its end was on the way to the record.
             await self.engine.rarely(lambda: self.dispatcher.free(lease, back=False))
@@ -257,7 +261,10 @@ class Worker:
             runner = self._runner(run, live, swap)
             if (since_s := self._handed_on.pop(run.active.lease.name, None)) is not None:
                 self._note_gap(time.monotonic() - since_s)
-            return await runner.outcome()
+            outcome = await runner.outcome()
+            if live is not None and live.abandoned is not None:
+                self._abandoned[run.active.lease.name] = partial(live.is_over, runner.question)
+            return outcome
         except RecordUnavailable:
             raise  # It says nothing of the server, nor of the job.
         except Misconfigured as error:
@@ -273,9 +280,18 @@ class Worker:
         """Raises UnknownModel."""
         it = run.active.run
         config, version = self._config_of(it.job.model), self._ways.find(_version_at, it.server, it.job.model)
-        return Runner(
-            run.active, run.watch, config, live, partial(self._note_remote, run), version, swap, self.rights.holds
-        )
+        longest_usual_s = partial(self.engine.rarely, self._longest_usual_s, it.job.model)
+        note_remote, holds = partial(self._note_remote, run), self.rights.holds
+        return Runner(run.active, run.watch, config, live, note_remote, version, swap, holds, longest_usual_s)
+
+    def _longest_usual_s(self, model: str) -> float:
+        return self.dispatcher.longest_usual_ms(model) / 1000
+
+    async def _observe(self, active: ActiveRun, is_over: Callable[[], Awaitable[bool]]) -> None:
+        """Let the slot of a run that has ended here be used again as soon as the server's answer ends it there."""
+        if await is_over():
+            log.info("run_over_at_server", job_id=active.run.job.id, slot=active.run.slot)
+            await self.engine.rarely(self.dispatcher.let_go, active)
 
     def _note_remote(self, run: OwnRun, remote_id: str) -> Awaitable[bool]:
         it = run.active.run

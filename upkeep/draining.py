@@ -26,6 +26,7 @@ from routing.queues import Offer
 from upkeep import identity, runs
 from upkeep.each import alone
 from upkeep.identity import LeaseView, ServerReport
+from upkeep.seen import seen_by
 
 log = structlog.get_logger(__name__)
 
@@ -44,6 +45,7 @@ def keep(dispatcher: Dispatcher) -> int:
     read = withheld.read(dispatcher.store.database)
     rows = _by_fleet(dispatcher, read)
     _forget_gone(dispatcher, read)
+    _shorten(dispatcher, read)
     for fleet, its in rows.items():
         for row in [row for row in its if now_ms() >= row.until_ms]:
             log.warning("slot_withheld_too_long", slot=row.slot, job_id=row.job_id)
@@ -54,6 +56,14 @@ def keep(dispatcher: Dispatcher) -> int:
         with alone("keep", fleet=fleet):
             wrong += _keep(dispatcher, fleet, [lease for lease, _ in found], rows[fleet])
     return wrong
+
+
+def _shorten(dispatcher: Dispatcher, rows: Sequence[Withheld]) -> None:
+    """Where nothing tells the end of a run, withhold its slot no longer than runs of its model usually take."""
+    longest = {model: dispatcher.longest_usual_ms(model) for model in {row.model for row in rows}}
+    for row in rows:
+        if row.since_ms + longest[row.model] < row.until_ms:
+            withheld.shorten(dispatcher.store.database, row, row.since_ms + longest[row.model])
 
 
 def _forget_gone(dispatcher: Dispatcher, rows: Sequence[Withheld]) -> None:
@@ -133,11 +143,30 @@ def heed(
 ) -> int:
     """Let slots be used again whose runs the server's report does not show; answers how many."""
     gone = set(identity.compare(views(rows, report), report).stale)
+    ended_ms = _process_ended_ms(dispatcher, server.name, report)
     freed = 0
     for row in rows:
-        if name_of(row) in gone or _counted_out(dispatcher, report, row, jobs):
+        is_gone = name_of(row) in gone or (ended_ms is not None and row.began_ms < ended_ms)
+        if is_gone or _counted_out(dispatcher, report, row, jobs):
             freed += release(dispatcher, server.fleet, row)
     return freed
+
+
+def _process_ended_ms(dispatcher: Dispatcher, server: str, report: ServerReport) -> int | None:
+    """When (ms) the process at the server's address was last seen to have ended; None: it was not.
+
+    Runs that began before have ended with it.
+    """
+    now, seen = identity.asked_ms(report, now_ms()), seen_by(dispatcher).started
+    if report.refused:
+        return now
+    if report.started is None:
+        return None
+    known, changed_ms = seen.get(server, (report.started, None))
+    if known != report.started:
+        changed_ms = now
+    seen[server] = report.started, changed_ms
+    return changed_ms
 
 
 def _counted_out(dispatcher: Dispatcher, report: ServerReport, row: Withheld, jobs: Sequence[Job]) -> bool:
@@ -156,6 +185,19 @@ def _counted_out(dispatcher: Dispatcher, report: ServerReport, row: Withheld, jo
     return now - row.quiet_ms >= _QUIET_MARGIN_MS + max(
         (round(dispatcher.catalog.model(job.model).config.poll_interval * 1000) for job in jobs), default=0
     )
+
+
+def release_run(dispatcher: Dispatcher, job_id: str, attempt: int) -> bool:
+    """Its server has told that it has done with a run whose slot is withheld.  False: none is."""
+    row = withheld.of_run(dispatcher.store.database, job_id, attempt)
+    server = None if row is None else dispatcher.catalog.snapshot().servers.get(row.server)
+    return row is not None and server is not None and release(dispatcher, server.fleet, row)
+
+
+def release_all(dispatcher: Dispatcher, server: Server, slot: str | None = None) -> int:
+    """An operator says that the server runs none of these; `slot`: one of them.  Returns how many were released."""
+    rows = by_server(dispatcher)[server.name]
+    return sum(release(dispatcher, server.fleet, row) for row in rows if slot is None or row.slot == slot)
 
 
 def release(dispatcher: Dispatcher, fleet: str, row: Withheld) -> bool:
@@ -239,10 +281,19 @@ def _end_overlong(dispatcher: Dispatcher, job: Job) -> bool:
 
 
 def sentence(row: Withheld, *, named: bool = True) -> str:
-    """For people.  `named`: they may know which job it is."""
+    """For people: why the slot is withheld, and what would end that.  `named`: they may know which job it is."""
     whose = f"job {row.job_id!r}" if named else "another tenant's job"
-    how, at = _HOW.get(row.reason, "ended"), datetime.fromtimestamp(row.since_ms // 1000, UTC)
-    return f"slot {row.slot} is withheld: {whose} {how} here at {at:%Y-%m-%dT%H:%M:%SZ}, its server has not let go"
+    how = _HOW.get(row.reason, "ended")
+    told = "tells by its status that it has ended, " if row.remote_id is not None else ""
+    return (
+        f"slot {row.slot} is withheld: {whose} {how} here at {_moment(row.since_ms)}, and its server may still run it; "
+        f"the slot is used again when the server answers the request, {told}no longer reports the run, or was "
+        f"restarted, and at {_moment(row.until_ms)} at the latest"
+    )
+
+
+def _moment(at_ms: int) -> str:
+    return f"{datetime.fromtimestamp(at_ms // 1000, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 _HOW = {
@@ -250,5 +301,6 @@ _HOW = {
     "canceled": "was canceled",
     "deadline_passed": "passed its deadline",
     "server_lost": "was lost",
+    "connection_lost": "lost its connection",
     "worker_lost": "lost its worker",
 }

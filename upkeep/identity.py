@@ -26,6 +26,8 @@ class ServerReport:
     job_ids: frozenset[str] | None = None
     asked_ms: int | None = None
     endpoints: Mapping[str, str] | None = None
+    refused: bool = False  # nothing listens at its address: the process that ran there has ended
+    started: str | None = None  # another value than before: another process
 
     @property
     def tells_what_runs(self) -> bool:

@@ -17,6 +17,7 @@ class Call(NamedTuple):
     callback_token: str | None = None  # the secret that such a push must show
     traceparent: str | None = None  # W3C trace context
     deadline_s: float = 600.0  # seconds for one exchange in total, however it trickles
+    listen_s: float = 0.0  # for how long the end of a submit is observed that was given up
     model: str = ""
     model_version: str = ""  # as the server was registered for it
     swap: bool = True  # the server's last job was of another model, or is not known
@@ -56,4 +57,5 @@ class Health:
     active_jobs: int | None = None
     job_ids: frozenset[str] | None = None
     running_count: bool = False  # True: active_jobs counts running jobs, not waiting ones too
+    started: str | None = None  # another value: another process
     message: str = ""

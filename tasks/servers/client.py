@@ -75,6 +75,10 @@ class Server:
         self._max_bytes = max_answer_bytes
 
     @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    @property
     def description(self) -> Description:
         """What this server is spoken to by."""
         return self._plan.description
@@ -102,6 +106,13 @@ class Server:
         except TemplateError as error:
             return Outcome(error.kind, code=error.code, message=str(error))
         return outcome or Outcome(Kind.RETRY, code="bad_answer")
+
+    def is_over(self, call: Call, reply: Answer | Broken) -> bool:
+        """Whether the end of a submit that was given up tells that the server has done with the run."""
+        if isinstance(reply, Broken):
+            return False
+        outcome = self._plan.submit.judge.outcome(reply, self._about(self._values(call, self.known_id(call))))
+        return outcome is not None and outcome.kind not in (Kind.PENDING, Kind.UNKNOWN, Kind.UNREACHABLE)
 
     def status(self, call: Call, remote_id: str) -> Outcome:
         """Ask how the job is.  Whatever goes wrong with asking is PENDING: the caller holds the clock.
@@ -205,7 +216,18 @@ class Server:
         body = self._body(request, values, headers)
         if request.headers is not None:
             headers |= request.headers.fill(values)
-        return Ask(request.method, url, headers, body, Limits(request.connect_s, request.read_s, end, max_bytes))
+        listen_s = values.call.listen_s if values.call is not None and self._tells_end(request) else 0.0
+        limits = Limits(request.connect_s, request.read_s, end, max_bytes, listen_s)
+        return Ask(request.method, url, headers, body, limits)
+
+    def _tells_end(self, request: Request) -> bool:
+        """Whether the answer to a request comes when the run is over, however late."""
+        submit = self.description.submit
+        return (
+            request is self._plan.submit.request
+            and self.description.mode in ("sync", "auto")
+            and not submit.ends_on_disconnect
+        )
 
     def _carry_out(self, talk: Talk[T]) -> T:
         """Wait for each exchange in turn."""

@@ -150,7 +150,7 @@ class Rule(_Rule):
 class HealthRule(_Rule):
     """If `when` holds, then the server is in this state."""
 
-    then: Literal["up", "busy", "down", "foreign", "garbage"]
+    then: Literal["up", "idle", "busy", "down", "foreign", "garbage"]  # idle: it is up, and no job runs there
 
 
 Rules = Annotated[tuple[Rule, ...], Field(max_length=MAX_RULES)]
@@ -303,6 +303,7 @@ class Submit(_Asking, _Reading):
     method: Method = "POST"
     read_s: Seconds | None = None
     id: PointerText = "/job_id"  # where the server says how it calls the job
+    ends_on_disconnect: bool = False  # The server ends a run whose client closes the connection.
     stream: Stream | None = None  # None: an answer is read when it is whole
 
     @model_validator(mode="after")
@@ -373,6 +374,7 @@ class HealthStep(_Asking):
     job_ids: PointerText | None = "/job_ids"  # a list
     job_ids_item: PointerText = ""  # where in an element of that list the id stands
     running: bool = True  # active counts running jobs; False: waiting ones too
+    started: Active | None = None  # a value that another process at this address would have: a pointer or a metric
     rules: Annotated[tuple[HealthRule, ...], Field(max_length=MAX_RULES)] = ()
 
 

@@ -11,6 +11,8 @@ from tasks.servers.description import Active, HealthStep
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve
 from tasks.servers.rules import CompiledRule, compile_rule
 
+_IDLE = "idle"
+_LONGEST_START = 100  # characters
 _MAX_ACTIVE = 1_000_000  # more than that is no count of jobs
 
 
@@ -29,10 +31,12 @@ class HealthJudge:
     job_ids: Pointer | None
     job_ids_item: Pointer
     running: bool
+    started: Pointer | re.Pattern[str] | None = None
 
     def health(self, reply: Answer | Broken) -> Health:
         """What the server is, and what it says it is doing."""
-        kind = self._kind(reply)
+        said = self._said(reply)
+        kind = HealthKind.UP if said == _IDLE else HealthKind(said)
         message = reply.message if isinstance(reply, Broken) else f"the server answered {reply.status}"
         # A server that is busy by a rule of its own may still have answered in full (Cog does).
         if isinstance(reply, Broken) or not 200 <= reply.status < 300:
@@ -43,11 +47,20 @@ class HealthJudge:
             return Health(HealthKind.GARBAGE, running_count=self.running, message=str(error))
         if active is None and ids is not None:
             active = len(ids)
-        return Health(kind, active_jobs=active, job_ids=ids, running_count=self.running)
+        started = self._started(reply)
+        if said == _IDLE:
+            return Health(kind, active_jobs=0, running_count=True, started=started)
+        return Health(kind, active_jobs=active, job_ids=ids, running_count=self.running, started=started)
 
-    def _kind(self, reply: Answer | Broken) -> HealthKind:
-        then = next((rule.then for rule in self.rules if rule.holds_for(reply, None)), "garbage")
-        return HealthKind(then)
+    def _said(self, reply: Answer | Broken) -> str:
+        return next((rule.then for rule in self.rules if rule.holds_for(reply, None)), HealthKind.GARBAGE.value)
+
+    def _started(self, answer: Answer) -> str | None:
+        if isinstance(self.started, re.Pattern):
+            found = self.started.search(answer.text)
+            return found[1] if found else None
+        value = None if self.started is None or answer.json is NOT_JSON else resolve(answer.json, self.started)
+        return str(value)[:_LONGEST_START] if isinstance(value, str | int | float) else None
 
     def _active(self, answer: Answer) -> int | None:
         if self.metric is not None:
@@ -89,7 +102,14 @@ def health_judge(step: HealthStep) -> HealthJudge:
         job_ids=None if step.job_ids is None else parse(step.job_ids),
         job_ids_item=parse(step.job_ids_item),
         running=step.running,
+        started=_start_of(step.started),
     )
+
+
+def _start_of(where: Active | None) -> Pointer | re.Pattern[str] | None:
+    if where is None:
+        return None
+    return _sample(where.metric) if where.metric else parse(where.pointer or where.count or "")
 
 
 def _sample(name: str) -> re.Pattern[str]:

@@ -1,8 +1,11 @@
 """A server spoken to from an event loop: what `Server` says, carried out without waiting in a thread."""
 
-from typing import TypeVar
+import asyncio
+from typing import TypeAlias, TypeVar
 
 from dispatch.outcome import Kind, Outcome
+from foundation.addresses import refuses
+from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.call import Call, Health
 from tasks.servers.client import Server, Talk
 from tasks.servers.description import Description
@@ -11,18 +14,24 @@ from tasks.servers.wires import Exchange, Wires
 
 T = TypeVar("T")
 
+End: TypeAlias = "asyncio.Future[Answer | Broken]"
+"""For the end of an exchange whose answer nobody waits for."""
+
+_DEATH_SHOWS_S = (0.0, 0.02, 0.03, 0.05, 0.1, 0.2, 0.4)  # between looks
 _CUT = Outcome(Kind.UNKNOWN, code="cut_short", message="The call was cut short.")
 
 
 class Live:
     """One run's talk with its server.  `tell` is given what the server says while it is at it."""
 
-    __slots__ = ("_is_cut", "_server", "_submit", "_tell", "_wires")
+    __slots__ = ("_is_cut", "_server", "_submit", "_tell", "_wires", "abandoned", "is_broken")
 
     def __init__(self, server: Server, wires: Wires, tell: Tell = tell_nobody) -> None:
         self._server, self._wires, self._tell = server, wires, tell
         self._submit: Exchange | None = None
         self._is_cut = False
+        self.is_broken = False  # The server broke the connection under the submit, without an answer.
+        self.abandoned: End | None = None  # The end of a submit that was given up before it was answered.
 
     @property
     def description(self) -> Description:
@@ -39,6 +48,9 @@ class Live:
             while not self._is_cut:
                 self._submit = self._wires.begin(*ask)
                 reply = await self._submit.reply
+                if self._submit.is_abandoned:
+                    self.abandoned = self._submit.reply
+                self.is_broken = isinstance(reply, Broken) and reply.how is Break.RESET and not self._is_cut
                 if not self._is_cut:
                     ask = talk.send(reply)
         except StopIteration as ended:
@@ -52,6 +64,36 @@ class Live:
         self._is_cut = True
         if self._submit is not None:
             self._submit.cut()
+
+    def abandon(self) -> None:
+        """As `cut`, but where the answer would tell that the run is over, its end is still observed (`abandoned`)."""
+        self._is_cut = True
+        if self._submit is not None:
+            self._submit.abandon(Break.TIMEOUT)
+
+    async def is_over(self, call: Call) -> bool:
+        """Observe a submit that was given up to its end: whether the server has done with the run by then."""
+        if self.abandoned is None:
+            return False
+        reply = await self.abandoned
+        if isinstance(reply, Broken):
+            return reply.how is Break.RESET and await self.has_died()
+        return self._server.is_over(call, reply)
+
+    async def has_died(self) -> bool:
+        """Whether the process behind a connection that broke has ended: its address refuses connections.
+
+        A supervisor may start the next process soon, so it is looked at once, and some times in the next second.
+        """
+        for pause_s in _DEATH_SHOWS_S:
+            await asyncio.sleep(pause_s)
+            if await self.refuses():
+                return True
+        return False
+
+    async def refuses(self) -> bool:
+        """Whether no process listens at the server's address."""
+        return await asyncio.to_thread(refuses, self._server.endpoint)
 
     async def status(self, call: Call, remote_id: str) -> Outcome:
         outcome = await self._carry_out(self._server.status_talk(call, remote_id))

@@ -62,6 +62,7 @@ class Limits(NamedTuple):
     read_s: float  # between two pieces of the answer; may be infinite
     deadline: float  # time.monotonic() at which it all ends
     max_bytes: int  # of the answer's body
+    listen_s: float = 0.0  # for how long the end of an exchange is observed that is given up (wires.py alone)
 
 
 class _State(threading.local):

@@ -32,6 +32,7 @@ from tasks.servers.wire import MESSAGES, STREAM_GRACE_S, Limits
 
 _LOOK_EVERY = 4  # times within `read_s` it is looked whether anything has moved
 _OTHER_FAMILY_S = 0.25  # after which a name's next address is tried beside one that does not answer
+_JUDGED_BY = 64 * 1024  # bytes of an answer that nobody waits for
 _BODILESS = frozenset({"GET", "HEAD"})
 _OURS = {"User-Agent": "slotkeeper", "Accept": "*/*", "Accept-Encoding": "identity"}
 _PORTS = {"http": 80, "https": 443}
@@ -71,6 +72,7 @@ class Exchange:
         "_unpacker",
         "_wires",
         "connecting",
+        "is_abandoned",
         "reply",
     )
 
@@ -82,6 +84,7 @@ class Exchange:
         self._status = 0
         self._head: Mapping[str, str] = {}
         self._is_begun = False  # Some of the body has come.
+        self.is_abandoned = False  # Only its end matters.
         self._unpacker: Any = None  # of a body that the server has packed, though it was not asked to
         self._body: list[bytes] = []
         self._size = 0
@@ -93,6 +96,23 @@ class Exchange:
     def cut(self) -> None:
         """Nobody waits for the answer any more.  What the server makes of that is its own affair."""
         self.break_off(self._how(Break.RESET))
+
+    def abandon(self, how: Break) -> None:
+        """Answer now that no reply came, and observe the end of the exchange for `listen_s` of its limits.
+
+        `reply` is then a future for that end: an Answer with the beginning of its body, or how the connection broke.
+        """
+        if not self._limits.listen_s or self._connection is None or self.reply.done():
+            self.break_off(self._how(how))
+            return
+        waiting, self.reply = self.reply, self._wires.loop.create_future()
+        self.is_abandoned, self._hearing = True, None
+        self._stop_looking()
+        if self._listening is not None:
+            self._listening.cancel()
+        self._deadline.cancel()
+        self._deadline = self._wires.loop.call_later(self._limits.listen_s, self.break_off, Break.TIMEOUT)
+        waiting.set_result(Broken(how, MESSAGES[how]))
 
     def send(self, connection: Connection, words: "_Words") -> None:
         """The request leaves by this connection."""
@@ -112,12 +132,14 @@ class Exchange:
 
     def headed(self, status: int, head: Mapping[str, str]) -> None:
         self._status, self._head = status, head
-        if int(head.get("Content-Length") or 0) > self._limits.max_bytes:
+        if int(head.get("Content-Length") or 0) > self._limits.max_bytes and not self.is_abandoned:
             self.break_off(Break.TOO_LARGE)
         elif self._hearing is not None and self._hearing.opens(status, head):
             self._listen_on(self._hearing)
 
     def take(self, piece: bytes) -> None:
+        if self.is_abandoned and (self._unpacker is not None or self._size > _JUDGED_BY):
+            return
         if not self._is_begun:
             self._is_begun, self._unpacker = True, _unpacker(self._head.get("Content-Encoding"))
         if self._unpacker is not None:
@@ -137,7 +159,7 @@ class Exchange:
             self._body.append(piece)
 
     def answered(self) -> None:
-        if self._unpacker is not None and not self._unpacker.eof:
+        if self._unpacker is not None and not self._unpacker.eof and not self.is_abandoned:
             self.break_off(Break.RESET)
         else:
             self._finish(Answer(self._status, self._head, b"".join(self._body)))
@@ -152,7 +174,7 @@ class Exchange:
         return Break.CONNECT if self._connection is None else sent
 
     def _be_late(self) -> None:
-        self.break_off(self._how(Break.TIMEOUT))
+        self.abandon(Break.TIMEOUT)
 
     def _hear(self, hearing: Hearing, piece: bytes) -> None:
         was_over = hearing.is_over

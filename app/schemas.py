@@ -200,6 +200,12 @@ class RegisterBody(Asked):
     )
 
 
+class ReleaseBody(Asked):
+    """Which withheld slots of a server may be used again."""
+
+    slot: str | None = Field(None, description="One of them, such as `gpu1-slot0`; left out: all.")
+
+
 class StateBody(Asked):
     """How something shall stand."""
 

@@ -20,7 +20,7 @@ PREFIX = "act."
 ACTS = frozenset(
     {
         *("job.cancel", "job.retry", "job.delete"),
-        *("server.register", "server.remove", "server.rename", "server.keep", "server.reset"),
+        *("server.register", "server.remove", "server.rename", "server.keep", "server.reset", "server.release"),
         *("model.remove", "model.rename", "model.keep", "model.end_former_name"),
         *("defaults.set", "defaults.remove"),
         *("model.configure", "tenant.add", "tenant.remove"),

@@ -175,6 +175,23 @@ def _score(scores: dict[str, Any], model: str, part: str) -> str | None:
     return f"{scores[model][part]:.3f}" if model in scores else None
 
 
+@servers.command("release")
+@click.argument("server")
+@click.option("--slot", metavar="SLOT", help="One of its slots, such as gpu1-slot0; by default all that are withheld.")
+@json_option
+def release_server(server: str, slot: str | None, as_json: bool) -> None:
+    """Use withheld slots again.
+
+    A slot is withheld while its server may still run a job that has ended here.  Say so if you know that it does not:
+    its process is dead, or you have looked.
+    """
+    answer = client().post(f"/admin/servers/{quoted(server)}/release", {"slot": slot})
+    if as_json:
+        print_json(answer)
+    else:
+        say(f"Withheld slots of {one_line(server)} are used again.")
+
+
 @servers.command("reset")
 @click.argument("server")
 @json_option

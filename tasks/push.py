@@ -6,6 +6,7 @@ been told: the same verdict, the same guarded write.  The worker that still poll
 
 from dispatch.outcome import Kind, Outcome
 from foundation import exact
+from jobs import withheld
 from jobs.events import TYPES
 from jobs.record import Job
 from jobs.states import State
@@ -14,7 +15,7 @@ from tasks.descriptions import Misconfigured, address_of, server_for
 from tasks.servers import Call
 from tasks.settlement import settle
 from tasks.wiring import dispatcher
-from upkeep import runs
+from upkeep import draining, runs
 
 # What a push can say about the end of a run.  Of anything else the polling worker makes more.
 _ENDS = frozenset({Kind.DONE, Kind.FAILED, Kind.RETRY, Kind.CANCELED})
@@ -36,6 +37,16 @@ def read(job: Job, body: bytes) -> Outcome | None:
         return None  # The worker that polls is its one reader.
     outcome = server.pushed(_call(job), job.remote_id, body)
     return outcome if outcome.kind in _ENDS else None
+
+
+def release(job: Job, body: bytes) -> bool:
+    """Let the slot of a run that has ended here be used again, if the push says that it has ended at its server too.
+
+    Raises RecordUnavailable.
+    """
+    if withheld.of_run(dispatcher().store.database, job.id, job.attempt) is None or read(job, body) is None:
+        return False
+    return draining.release_run(dispatcher(), job.id, job.attempt)
 
 
 def _names_another(job: Job, body: bytes) -> bool:

@@ -30,7 +30,7 @@ class Seen:
     unlisted: dict[str, dict[tuple[str, int], int]] = field(default_factory=dict)
     """Server -> runs (job, attempt) that have an id at it and are not in its reports, and since when (ms)."""
     started: dict[str, tuple[str, int | None]] = field(default_factory=dict)
-    """Server -> by what its process is told from others, and since when (ms) it is another; None: since the first look."""
+    """Server -> what tells its process from others, and since when (ms) that has changed; None: it never has."""
     doubts: dict[str, "Doubt"] = field(default_factory=dict)
     """Fleets whose room holds fewer jobs than the record has queued."""
     unstarted: dict[str, tuple[int, int]] = field(default_factory=dict)

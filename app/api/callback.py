@@ -12,7 +12,7 @@ from app.openapi import blueprint, described, headers, problems
 from app.reading import body_of
 from app.schemas import JobPath
 from jobs.record import Job
-from jobs.states import State
+from jobs.states import FINAL, State
 from tasks import callbacks, push
 from tasks.servers import TOO_DEEP
 
@@ -43,6 +43,8 @@ def push_result(path: JobPath) -> tuple[dict[str, Any], int]:
         raise ProblemError(503, "between_workers", "Not now", detail)
     request.max_content_length = context().settings.max_push_bytes
     outcome = push.read(job, body_of(request)) if job.state is State.RUNNING else None
+    if job.state in FINAL:
+        push.release(job, body_of(request))
     if outcome is None:
         return PushAnswer.of(status="ignored" if job.state is State.RUNNING else job.state), _status(job)
     push.push(job, outcome)

@@ -16,9 +16,9 @@ from app.describing import described as described_by
 from app.kinds import ServerCheck, server_check
 from app.openapi import described, problems
 from app.registry_answers import FleetView, ListedServer, ServerList, ServerStatus, ServerView, WithheldSlot
-from app.schemas import RegisterBody, ServerPath, StateBody
+from app.schemas import RegisterBody, ReleaseBody, ServerPath, StateBody
 from audit import acts
-from foundation.errors import NotFound
+from foundation.errors import Conflict, NotFound
 from insight import servers as insight
 from insight.idle import why_idle
 from jobs.record import now_ms
@@ -118,6 +118,25 @@ def reset_server(path: ServerPath) -> dict[str, Any]:
     rooms.reset(dispatcher().slots.scripts, known.fleet, "server", known.name)
     acts.record(dispatcher().store.database, acts.act("server.reset", server=known.name))
     bring_to_redis(known.fleet)
+    return _listed(known, standings_of([known.fleet]), draining.by_server(dispatcher()))
+
+
+@api.post(
+    "/servers/<path:server>/release", responses={200: ListedServer, **problems(400, 404, 409, 413, 415, 422, 503)}
+)
+def release_server(path: ServerPath, body: ReleaseBody) -> dict[str, Any]:
+    """Say that a server runs nothing any more of what its withheld slots wait for: they are used again at once.
+
+    For a server whose process is known to be dead, or that has been looked at.  If it does run one of these jobs, its
+    slot then has two.
+    """
+    known = _known(path.server)
+    rows = [row.slot for row in draining.by_server(dispatcher())[known.name] if body.slot in (None, row.slot)]
+    if not rows:
+        which = "no slot" if body.slot is None else f"no slot {body.slot!r}"
+        raise Conflict(f"Server {known.name!r} has {which} that is withheld; GET /admin/servers lists those that are.")
+    acts.record(dispatcher().store.database, acts.act("server.release", server=known.name, slots=rows))
+    draining.release_all(dispatcher(), known, body.slot)
     return _listed(known, standings_of([known.fleet]), draining.by_server(dispatcher()))
 
 

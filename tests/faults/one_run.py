@@ -36,6 +36,8 @@ class FakeServer:
         self.during: Callable[[], None] = lambda: None
         self.runs: frozenset[str] | None = None
         self.down = 0  # how often it does not answer for its health
+        self.is_broken, self.has_ended = False, False  # its connection under a submit; its process
+        self.abandoned: None = None
 
     async def submit(self, call: Call) -> Outcome:
         self.asked.append("submit")
@@ -63,6 +65,15 @@ class FakeServer:
 
     def cut(self) -> None:
         self.asked.append("cut")
+
+    def abandon(self) -> None:
+        self.asked.append("abandon")
+
+    async def refuses(self) -> bool:
+        return self.has_ended
+
+    async def has_died(self) -> bool:
+        return self.has_ended
 
 
 @contextmanager

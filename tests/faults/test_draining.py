@@ -364,6 +364,6 @@ def test_a_waiting_job_is_told_of_the_slot_that_is_withheld_and_not_of_another_t
     _timed_out(stage)
     jobs = {tenant: stage.submit(tenant=tenant) for tenant in ("default", "acme")}
     told = {tenant: stage.explained(job_id) for tenant, job_id in jobs.items()}
-    ended = "timed out here at 2027-01-15T08:00:05Z, its server has not let go"
+    ended = "timed out here at 2027-01-15T08:00:05Z, and its server may still run it"
     assert f"slot gpu-slot0 is withheld: job 'one' {ended}" in told["default"]
     assert f"slot gpu-slot0 is withheld: another tenant's job {ended}" in told["acme"]

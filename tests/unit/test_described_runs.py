@@ -31,6 +31,8 @@ GIVEN: dict[str, Any] = {"mode": "async", "given_id": "{{job/attempt_id}}"}
 class Live:
     """Gives its answers one after another, the last again and again; notes what it is asked."""
 
+    is_broken, abandoned = False, None
+
     def __init__(self, description: dict[str, Any], **answers: list[Any]) -> None:
         self.description = Description.model_validate(description)
         self.answers = answers
@@ -56,6 +58,11 @@ class Live:
 
     def cut(self) -> None:
         """Nothing is under way."""
+
+    abandon = cut
+
+    async def refuses(self) -> bool:
+        return False
 
     def _said(self, what: str, call: Call | None = None) -> Any:
         self.asked.append(what)

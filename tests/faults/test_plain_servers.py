@@ -1,0 +1,160 @@
+"""Servers that tell nothing of themselves: a slot is used again when anything shows that its run is over."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from local.ports import free_port
+from tests.support.gated import Gate
+from tests.support.stack import REPO, eventually
+from tests.support.town import Town
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+# Far less than the ten minutes for which such a slot is withheld where nothing shows that its run is over.
+_SOON_S = 15.0
+_SUPERVISED = """while :; do "$@"; sleep 0.3; done"""
+
+
+class Plain:
+    """A plain server in a process of its own; `supervised`: another is started whenever it has ended."""
+
+    def __init__(self, folder: Path, *, supervised: bool = False) -> None:
+        self.port, self._journal = free_port(), folder / "journal"
+        words = [sys.executable, "-m", "tests.support.plain_server", str(self.port), str(self._journal)]
+        self._command = ["/bin/sh", "-c", _SUPERVISED, "sh", *words] if supervised else words
+        self.endpoint = f"http://127.0.0.1:{self.port}/predict"
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, cwd=REPO, start_new_session=True, stderr=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def lines(self) -> list[str]:
+        return self._journal.read_text().splitlines() if self._journal.exists() else []
+
+    def begun(self, job_id: str) -> None:
+        eventually(lambda: f"begins {job_id}" in self.lines(), f"{job_id} begins")
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Iterator[Callable[..., Plain]]:
+    made: list[Plain] = []
+
+    def make(**options: Any) -> Plain:
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(Plain(folder, **options))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.kill()
+
+
+def _model(town: Town, name: str, *servers: Plain, **config: Any) -> str:
+    town.crew(1)
+    assert town.api.call("PUT", f"/admin/model-configs/{name}", json={"preset": "generic-sync", **config}).ok
+    for number, server in enumerate(servers):
+        body = {"model": name, "server": f"{name}-{number}", "endpoint": server.endpoint, "slots": 1}
+        assert town.api.call("POST", "/admin/register", json=body).ok
+    return name
+
+
+def _cancel(town: Town, job_id: str) -> None:
+    assert town.api.call("POST", f"/queue/jobs/{job_id}/cancel").ok
+    town.until(job_id, "canceled")
+
+
+def test_a_canceled_runs_slot_is_used_again_when_its_server_answers_after_all(
+    town: Town, plain: Callable[..., Plain], tmp_path: Path
+) -> None:
+    server, gate = plain(), Gate(tmp_path / "gate")
+    model = _model(town, "plain-canceled", server)
+    first = town.api.submit(model, gate.payload)
+    server.begun(first)
+    _cancel(town, first)
+    following = town.api.submit(model, {})
+
+    explained = town.api.call("GET", f"/queue/jobs/{following}/explain").json()["sentence"]
+    assert "is withheld" in explained and "answers the request" in explained
+    assert f"begins {following}" not in server.lines(), "SLOT-1: the server runs the first still"
+    gate.open()
+
+    town.until(following, "completed", _SOON_S)
+    assert server.lines() == [f"{what} {job}" for job in (first, following) for what in ("begins", "ends")]
+
+
+def test_a_slot_whose_runs_time_is_over_is_used_again_when_its_server_answers_after_all(
+    town: Town, plain: Callable[..., Plain], tmp_path: Path
+) -> None:
+    server, gate = plain(), Gate(tmp_path / "gate")
+    model = _model(town, "plain-expired", server)
+    first = town.api.submit(model, gate.payload, ttl=1)
+    town.until(first, "expired")
+    assert "ttl" in (town.row(first).error_message or "") or town.row(first).error_code == "deadline_passed"
+    following = town.api.submit(model, {})
+    gate.open()
+    town.until(following, "completed", _SOON_S)
+    assert server.lines() == [f"{what} {job}" for job in (first, following) for what in ("begins", "ends")]
+
+
+def test_a_server_that_dies_under_a_run_costs_a_crash_at_once_and_its_slot_is_free_when_it_is_back(
+    town: Town, plain: Callable[..., Plain], tmp_path: Path
+) -> None:
+    server, gate = plain(), Gate(tmp_path / "gate")
+    model = _model(town, "plain-killed", server)
+    first = town.api.submit(model, gate.payload)
+    server.begun(first)
+    began = time.monotonic()
+    server.kill()
+    eventually(lambda: town.row(first).crashes == 1, "the crash is charged", _SOON_S)
+    assert time.monotonic() - began < _SOON_S
+    gate.open()
+    server.start()
+    job = town.until(first, "completed", _SOON_S)
+    assert (job.failures, job.crashes) == (0, 1)
+
+
+def test_a_job_that_kills_its_servers_takes_down_three_processes_and_the_next_job_runs(
+    town: Town, plain: Callable[..., Plain]
+) -> None:
+    servers = [plain(supervised=True) for _ in range(6)]
+    model = _model(town, "plain-poison", *servers)
+    poison = town.api.submit(model, {"die": True})
+
+    job = town.until(poison, "dead", 60)
+    assert (job.failures, job.crashes) == (0, 3)
+    assert sum(server.lines().count(f"begins {poison}") for server in servers) == 3
+    good = [town.api.submit(model, {}) for _ in range(6)]
+    for job_id in good:
+        town.until(job_id, "completed", _SOON_S)
+
+
+def test_an_operator_can_say_that_a_withheld_slot_is_free(
+    town: Town, plain: Callable[..., Plain], tmp_path: Path
+) -> None:
+    server, gate = plain(), Gate(tmp_path / "gate")
+    model = _model(town, "plain-released", server)
+    first = town.api.submit(model, gate.payload)
+    server.begun(first)
+    _cancel(town, first)
+    following = town.api.submit(model, {})
+    released = town.api.call("POST", f"/admin/servers/{model}-0/release", json={})
+    assert released.ok and released.json()["withheld"] == []
+    town.until(following, "completed", _SOON_S)
+    again = town.api.call("POST", f"/admin/servers/{model}-0/release", json={"slot": f"{model}-0-slot0"})
+    assert again.status_code == 409
+    acts = town.api.call("GET", "/admin/audit", params={"server": f"{model}-0"}).json()["acts"]
+    assert acts[0]["act"] == "server.release" and acts[0]["data"]["slots"] == [f"{model}-0-slot0"]
+    gate.open()

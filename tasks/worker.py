@@ -34,6 +34,7 @@ from routing.leases import Lease
 from routing.queues import Offer
 from routing.workers import Workers
 from tasks import descriptions, messages, settlement
+from tasks.abandoned import Abandoned
 from tasks.aside import Aside
 from tasks.config import TaskSettings
 from tasks.descriptions import Misconfigured
@@ -124,8 +125,7 @@ class Worker:
         self.poller = Poller(dispatcher, workers, self.owner, lambda: self.room, self.run_claimed)
         self.capacity = capacity
         self._taken_up: dict[str, Shown] = {}  # leases whose offers this process has taken up, until their runs end
-        # Runs that were given up before their server answered, by lease: what tells that they are over there.
-        self._abandoned: dict[str, Callable[[], Awaitable[bool]]] = {}
+        self._abandoned = Abandoned(self.engine, dispatcher)
         self._handed_on: dict[str, float] = {}  # leases that came with a slot's release, and since when (monotonic s)
         self._unfilled = 0  # places of ended runs for which nothing was taken, since ends waited for the record
         self._reception: Reception | None = None  # by which Celery's consumer hears of runs that were handed on
@@ -242,8 +242,7 @@ class Worker:
             log.exception("result_not_stored", job_id=job_id)
         self.heartbeat.remove(run.watch)
         self._forget(lease.name, run.shown)
-        if (is_over := self._abandoned.pop(lease.name, None)) is not None:
-            self.engine.spawn(self._observe(run.active, is_over))
+        self._abandoned.observe(run.active)
         self.engine.later(run.shown.ended, task_end)
         if run.watch.restored:  # Its lease was written again while its end was on the way to the record.
             await self.engine.rarely(lambda: self.dispatcher.free(lease, back=False))
@@ -262,8 +261,8 @@ class Worker:
             if (since_s := self._handed_on.pop(run.active.lease.name, None)) is not None:
                 self._note_gap(time.monotonic() - since_s)
             outcome = await runner.outcome()
-            if live is not None and live.abandoned is not None:
-                self._abandoned[run.active.lease.name] = partial(live.is_over, runner.question)
+            if live is not None:
+                self._abandoned.note(run.active.lease.name, live, runner.question)
             return outcome
         except RecordUnavailable:
             raise  # It says nothing of the server, nor of the job.
@@ -280,18 +279,9 @@ class Worker:
         """Raises UnknownModel."""
         it = run.active.run
         config, version = self._config_of(it.job.model), self._ways.find(_version_at, it.server, it.job.model)
-        longest_usual_s = partial(self.engine.rarely, self._longest_usual_s, it.job.model)
+        longest_usual_s = partial(self.engine.rarely, lambda: self.dispatcher.longest_usual_ms(it.job.model) / 1000)
         note_remote, holds = partial(self._note_remote, run), self.rights.holds
         return Runner(run.active, run.watch, config, live, note_remote, version, swap, holds, longest_usual_s)
-
-    def _longest_usual_s(self, model: str) -> float:
-        return self.dispatcher.longest_usual_ms(model) / 1000
-
-    async def _observe(self, active: ActiveRun, is_over: Callable[[], Awaitable[bool]]) -> None:
-        """Let the slot of a run that has ended here be used again as soon as the server's answer ends it there."""
-        if await is_over():
-            log.info("run_over_at_server", job_id=active.run.job.id, slot=active.run.slot)
-            await self.engine.rarely(self.dispatcher.let_go, active)
 
     def _note_remote(self, run: OwnRun, remote_id: str) -> Awaitable[bool]:
         it = run.active.run

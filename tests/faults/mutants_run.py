@@ -18,6 +18,7 @@ _WIRES = "tests/unit/servers/test_wires.py::"
 _PIPELINE = "tests/lua/test_pipeline.py::"
 _LINE = "tests/lua/test_line.py::"
 
+PLAIN = "tests/faults/test_plain_servers.py::"
 RUN = [
     Mutant(
         "a lease expires while its start is being stored",
@@ -274,9 +275,26 @@ RUN = [
         "a call that lost its connection is a crash at once",
         "runs",
         "tasks/runner.py",
-        "            if self._may_send_again:\n                return await self._send_again(live)\n",
+        "            if self._may_send_again and not self._run.crashes:\n"
+        "                return await self._send_again(live)\n",
         "",
         (f"{RUNS}test_a_call_that_only_lost_its_connection_is_sent_again_and_costs_nothing",),
+    ),
+    Mutant(
+        "a death of the server under a job costs a retry",
+        "runs",
+        "tasks/runner.py",
+        "        if await live.has_died():\n            return _CRASHED\n",
+        "",
+        (f"{PLAIN}test_a_job_that_kills_its_servers_takes_down_three_processes_and_the_next_job_runs",),
+    ),
+    Mutant(
+        "an answer that comes after its job was canceled frees no slot",
+        "SLOT-2",
+        "tasks/abandoned.py",
+        "if await live.is_over(call):",
+        "if False:",
+        (f"{PLAIN}test_a_canceled_runs_slot_is_used_again_when_its_server_answers_after_all",),
     ),
     Mutant(
         "a job that may have brought its server down is sent to it again",

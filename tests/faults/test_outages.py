@@ -485,8 +485,8 @@ def test_the_slots_of_a_restarted_server_are_free_soon_after_its_first_answer(
     assert now_ms() - back_ms < _FREE_WITHIN_MS
     gate.open()
     jobs = [town.until(job_id, "completed") for job_id in lost]
-    # A call whose worker has not seen the server away is only sent again.
-    assert all(job.crashes == town.starts(job.id) - 1 <= 1 for job in jobs)
+    # A call whose worker has not seen the server away is only sent again; a start that finds it away costs nothing.
+    assert all(job.crashes == job.attempts - 1 <= 1 for job in jobs)
 
 
 @pytest.mark.e2e

@@ -206,10 +206,20 @@ class Server:
         if step is self._plan.submit:
             headers |= _submit_headers(values.call)
         ask = self._wanted(step.request, values, headers, end, self._max_bytes)
-        if hearing is None:
-            return step.judge.outcome((yield ask), self._about(values))
-        reply = yield ask._replace(hearing=hearing)
-        return hearing.outcome(reply) if hearing.is_stream else step.judge.outcome(reply, self._about(values))
+        reply = yield (ask if hearing is None else ask._replace(hearing=hearing))
+        if hearing is not None and hearing.is_stream:
+            return hearing.outcome(reply)
+        outcome = step.judge.outcome(reply, self._about(values))
+        if (
+            outcome is None
+            or outcome.kind is not Kind.FAILED
+            or not step.judge.depends_on_health(reply, values.remote_id)
+        ):
+            return outcome
+        health = yield from self.health_talk()
+        if health.kind not in (HealthKind.BUSY, HealthKind.DOWN):
+            return outcome
+        return Outcome(Kind.BUSY, code="busy", message=f"{outcome.message} (the health check says {health.kind})")
 
     def _wanted(self, request: Request, values: Values, headers: dict[str, str], end: float, max_bytes: int) -> Ask:
         url = self._endpoint if request.path is None else self._base + request.path.fill(values)

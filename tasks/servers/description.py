@@ -139,11 +139,14 @@ class Rule(_Rule):
     """If `when` holds, then the exchange means this.  "next": ask the next status step."""
 
     then: Literal["done", "pending", "failed", "retry", "busy", "canceled", "lost", "unknown", "unreachable", "next"]
+    only_when_up: bool = False  # believed unless the health check says busy or down; then it means "busy"
 
     @model_validator(mode="after")
     def _results_come_in_answers(self) -> Self:
         if self.when.connection and self.then in ("done", "next"):
             raise ValueError(f"a connection error cannot mean {self.then!r}")
+        if self.only_when_up and self.then != "failed":
+            raise ValueError("only_when_up belongs to a rule whose `then` is 'failed'")
         return self
 
 
@@ -172,6 +175,8 @@ class _Reading(_Data):
             if rule.then not in self.meanings:
                 known = ", ".join(sorted(self.meanings))
                 raise _placed(["rules", number, "then"], f"{rule.then!r} means nothing here; there is: {known}")
+            if rule.only_when_up and "busy" not in self.meanings:
+                raise _placed(["rules", number, "only_when_up"], "a rule of submit alone can ask the health check")
         return self
 
 

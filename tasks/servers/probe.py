@@ -215,7 +215,7 @@ class _Steps:
             return step, None, None
         rule = rules[number]
         where = f"{place}.rules[{number}]" if number < len(own) else "default"
-        self._go_on(rule.then)
+        self._go_on(rule)
         return step, f"{where}: {_in_words(rule)}", rule.then
 
     def _rules(self) -> tuple[str, tuple[Any, ...], tuple[Any, ...]]:
@@ -230,10 +230,12 @@ class _Steps:
             return "cancel", it.cancel.rules, cancel_rules()
         return "health", it.health.rules if it.health else (), health_rules()
 
-    def _go_on(self, then: str) -> None:
-        if self._name == "status" and then == "next":
+    def _go_on(self, rule: Rule | HealthRule) -> None:
+        if self._name == "submit" and isinstance(rule, Rule) and rule.only_when_up:
+            self._name = "health"
+        elif self._name == "status" and rule.then == "next":
             self._number += 1
-        elif self._name == "status" and then == "done" and self._description.result is not None:
+        elif self._name == "status" and rule.then == "done" and self._description.result is not None:
             self._name = "result"
 
 

@@ -72,6 +72,7 @@ class CompiledRule:
     pattern: re.Pattern[str] | None
     mentions_id: bool
     breaks: frozenset[str]
+    only_when_up: bool = False
 
     def holds_for(self, reply: Answer | Broken, asked: str | None) -> bool:
         """Whether this rule is about such a reply."""
@@ -119,6 +120,7 @@ def compile_rule(rule: Rule | HealthRule) -> CompiledRule:
         pattern=compile_pattern(when.text) if when.text else None,
         mentions_id=when.mentions_id,
         breaks=frozenset(when.connection),
+        only_when_up=isinstance(rule, Rule) and rule.only_when_up,
     )
 
 
@@ -171,6 +173,11 @@ class Judge:
                 return None if rule.then == "next" else self.conclude(rule, reply, about)
         return self._nonsense("nothing describes such an answer", about)
 
+    def depends_on_health(self, reply: Answer | Broken, asked: str | None) -> bool:
+        """Return whether the rule that judges the reply is believed only of a server that is up."""
+        rule = next((one for one in self.rules if one.holds_for(reply, asked)), None)
+        return rule is not None and rule.only_when_up
+
     def conclude(self, rule: Said, reply: Answer | Broken, about: About) -> Outcome:
         """What a rule that holds makes of the reply."""
         kind = Kind(rule.then)
@@ -182,7 +189,7 @@ class Judge:
         code = rule.code if rule.code is not None else _CODES[kind]
         asks_patience = kind in (Kind.BUSY, Kind.RETRY) and isinstance(reply, Answer)
         wanted_s = retry_after_s(reply.headers.get("Retry-After"), about.now_s) if asks_patience else None  # type: ignore[union-attr]
-        message = rule.message or (self._message(reply, about) if code else "")
+        message = rule.message or (self._message(reply, about, kind) if code else "")
         far = self._progress(reply) if kind is Kind.PENDING else None
         return Outcome(kind, code=code, message=message, remote_id=remote_id, retry_after_s=wanted_s, progress=far)
 
@@ -225,10 +232,12 @@ class Judge:
         value = resolve(answer.json, self.echo)
         return value is not MISSING and value is not None and id_text(value) not in ours
 
-    def _message(self, reply: Answer | Broken, about: About) -> str:
+    def _message(self, reply: Answer | Broken, about: About, kind: Kind) -> str:
         if isinstance(reply, Broken):
             return reply.message
         said = self._said(reply)
+        if kind is Kind.CANCELED:
+            return clean(f"the server canceled the run: {said}", about.secrets)
         return clean(f"the server answered {reply.status}" + (f": {said}" if said else ""), about.secrets)
 
     def _said(self, answer: Answer) -> str:
@@ -239,7 +248,13 @@ class Judge:
             value = resolve(answer.json, pointer)
             if value is not MISSING and value not in (None, ""):
                 return _as_sentence(value)
-        return ""
+        return "" if _is_wordless(answer.json) else _as_sentence(answer.json)
+
+
+def _is_wordless(document: Any) -> bool:
+    """Return whether a JSON value has nothing to quote: it is empty, or an object of empty values."""
+    values = document.values() if isinstance(document, dict) else [document]
+    return all(value is None or value in ("", [], {}) for value in values)
 
 
 def _as_sentence(value: Any) -> str:

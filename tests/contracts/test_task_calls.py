@@ -5,6 +5,7 @@ import os
 import pydoc
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -207,6 +208,28 @@ def test_called_directly_it_says_what_to_do():
         infer("zimg", PROMPT)
     with pytest.raises(RuntimeError, match=r"infer\.delay"):
         infer.apply(("zimg", PROMPT)).get()
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """Set task_always_eager; Celery's settings cannot be deleted, as monkeypatch would do."""
+    infer.app.conf.task_always_eager = True
+    yield
+    infer.app.conf.task_always_eager = False
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: infer.delay("zimg", PROMPT),
+        lambda: infer.apply_async(("zimg", PROMPT), task_id="j1", priority=2),
+        lambda: infer.s("zimg", PROMPT).delay(),
+    ],
+)
+def test_an_eager_call_submits_nothing_and_says_what_to_do(call, eager, monkeypatch):
+    monkeypatch.setattr(inference, "_submit", lambda *_, **__: pytest.fail("a job was submitted"))
+    with pytest.raises(RuntimeError, match="task_always_eager"):
+        call().get()
 
 
 def test_no_remote_rate_limit_holds_a_wake_up_back():

@@ -4,6 +4,15 @@ from tests.faults.mutant import CALLS, MALFORMED, MESSAGES, REVOKES, SUBMIT, TEL
 
 CELERY = [
     Mutant(
+        "an eager call submits a real job",
+        "a test suite with task_always_eager uses no server",
+        "tasks/inference.py",
+        "        if celery.conf.task_always_eager:",
+        "        if False:",
+        (f"{CALLS}test_an_eager_call_submits_nothing_and_says_what_to_do",),
+        still=f"{CALLS}test_called_directly_it_says_what_to_do",
+    ),
+    Mutant(
         "an offer from the wire is the worker's own if it says so",
         "LEASE-4",
         "tasks/messages.py",

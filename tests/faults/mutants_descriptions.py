@@ -5,10 +5,20 @@ from tests.faults.mutant import Mutant
 CLIENT = "tests/unit/servers/test_client.py::"
 TEMPLATES = "tests/unit/servers/test_templates.py::"
 
+CONVERSATIONS = "tests/unit/servers/test_presets.py::"
 PROBE = "tests/unit/servers/test_probe.py::"
 PRESETS = "tests/contracts/test_api_presets.py::"
 
 DESCRIPTIONS = [
+    Mutant(
+        "what a server answers while it starts fails its jobs",
+        "a server that is not ready costs a job nothing",
+        "tasks/servers/client.py",
+        "if health.kind not in (HealthKind.BUSY, HealthKind.DOWN):",
+        "if True:",
+        (f"{CONVERSATIONS}test_a_server_that_is_not_ready_fails_no_job",),
+        still=f"{CONVERSATIONS}test_a_preset_is_a_description_that_can_be_compiled",
+    ),
     Mutant(
         "a probe tells secrets",
         "a secret is shown to nobody",

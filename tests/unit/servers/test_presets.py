@@ -80,6 +80,16 @@ def test_what_its_servers_say_means_what_it_should(name, one, scripted, ours):
     assert {key: found[key] for key in one["is"]} == one["is"]
 
 
+@pytest.mark.parametrize(
+    ("health", "kind"), [("STARTING", Kind.BUSY), ("SETUP_FAILED", Kind.BUSY), ("READY", Kind.FAILED)]
+)
+def test_a_server_that_is_not_ready_fails_no_job(health, kind, scripted, ours):
+    """cog answers 406 to a stream both while it starts and for a model that does not stream."""
+    there = scripted(_player([("PUT", 406, "{}"), ("GET", 200, f'{{"status":"{health}"}}')]))
+    server = ours(there.url, Description.model_validate(presets.get("cog-stream")))
+    assert server.submit(Call("job-1", 1, {}, deadline_s=10.0)).kind is kind
+
+
 def _player(wire: list[Any]):
     lines = iter(wire)
 

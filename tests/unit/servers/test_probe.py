@@ -37,6 +37,14 @@ def test_a_server_is_recognized_by_what_it_answers(preset, path, body, scripted)
     assert found.candidates[0].because == f"GET {path} answered as its servers do"
 
 
+def test_llama_cpp_is_no_kserve(scripted):
+    """Its /v1/models has a list of objects in `models` beside OpenAI's `data`."""
+    body = {"models": [{"name": "cat", "model": "cat"}], "object": "list", "data": [{"id": "cat"}]}
+    found = recognize(scripted(only("/v1/models", body)).url)
+    assert found.preset == "openai-chat"
+    assert "kserve-v1" not in {one.preset for one in found.candidates}
+
+
 def test_presets_without_signs_are_known():
     """A plain server has none, RunPod's cloud answers nobody without a key, and what a server streams is asked for."""
     known = {name for name in presets.names() if presets.about(name).signs}

@@ -111,6 +111,28 @@ def test_what_the_server_calls_retryable_is_not_final():
     assert submitted(reply({"error": "later", "retryable": True}, 400)).kind is Kind.RETRY
 
 
+def test_only_when_up_belongs_to_a_final_rule_of_submit():
+    with pytest.raises(ValueError, match="belongs to a rule whose `then` is 'failed'"):
+        with_rules({"if": {"status": 406}, "then": "retry", "only_when_up": True})
+    with pytest.raises(ValueError, match="a rule of submit alone"):
+        Description.model_validate(
+            {
+                "mode": "async",
+                "status": [
+                    {
+                        "path": "{{endpoint}}/{{id}}",
+                        "rules": [{"if": {"status": 406}, "then": "failed", "only_when_up": True}],
+                    }
+                ],
+            }
+        )
+
+
+def test_a_canceled_run_is_no_error_of_the_server():
+    outcome = submitted(reply({"status": "canceled"}))
+    assert outcome.message == 'the server canceled the run: {"status":"canceled"}'
+
+
 def test_a_job_given_up_says_so():
     assert submitted(reply({"status": "canceled"})).kind is Kind.CANCELED
 
@@ -192,13 +214,15 @@ def test_an_answer_above_the_limit_is_final_and_names_the_remedy(asked):
         ({"message": "m"}, "m"),
         ({"error": {"code": 3}}, '{"code":3}'),
         (b"plain words", "plain words"),
+        ({"reason": "no such lora"}, '{"reason":"no such lora"}'),
+        ([1], "[1]"),
     ],
 )
 def test_a_message_says_what_the_server_said(body, said):
     assert submitted(reply(body, 500)).message == f"the server answered 500: {said}"
 
 
-@pytest.mark.parametrize("body", [{}, b"", b"<!doctype html><p>x", {"error": None}, [1]])
+@pytest.mark.parametrize("body", [{}, b"", b"<!doctype html><p>x", {"error": None}])
 def test_a_message_without_words_gives_the_status(body):
     assert submitted(reply(body, 500)).message == "the server answered 500"
 

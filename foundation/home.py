@@ -64,6 +64,15 @@ def is_state_folder(path: Path) -> bool:
     return any((path / name).exists() for name in _MARKS)
 
 
+def is_private(path: Path) -> bool:
+    """Whether it is a folder of ours that nobody else can enter."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
+
+
 def _may_be_closed(path: Path, found: os.stat_result) -> bool:
     if found.st_mode & stat.S_ISVTX:
         return False

@@ -19,7 +19,12 @@ from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote
 
-from foundation.home import is_state_folder, private_folder
+import structlog
+
+from foundation.errors import SlotkeeperError
+from foundation.home import is_private, is_state_folder, private_folder
+
+log = structlog.get_logger(__name__)
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _KEPT_S = 86_400
@@ -39,7 +44,8 @@ class Lifetimes:
 
     def begin(self, name: str) -> None:
         """From now on the end of this process proves the end of `name`.  Raises OSError, HomeNotPrivate: it cannot."""
-        if not is_state_folder(self._folder.parent):
+        home = self._folder.parent
+        if not is_state_folder(home) and not is_private(home):
             raise FileNotFoundError(errno.ENOENT, "There is no state folder")
         private_folder(self._folder)
         self._sweep()
@@ -57,6 +63,13 @@ class Lifetimes:
             self.forget(name)
             raise
         self._held[name] = file
+
+    def try_to_begin(self, name: str) -> None:
+        """Begin, if that is possible here: else the leases of `name` end by their own time, as on another machine."""
+        try:
+            self.begin(name)
+        except (OSError, SlotkeeperError) as error:
+            log.warning("end_not_provable", because=str(error))
 
     def end(self, name: str) -> None:
         """`name` does nothing more, though this process lives: there is nothing to prove."""

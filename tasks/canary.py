@@ -91,8 +91,11 @@ def sing(token: str) -> None:
 
 
 def listen(canary: Canary, consumer: Any) -> None:
-    """Take canaries as messages of this consumer of Celery's; from its own thread, each time that it is connected."""
+    """Take canaries as messages of this consumer of Celery's; from its own thread, each time that it is connected.
+
+    It consumes when its loop turns: before that it has no callbacks, and a message that a broker pushes ends it.
+    """
     _heard[:] = [canary.come]
     queue = canary.queue_of(consumer.hostname)
     celery.amqp.queues.select_add(queue)
-    consumer.add_task_queue(queue.name)
+    consumer.hub.call_soon(consumer.add_task_queue, queue.name)

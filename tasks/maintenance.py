@@ -51,7 +51,7 @@ _ROUND_S = 1.5
 _GATHER_S = 0.1
 _STATUS_S = 10.0  # for one question about a run
 _REPORTS_S = 3.0
-_PURGE_S = 10.0
+_PURGE_S = 50.0  # of each minute, while anything is overdue
 _COUNT_S = 4.0
 _TOO_SOON = 0.5  # of a task's period
 

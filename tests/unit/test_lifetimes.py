@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from foundation import lifetimes as lifetimes_module
 from foundation.home import HomeNotPrivate
@@ -270,3 +271,24 @@ def test_what_nobody_took_away_goes_after_a_day_and_what_is_held_stays(folder):
         os.utime(folder / name, (found.st_mtime - old, found.st_mtime - old))
     Lifetimes(folder).begin("another")
     assert sorted(path.name for path in folder.iterdir()) == ["another", "held", "young"]
+
+
+def test_a_private_folder_without_a_database_is_enough_for_the_proof(tmp_path: Path) -> None:
+    """In production the record is in PostgreSQL, and SLOTKEEPER_HOME holds nothing else."""
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    lives = Lifetimes(home / "workers")
+    lives.try_to_begin(NAME)
+    _die(lives)
+    assert lives.ended() == [NAME]
+
+
+def test_a_folder_that_others_can_enter_proves_nothing_and_the_worker_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    home.chmod(0o755)
+    with capture_logs() as logged:
+        Lifetimes(home / "workers").try_to_begin(NAME)
+    assert [(line["event"], line["log_level"]) for line in logged] == [("end_not_provable", "warning")]

@@ -552,9 +552,11 @@ def test_the_server_is_told_how_long_anything_may_take(monkeypatch):
     assert options.split("-c ")[1:] == [  # type: ignore[attr-defined]
         "statement_timeout=7000 ",
         "lock_timeout=1500 ",
-        "idle_in_transaction_session_timeout=2000",
+        "idle_in_transaction_session_timeout=2000 ",
+        "jit=off",
     ]
-    assert "options" not in _asked(monkeypatch, "", lock_s=0, statement_s=0, idle_s=0)  # A pooler may refuse them.
+    pooled = _asked(monkeypatch, "", lock_s=0, statement_s=0, idle_s=0)  # A pooler may refuse them.
+    assert "options" not in pooled and pooled["prepare_threshold"] is None
 
 
 def test_what_the_url_says_comes_first(monkeypatch):

@@ -58,8 +58,9 @@ def test_no_log_shows_a_payload_whatever_fails(
     _servers_answers(httpserver)
     server.name, server.endpoint = f"{server_name}-b", httpserver.url_for("/generate")
     api.register("answering-anyhow", server, retry_backoff=0.1, retry_backoff_max=0.1)
-    failed = api.ended(api.submit("answering-anyhow", payload))
-    assert (failed["status"], failed["attempts"]) == ("failed", 4), "all four answers were met"
+    for attempts in (3, 1):
+        failed = api.ended(api.submit("answering-anyhow", payload))
+        assert (failed["status"], failed["attempts"]) == ("failed", attempts), "all four answers are met"
 
     before = stack.processes["worker"].log.count("bare_message_refused")
     messages = [[[PLANTED, payload], {}], [["logged", payload, PLANTED, 4, 5], {}], [["logged", PLANTED], {}]]

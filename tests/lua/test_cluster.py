@@ -55,9 +55,9 @@ class _Strict(Scripts):
         super().__init__(redis, keys)
         self.ran: set[str] = set()
 
-    def _send(self, calls: Any) -> list[Any]:
-        self.ran.update(it.target.script for it in calls)
-        return [self._eval(it.target, it.args) for it in calls]
+    def _call(self, commands: Any) -> list[Any]:
+        self.ran.update(command.target.script for command in commands)
+        return [self._eval(command.target, command.args) for command in commands]
 
     def _eval(self, it: Target, args: tuple[Any, ...]) -> Any:
         return self.redis.eval(_STRICT + assemble(it.script), len(it.keys), *it.keys, *args)
@@ -77,6 +77,7 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.open() == "opened"
     one, two = room.enqueue(_b("j1", 1), _b("j2", 2), _b("j3", 3), _b("urgent", 4, 1))
     assert room.claim(one) == "claimed" and room.renew("w1", one) == ["renewed"]
+    assert room.run("hold", one.job, one.lease, "w1", one.slot, 4000) == "held"
     assert room.run("swaps", one.job, one.lease) == 1
     assert room.position(_b("j3", 3)) == ["waiting", 1]
     assert room.run("backlog", f"default|{FLEET}") == [2, 2, None, 0]

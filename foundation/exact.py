@@ -5,7 +5,7 @@ length.  So a longer one is kept as the digits that it came in: a WrittenNumber,
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NoReturn
@@ -18,6 +18,31 @@ class WrittenNumber:
     """A whole number beyond 64 bits."""
 
     digits: str
+
+
+class Unparsed:
+    """A large JSON value, as the text in which it came (foundation/large_json.py)."""
+
+    __slots__ = ("_found", "_member", "text")
+
+    def __init__(
+        self,
+        text: bytes,
+        member: Callable[[bytes, str], Any],
+        found: Mapping[tuple[str, ...], Any] | None = None,
+    ) -> None:
+        """`found`: what stands at some pointers; None: `member` finds each."""
+        self.text, self._member, self._found = text, member, found
+
+    def at(self, token: str) -> Any:
+        """Return what stands at one token of a JSON pointer.  Raises KeyError."""
+        return self._member(self.text, token)
+
+    def resolved(self, pointer: tuple[str, ...]) -> Any:
+        """Return what is known to stand at a pointer.  Raises KeyError: nothing is known of it."""
+        if self._found is None:
+            raise KeyError(pointer)
+        return self._found[pointer]
 
 
 _LEAST, _MOST = -(1 << 63), (1 << 64) - 1
@@ -50,9 +75,13 @@ def loads(text: bytes | str) -> Any:
     if not may_hold_long_numbers(raw):
         return orjson.loads(raw)
     try:
-        return _decoder.decode(raw.decode())
+        value = _decoder.decode(raw.decode())
+        dumps(value)  # This decoder reads halves of surrogate pairs, which nothing can write.
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    return value
 
 
 def dumps(value: Any, *, indent: bool = False) -> bytes:
@@ -67,6 +96,8 @@ def dumps(value: Any, *, indent: bool = False) -> bytes:
 def _digits_of(value: Any) -> orjson.Fragment:
     if isinstance(value, WrittenNumber):
         return orjson.Fragment(value.digits)
+    if isinstance(value, Unparsed):
+        return orjson.Fragment(value.text)
     raise TypeError(f"{type(value).__name__} is no JSON")
 
 
@@ -80,6 +111,8 @@ def unwritten(value: Any) -> Any:
     number = digits(value)
     if number is not None:
         return _plain_whole(number)
+    if isinstance(value, Unparsed):
+        return plain(value.text.decode())
     if isinstance(value, dict):
         return {key: unwritten(item) for key, item in value.items()}
     if isinstance(value, list):

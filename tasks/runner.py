@@ -63,7 +63,7 @@ class Runner:
         "_holds",
         "_let_go",
         "_live",
-        "_longest_usual_s",
+        "_longest_usual_ms",
         "_may_send_again",
         "_model_version",
         "_note_remote",
@@ -87,15 +87,15 @@ class Runner:
         model_version: str = "",
         swap: bool = True,
         holds: Callable[[Watch], Awaitable[bool]] = _holds_always,
-        longest_usual_s: Callable[[], Awaitable[float]] | None = None,
+        longest_usual_ms: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
-        """`longest_usual_s`: asks how long a run of the model may take before it is given up; None: to its own end."""
+        """`longest_usual_ms`: asks how long a run of the model may take before it is given up; None: to its own end."""
         self._run: Run = active.run
         self._watch = watch
         self._config = config
         self._live = live
         self._note_remote, self._holds = note_remote, holds
-        self._model_version, self._swap, self._longest_usual_s = model_version, swap, longest_usual_s
+        self._model_version, self._swap, self._longest_usual_ms = model_version, swap, longest_usual_ms
         self._end = time.monotonic() + _seconds_left(active.run, config)
         self._asked_with: Call | None = None
         self._resumes = watch.sent = active.run.remote_id is not None
@@ -161,8 +161,8 @@ class Runner:
             return outcome
         if await live.has_died():
             return _CRASHED
-        if self._longest_usual_s is not None:
-            self._broken_until = time.monotonic() + await self._longest_usual_s()
+        if self._longest_usual_ms is not None:
+            self._broken_until = time.monotonic() + await self._longest_usual_ms() / 1000
         return outcome
 
     async def _send_again(self, live: Live) -> Outcome:

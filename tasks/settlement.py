@@ -47,6 +47,15 @@ def judged(run: Run, outcome: Outcome, config: ModelConfig, *, canceling: bool) 
     )
 
 
+def not_ended(error: Exception) -> Outcome:
+    """Return the outcome of a run whose end an error of ours kept from being stored: the job goes back to its place.
+
+    The slot has a cooldown, longer each time, so that an error which comes again does not keep the server busy.
+    """
+    message = f"The worker could not store the end of the run ({type(error).__name__}); the job is run again."
+    return Outcome(Kind.BUSY, code="internal_error", message=message)
+
+
 def settle(active: ActiveRun, outcome: Outcome, *, canceling: bool, claimant: str = "") -> Settled:
     """Judge what came of a run, and store that; its slot is free after it.  `claimant`: as in Dispatcher.settle.
 

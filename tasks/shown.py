@@ -16,7 +16,6 @@ from celery import signals
 from celery.app import trace
 from celery.exceptions import Ignore, Retry
 from celery.utils.imports import symbol_by_name
-from celery.utils.saferepr import saferepr
 from celery.worker.request import Request, create_request_cls  # type: ignore[attr-defined]
 from celery.worker.state import reserved_requests, task_reserved
 from celery.worker.strategy import logger as strategy
@@ -33,9 +32,6 @@ from tasks.telling import JobFailed
 
 log = structlog.get_logger(__name__)
 
-_PLAIN = frozenset({str, int, float, bool, type(None)})
-_FEW, _SMALL = 20, 500  # parts, and characters of a text
-
 
 class ServerFault(Exception):
     """The server answered with an error or with nonsense, and the job waits to be tried again: (code, message)."""
@@ -45,7 +41,7 @@ def in_celerys_words(moved: Moved, outcome: Outcome) -> Any:
     """The result that a run's task has, or the exception that it ends with."""
     match moved.to:
         case State.COMPLETED:
-            return exact.unwritten(outcome.result)
+            return outcome.result
         case State.QUEUED:
             return Retry(f"Back to its place: {outcome.message or outcome.kind}")
         case State.DELAYED:
@@ -149,11 +145,12 @@ class Shown:
             state = self._end_with(request, found)
         else:
             state = "SUCCESS"
-            shown = _written(found, request.task.resultrepr_maxsize)
-            _say(trace.LOG_SUCCESS, request, runtime=took_s, return_value=shown)
-            request.on_success((False, shown, took_s))
+            if trace.logger.isEnabledFor(logging.INFO):
+                shown = _beginning(found, request.task.resultrepr_maxsize)
+                _say(trace.LOG_SUCCESS, request, runtime=took_s, return_value=shown)
+            request.on_success((False, None, took_s))
             if signals.task_success.receivers:
-                signals.task_success.send(sender=request.task, result=found, runtime=took_s)
+                signals.task_success.send(sender=request.task, result=exact.unwritten(found), runtime=took_s)
         if signals.task_postrun.receivers:
             signals.task_postrun.send(
                 sender=request.task,
@@ -161,7 +158,7 @@ class Shown:
                 task=request.task,
                 args=request.args,
                 kwargs=request.kwargs,
-                retval=found,
+                retval=exact.unwritten(found),
                 state=state,
             )
 
@@ -191,24 +188,10 @@ class Shown:
                 return "FAILURE"
 
 
-def _written(result: Any, longest: int) -> str:
-    """As Celery writes results; a small one at once, for its way of stopping in time costs twenty times that."""
-    parts = [*result, *result.values()] if type(result) is dict else [result]
-    if len(parts) <= _FEW and _are_small(parts):
-        text = repr(result)
-        if len(text) <= longest:
-            return text
-    return str(saferepr(result, longest))
-
-
-def _are_small(parts: list[Any]) -> bool:
-    for it in parts:
-        if type(it) is str:
-            if len(it) > _SMALL:
-                return False
-        elif type(it) not in _PLAIN:
-            return False
-    return True
+def _beginning(result: Any, longest: int) -> str:
+    """The beginning of a result, as JSON."""
+    text = result.text if isinstance(result, exact.Unparsed) else exact.dumps(result)
+    return text[:longest].decode(errors="replace") + ("…" if len(text) > longest else "")
 
 
 _LOG_FAILED = "Task %(name)s[%(id)s] raised: %(exc)s"

@@ -5,6 +5,7 @@ from typing import TypeVar, TypeVarTuple
 
 from registry.cache import CatalogCache
 from registry.catalog import Snapshot
+from registry.values import attribute_text
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -29,3 +30,9 @@ class Ways:
         except KeyError:
             found = self._found[key] = find(known, *of)
             return found
+
+
+def version_at(catalog: Snapshot, server: str, model: str) -> str:
+    """Return a model's version, as its server was registered for it; "": it was registered without."""
+    found = catalog.servers.get(server)
+    return "" if found is None else attribute_text(found.declared(model, "model_version") or "")

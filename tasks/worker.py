@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from database.db import Write
 from dispatch.dispatcher import ActiveRun, Dispatcher, new_owner
 from dispatch.outcome import Kind, Outcome
-from foundation import exact, logs
+from foundation import large_json, logs
 from foundation.clock import steady_s
 from foundation.crash import crash_at
 from foundation.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
@@ -29,7 +29,6 @@ from jobs.states import State
 from jobs.store import Moved
 from registry.catalog import Snapshot
 from registry.config import ModelConfig
-from registry.values import attribute_text
 from routing.leases import Lease
 from routing.queues import Offer
 from routing.workers import Workers
@@ -51,7 +50,7 @@ from tasks.servers import Live
 from tasks.settlement import End
 from tasks.shown import Reception, Shown, in_celerys_words
 from tasks.starts import Starts
-from tasks.ways import Ways
+from tasks.ways import Ways, version_at
 from tasks.wiring import dispatcher, leases, lifetimes, tallies, telling, workers
 from upkeep import draining
 
@@ -97,7 +96,8 @@ class Worker:
         self._note_gap = note_gap
         self.owner = new_owner("worker")
         self._lifetimes = lifetimes
-        self._begin_lifetime()  # before its first claim
+        if lifetimes is not None:
+            lifetimes.try_to_begin(self.owner)  # before its first claim
         self._leases = leases
         self._ways = Ways(dispatcher.catalog)
         self.engine = Engine(dispatcher.store.database, leases)
@@ -120,8 +120,7 @@ class Worker:
         self.heartbeat.start()
         self.consumer: Any = None  # Celery's consumer; None while there is none, or while draining
         self.node_name = ""  # Celery's name of this worker, once there has been a consumer
-        self._draining = False  # for good
-        self._grace_over = False  # runs are handed back
+        self._draining = self._grace_over = False  # the first for good; after the second runs are handed back
         self.poller = Poller(dispatcher, workers, self.owner, lambda: self.room, self.run_claimed)
         self.capacity = capacity
         self._taken_up: dict[str, Shown] = {}  # leases whose offers this process has taken up, until their runs end
@@ -167,8 +166,11 @@ class Worker:
             self.take_up(offer, Shown(request))
 
     def take_up(self, offer: Offer, shown: Shown) -> None:
-        """Run the job of an open offer, unless this process has taken it up before."""
-        if self._note(offer.lease, shown):
+        """Run the job of an open offer, unless this process has taken it up before or is full.
+
+        Another worker that has room, or this one when it has, finds the offer when it looks for work.
+        """
+        if len(self._taken_up) < self.capacity and self._note(offer.lease, shown):
             self.engine.live(self.begin(offer, shown))
         else:
             self._show_nothing(shown)
@@ -235,7 +237,14 @@ class Worker:
         trace_id = partial(trace_id_of, job_id, run.active.run.traceparent)
         logs.about(job_id=job_id, tenant=run.active.run.job.tenant, trace_id=trace_id)
         try:
-            task_end = await self._end(run, await self._outcome(run))
+            outcome = await self._outcome(run)
+            try:
+                task_end = await self._end(run, outcome)
+            except RecordUnavailable:
+                raise
+            except Exception as error:  # It is ours, so it costs the job nothing, and is told with it.
+                log.exception("run_not_ended", job_id=job_id)
+                task_end = await self._end(run, settlement.not_ended(error))
         except RecordUnavailable as error:  # The lease is gone, or this worker is: another will run it again.
             log.error("result_not_stored", job_id=job_id, error=str(error))
         except Exception:  # The lease expires, and its reaper sees to it.
@@ -278,10 +287,10 @@ class Worker:
     def _runner(self, run: OwnRun, live: Live | None, swap: bool) -> Runner:
         """Raises UnknownModel."""
         it = run.active.run
-        config, version = self._config_of(it.job.model), self._ways.find(_version_at, it.server, it.job.model)
-        longest_usual_s = partial(self.engine.rarely, lambda: self.dispatcher.longest_usual_ms(it.job.model) / 1000)
+        config, version = self._config_of(it.job.model), self._ways.find(version_at, it.server, it.job.model)
+        longest_usual_ms = partial(self.engine.rarely, self.dispatcher.longest_usual_ms, it.job.model)
         note_remote, holds = partial(self._note_remote, run), self.rights.holds
-        return Runner(run.active, run.watch, config, live, note_remote, version, swap, holds, longest_usual_s)
+        return Runner(run.active, run.watch, config, live, note_remote, version, swap, holds, longest_usual_ms)
 
     def _note_remote(self, run: OwnRun, remote_id: str) -> Awaitable[bool]:
         it = run.active.run
@@ -396,7 +405,7 @@ class Worker:
         await self._go_on(lease, following, asked_s)
         job = await self.engine.rarely(self.dispatcher.store.get, it.job.id)
         if job is not None and job.state is State.COMPLETED and job.attempt == it.attempt:
-            return exact.plain(job.result) if job.result else None
+            return large_json.stored(job.result) if job.result else None
         return Ignore()
 
     async def _go_on(self, ended: Lease, offer: Offer | None, asked_s: float) -> None:
@@ -576,19 +585,6 @@ class Worker:
         self.engine.close()
         if self._lifetimes is not None and not self._taken_up:
             self._lifetimes.end(self.owner)
-
-    def _begin_lifetime(self) -> None:
-        if self._lifetimes is not None:
-            try:
-                self._lifetimes.begin(self.owner)
-            except (OSError, SlotkeeperError) as error:  # Its leases end by their own time, as on another machine.
-                log.info("end_not_provable", because=str(error))
-
-
-def _version_at(catalog: Snapshot, server: str, model: str) -> str:
-    """Of a model, as its server was registered for it; "": it was registered without."""
-    found = catalog.servers.get(server)
-    return "" if found is None else attribute_text(found.declared(model, "model_version") or "")
 
 
 @once

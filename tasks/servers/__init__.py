@@ -11,7 +11,7 @@ dispatch.outcome; never jobs, Redis, Celery, Flask or SQL (setup.cfg, importlint
   wires        the same, in an event loop                 live       Server, spoken to from there
   connection   one connection of those
   call         what goes into an exchange                 answers    what came back
-  stream       an answer that comes in pieces
+  stream       an answer that comes in pieces          inspection  one that is large, in a process
   pointers, patterns, paths  safe ways to read and to ask
   presets      descriptions that come with Slotkeeper, by name
   probe        what answers at an address, asked and told

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from foundation import exact
+from foundation import exact, large_json
 from tasks.servers.patterns import TEXT_LIMIT
 
 NOT_JSON: Final[Any] = type("NotJson", (), {"__repr__": lambda self: "NOT_JSON", "__slots__": ()})()
@@ -51,6 +51,10 @@ class Answer:
         self.status, self.headers, self.body = status, headers, body
         self._json: Any = self  # itself: not parsed yet
 
+    def inspected(self, value: Any) -> None:
+        """Its JSON value, or NOT_JSON, has been found elsewhere."""
+        self._json = value
+
     @property
     def json(self) -> Any:
         """The body's JSON value, whatever its content type says, or NOT_JSON (also for NaN)."""
@@ -61,6 +65,8 @@ class Answer:
     @property
     def is_flat(self) -> bool:
         """Whether nothing in its JSON value can be too deep: so few lists and objects begin in it, or in its texts."""
+        if isinstance(self.json, exact.Unparsed):  # It is written as it came.
+            return True
         return self.body.count(b"[") + self.body.count(b"{") <= MAX_DEPTH
 
     @property
@@ -77,7 +83,7 @@ class Answer:
 def parse_json(body: bytes) -> Any:
     """The JSON value, or NOT_JSON.  NaN, Infinity and numbers beyond doubles are not JSON."""
     try:
-        return exact.loads(body)
+        return large_json.read(body)
     except ValueError:
         return NOT_JSON
 

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
@@ -14,6 +14,7 @@ from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.call import MAX_DEADLINE_S, Call, Health, HealthKind
 from tasks.servers.description import DEFAULT, Description
 from tasks.servers.plan import Plan, Request, Step, compile_plan
+from tasks.servers.pointers import Pointer
 from tasks.servers.rules import About
 from tasks.servers.stream import Hearing, Tell, tell_nobody
 from tasks.servers.templates import SecretLookup, TemplateError, Values, to_json
@@ -73,6 +74,11 @@ class Server:
         self._session = session
         self._secret = secret
         self._max_bytes = max_answer_bytes
+
+    @property
+    def pointers(self) -> Collection[Pointer]:
+        """Where answers are looked into."""
+        return self._plan.pointers
 
     @property
     def endpoint(self) -> str:

@@ -9,6 +9,7 @@ from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.call import Call, Health
 from tasks.servers.client import Server, Talk
 from tasks.servers.description import Description
+from tasks.servers.inspection import inspect
 from tasks.servers.stream import Piece, Tell, tell_nobody
 from tasks.servers.wires import Exchange, Wires
 
@@ -18,6 +19,7 @@ End: TypeAlias = "asyncio.Future[Answer | Broken]"
 """For the end of an exchange whose answer nobody waits for."""
 
 _DEATH_SHOWS_S = (0.0, 0.02, 0.03, 0.05, 0.1, 0.2, 0.4)  # between looks
+_INSPECTED_ELSEWHERE = 4 << 20  # bytes; reading these takes some 15 ms
 _CUT = Outcome(Kind.UNKNOWN, code="cut_short", message="The call was cut short.")
 
 
@@ -52,12 +54,18 @@ class Live:
                     self.abandoned = self._submit.reply
                 self.is_broken = isinstance(reply, Broken) and reply.how is Break.RESET and not self._is_cut
                 if not self._is_cut:
-                    ask = talk.send(reply)
+                    ask = talk.send(await self._inspected(reply))
         except StopIteration as ended:
             return ended.value
         finally:
             self._submit = None
         return _CUT
+
+    async def _inspected(self, reply: Answer | Broken) -> Answer | Broken:
+        """An answer that would keep all threads waiting is read in a process of its own."""
+        if isinstance(reply, Answer) and len(reply.body) > _INSPECTED_ELSEWHERE:
+            reply.inspected(await inspect(reply.body, self._server.pointers))
+        return reply
 
     def cut(self) -> None:
         """The answer to the submit is not waited for any more; one that is not sent yet is not sent."""
@@ -111,6 +119,6 @@ class Live:
         try:
             ask = next(talk)
             while True:
-                ask = talk.send(await self._wires.begin(*ask).reply)
+                ask = talk.send(await self._inspected(await self._wires.begin(*ask).reply))
         except StopIteration as ended:
             return ended.value

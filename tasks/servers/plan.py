@@ -14,7 +14,7 @@ from tasks.servers.description import (
     Submit,
 )
 from tasks.servers.health import HealthJudge, health_judge
-from tasks.servers.pointers import parse
+from tasks.servers.pointers import Pointer, parse
 from tasks.servers.rules import Judge, compile_rule, error_pointers
 from tasks.servers.stream import StreamPlan, compile_stream
 from tasks.servers.templates import Body, Headers, OutputSize, Path
@@ -55,6 +55,12 @@ class Plan:
     callback: Judge
     health: tuple[Request, HealthJudge] | None
     output_size: OutputSize | None
+
+    @property
+    def pointers(self) -> frozenset[Pointer]:
+        """Where its steps look in answers."""
+        steps = [self.submit, *self.status, *(it for it in (self.result, self.cancel) if it is not None)]
+        return frozenset[Pointer]().union(*(step.judge.pointers for step in steps))
 
 
 def compile_plan(description: Description) -> Plan:

@@ -1,7 +1,10 @@
 """JSON pointers (RFC 6901), parsed once and followed many times."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Final
+
+from foundation.exact import Unparsed
 
 Pointer = tuple[str, ...]
 
@@ -45,6 +48,9 @@ def texts_in(document: Any) -> Iterator[tuple[Pointer, str]]:
 
 def resolve(document: Any, pointer: Pointer) -> Any:
     """The value there, or MISSING.  A null that is there is None, not MISSING."""
+    if isinstance(document, Unparsed):
+        with suppress(KeyError):
+            return document.resolved(pointer)
     for token in pointer:
         document = _step(document, token)
         if document is MISSING:
@@ -55,6 +61,11 @@ def resolve(document: Any, pointer: Pointer) -> Any:
 def _step(node: Any, token: str) -> Any:
     if isinstance(node, dict):
         return node.get(token, MISSING)
+    if isinstance(node, Unparsed):
+        try:
+            return node.at(token)
+        except KeyError:
+            return MISSING
     if isinstance(node, list) and _is_index(token) and int(token) < len(node):
         return node[int(token)]
     return MISSING

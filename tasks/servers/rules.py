@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from dispatch.outcome import Kind, Outcome
+from foundation.exact import Unparsed
 from tasks.servers.answers import (
     MAX_DEPTH,
     NOT_JSON,
@@ -47,6 +48,7 @@ TOO_DEEP = Outcome(
     "objects, or its result as one text.",
 )
 _ERROR_POINTERS = (("error",), ("detail",), ("message",))
+_MENTIONED_WITHIN = 1 << 20  # bytes of an answer
 _ECHO_HEADER = "X-Job-Id"
 
 
@@ -103,7 +105,7 @@ def _mentions(body: bytes, asked: str | None) -> bool:
     if not asked:
         return False
     whole = rb"(?<![\w-])" + re.escape(asked.encode()) + rb"(?![\w-])"  # "12" is not in "123"
-    return re.search(whole, body) is not None
+    return re.search(whole, body[:_MENTIONED_WITHIN]) is not None
 
 
 def compile_rule(rule: Rule | HealthRule) -> CompiledRule:
@@ -160,6 +162,13 @@ class Judge:
     echo_header: bool
     progress: Pointer | None = None  # poll: where it stands how far the run is
 
+    @property
+    def pointers(self) -> frozenset[Pointer]:
+        """Where it looks in an answer's JSON, but for places that an id names."""
+        at = (rule.pointer for rule in self.rules)
+        found = (*at, self.result, *self.errors, self.id, self.echo, self.progress)
+        return frozenset(it for it in found if it is not None and "{{id}}" not in it)
+
     def outcome(self, reply: Answer | Broken, about: About) -> Outcome | None:
         """What the reply means for the job, or None for "ask the next step"."""
         if isinstance(reply, Broken) and reply.how is Break.TOO_LARGE:
@@ -197,7 +206,8 @@ class Judge:
         if self.progress is None or isinstance(reply, Broken) or reply.json is NOT_JSON:
             return None
         value = resolve(reply.json, self.progress)
-        return None if value is MISSING or is_too_deep(value) else value
+        is_kept = value is not MISSING and not isinstance(value, Unparsed) and not is_too_deep(value)
+        return value if is_kept else None
 
     def _done(self, answer: Answer, about: About) -> Outcome:
         if self.as_text:
@@ -262,7 +272,7 @@ def _as_sentence(value: Any) -> str:
         value = value["message"]
     if isinstance(value, str):
         return value
-    return "" if is_too_deep(value) else to_json(value).decode()
+    return "" if isinstance(value, Unparsed) or is_too_deep(value) else to_json(value).decode()
 
 
 def error_pointers(own: str | None) -> tuple[Pointer, ...]:

@@ -362,16 +362,52 @@ def test_an_error_that_nobody_foresaw_costs_neither_the_job_nor_its_place_in_the
 
 
 @sqlite
+def test_a_worker_takes_up_no_more_offers_than_it_has_room_for(stage: Stage, worker: Beginner) -> None:
+    """A broker may send it more wake-ups than it asked for, and sends them all again after an outage."""
+    stage.register(slots=5)
+    job_ids = [stage.submit() for _ in range(5)]
+    offers = list(stage.told.offers)
+    assert len(offers) == 5
+    for offer in offers:
+        worker.take_up(offer, Shown())
+        worker.take_up(offer, Shown())
+    assert sorted(worker.handed_on) == sorted(job_ids[:3])
+
+
+@sqlite
 def test_a_run_whose_end_fails_as_nobody_foresaw_is_shown_as_ended_and_gives_its_place_back(
     stage: Stage, finisher: Finisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     stage.submit()
     shown = Noted()
+    monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
     monkeypatch.setattr(stage.store, "settling", lambda *_, **__: Write(_raise(LookupError("no such table"))))
     finisher.take_up(stage.told.offers.pop(), shown)
     assert finisher.engine.wait(10)
     assert len(shown.ends) == 1 and finisher.room == 1 and finisher.heartbeat.watches() == []
+
+
+@sqlite
+def test_an_error_of_ours_at_a_runs_end_costs_the_job_nothing_and_is_told(
+    stage: Stage, finisher: Finisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.register()
+    job_id = stage.submit()
+    settling = stage.store.settling
+
+    def fail_once(*args: Any, **ends: Any) -> Any:
+        if args[2] is Why.FINISHED:
+            return Write(_raise(TypeError("str is not valid UTF-8")))
+        return settling(*args, **ends)
+
+    monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
+    monkeypatch.setattr(stage.store, "settling", fail_once)
+    finisher.take_up(stage.told.offers.pop(), Noted())
+    assert finisher.engine.wait(10)
+    job = stage.job(job_id)
+    assert (job.state, job.failures, job.crashes) == (State.QUEUED, 0, 0)
+    assert job.error_code == "internal_error" and "TypeError" in (job.error_message or "")
 
 
 @pytest.mark.parametrize("begin", ["start", "go_on_with"])

@@ -1,0 +1,82 @@
+"""Large JSON values are kept as their text, and read only where somebody points."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import orjson
+import pytest
+
+from foundation import exact, large_json
+from foundation.exact import Unparsed
+from tasks.servers import pointers
+from tests.support.stack import REPO
+
+_FILL = "x" * large_json.LARGE
+
+
+def _large(value: Any) -> bytes:
+    return orjson.dumps(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "pointer", "found"),
+    [
+        ({"fill": _FILL, "status": "success"}, "/status", "success"),
+        ({"fill": _FILL, "a": {"b": [1, {"c": None}]}}, "/a/b/1/c", None),
+        ({"fill": _FILL, "a": 1}, "/b", pointers.MISSING),
+        ({"fill": _FILL, "a": 1}, "/a/b", pointers.MISSING),
+        ([_FILL, "one", 2], "/1", "one"),
+        ([_FILL, "one", 2], "/3", pointers.MISSING),
+        ([_FILL, "one", 2], "/01", pointers.MISSING),
+        ([_FILL, *range(98), "last"], "/99", "last"),
+        ({"fill": _FILL, "a/b~c": True}, "/a~1b~0c", True),
+        ({"fill": _FILL, "ü": "ö"}, "/ü", "ö"),
+        ({"": _FILL, "n": 12345678901234567890123}, "/n", exact.WrittenNumber("12345678901234567890123")),
+    ],
+)
+def test_a_pointer_finds_in_a_large_text_what_it_finds_in_its_objects(value: Any, pointer: str, found: Any) -> None:
+    text = json.dumps(value, ensure_ascii=False).encode()
+    parsed = large_json.read(text)
+    assert isinstance(parsed, Unparsed)
+    at = pointers.parse(pointer)
+    assert pointers.resolve(parsed, at) == found
+    told = large_json.heard(text, large_json.told(text, [at]))
+    assert pointers.resolve(told, at) == found
+
+
+def test_a_large_part_of_a_large_text_is_kept_as_it_came() -> None:
+    text = b'{"result": {"b":"' + _FILL.encode() + b'", "n": 1.10}, "status": 1}'
+    for parsed in (large_json.read(text), large_json.heard(text, large_json.told(text, [("result",)]))):
+        part = pointers.resolve(parsed, ("result",))
+        assert isinstance(part, Unparsed)
+        assert exact.dumps(part) == b'{"b":"' + _FILL.encode() + b'", "n": 1.10}'
+        assert exact.unwritten({"result": part}) == {"result": {"b": _FILL, "n": 1.1}}
+
+
+def test_of_two_members_of_one_name_the_last_counts_in_a_large_text_as_in_a_small_one() -> None:
+    text = b'{"fill":"' + _FILL.encode() + b'","at":1,"at":2}'
+    assert pointers.resolve(large_json.read(text), ("at",)) == exact.loads(b'{"at":1,"at":2}')["at"]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [b"", b"]", b"}}", b'"\xff"}', b"NaN}", b"01}", b'"\\ud8"}', b'"\\ud800"}', b'"a\nb"}', b"1,}", b"[" * 100_000],
+)
+def test_a_large_text_that_is_no_json_is_refused(end: bytes) -> None:
+    with pytest.raises(ValueError):
+        large_json.read(b'{"fill":"' + _FILL.encode() + b'","at":' + end)
+
+
+def _elsewhere(text: bytes, pointer: list[str]) -> "subprocess.CompletedProcess[bytes]":
+    command = [sys.executable, "-m", "foundation.large_json", json.dumps([pointer])]
+    return subprocess.run(command, input=text, capture_output=True, cwd=REPO, timeout=60)
+
+
+def test_a_process_of_its_own_tells_what_stands_where_and_ends_with_1_where_that_is_no_json() -> None:
+    text = b'{"status":"success","result":[' + b"[]," * 2_000_000 + b"[]]}"
+    ended = _elsewhere(text, ["status"])
+    assert ended.returncode == 0, ended.stderr
+    assert pointers.resolve(large_json.heard(text, ended.stdout), ("status",)) == "success"
+    assert _elsewhere(text[:-1], ["status"]).returncode == 1

@@ -20,19 +20,41 @@ class WrittenNumber:
     digits: str
 
 
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A text that is read when it is used, each time anew."""
+
+    size: int  # bytes
+    read: Callable[[int], bytes]  # so many from its beginning
+
+
 class Unparsed:
     """A large JSON value, as the text in which it came (foundation/large_json.py)."""
 
-    __slots__ = ("_found", "_member", "text")
+    __slots__ = ("_found", "_member", "_text")
 
     def __init__(
         self,
-        text: bytes,
+        text: bytes | Later,
         member: Callable[[bytes, str], Any],
         found: Mapping[tuple[str, ...], Any] | None = None,
     ) -> None:
         """`found`: what stands at some pointers; None: `member` finds each."""
-        self.text, self._member, self._found = text, member, found
+        self._text, self._member, self._found = text, member, found
+
+    @property
+    def text(self) -> bytes:
+        """Raises OSError: it cannot be read."""
+        return self.beginning(self.size)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self._text.size if isinstance(self._text, Later) else len(self._text)
+
+    def beginning(self, size: int) -> bytes:
+        """Return so many bytes of the text.  Raises OSError."""
+        return self._text.read(min(size, self.size)) if isinstance(self._text, Later) else self._text[:size]
 
     def at(self, token: str) -> Any:
         """Return what stands at one token of a JSON pointer.  Raises KeyError."""

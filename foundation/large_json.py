@@ -6,11 +6,13 @@ wait meanwhile.  Here a value is validated, and its members are found, without a
     python -m foundation.large_json '[["result"], ["status"]]' < answer.json    # the same, in a process of its own
 """
 
+import os
 import re
 import resource
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -20,11 +22,45 @@ from foundation import exact
 
 LARGE = 256 * 1024
 """Bytes of a text above which it is not made into objects."""
+_MANY_PARTS = 200_000
 _MOST_MEMORY = 640 << 20  # bytes, of the process that reads an answer
 _INDEX = re.compile("[0-9]|[1-9][0-9]", re.ASCII)  # of an element that can be pointed to in a large list
 _BEGINNING = re.compile(rb"[ \t\r\n]*(.)", re.DOTALL)
 
 Pointer = tuple[str, ...]
+
+
+class File:
+    """A file without a name, which is gone with this object."""
+
+    __slots__ = ("_fd", "size")
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        self.size, self._fd = 0, -1
+        with tempfile.TemporaryFile() as file:
+            self._fd = os.dup(file.fileno())
+
+    def append(self, piece: bytes | bytearray) -> None:
+        """Raises OSError: not all of it can be written, and `size` is what it was."""
+        with memoryview(piece) as left:
+            written = 0
+            while written < len(piece):
+                written += os.pwrite(self._fd, left[written:], self.size + written)
+        self.size += written
+
+    def read(self, begin: int, length: int) -> bytes:
+        """Raises OSError."""
+        return os.pread(self._fd, length, begin)
+
+    def at_beginning(self) -> int:
+        """Return the descriptor, for a process that reads all of it."""
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        return self._fd
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 def read(text: bytes) -> Any:
@@ -43,8 +79,13 @@ def read(text: bytes) -> Any:
 
 
 def stored(text: str) -> Any:
-    """Return the JSON value of a text that `read` has accepted, in Python's own types if it is not large."""
-    return exact.plain(text) if len(text) <= LARGE else exact.Unparsed(text.encode(), member)
+    """Return the JSON value of a text that was accepted before; of a large one an `exact.Unparsed`."""
+    return exact.loads(text) if len(text) <= LARGE else exact.Unparsed(text.encode(), member)
+
+
+def has_many_parts(text: str) -> bool:
+    """Return whether making objects of a JSON text would take long, and much memory."""
+    return len(text) > LARGE and text.count("[") + text.count("{") + text.count(",") > _MANY_PARTS
 
 
 def member(text: bytes, token: str) -> Any:
@@ -92,17 +133,19 @@ def told(text: bytes, pointers: Iterable[Pointer]) -> bytes:
     return orjson.dumps(found)
 
 
-def heard(text: bytes, answer: bytes) -> Any:
-    """Return the value of a text about which another process has `told` this."""
+def heard(text: bytes | File, answer: bytes) -> Any:
+    """Return the value of a text about which another process has `told` this.  Of a file it is read when it is used."""
     found: dict[Pointer, Any] = {}
     for pointer, how, *what in orjson.loads(answer):
-        if how == "is":
-            found[tuple(pointer)] = exact.loads(what[0])
-        else:
-            begin, length = what
-            part = text if length == len(text) else text[begin : begin + length]
-            found[tuple(pointer)] = exact.Unparsed(part, member)
-    return exact.Unparsed(text, member, found)
+        found[tuple(pointer)] = exact.loads(what[0]) if how == "is" else exact.Unparsed(_part(text, *what), member)
+    size = text.size if isinstance(text, File) else len(text)
+    return exact.Unparsed(_part(text, 0, size), member, found)
+
+
+def _part(text: bytes | File, begin: int, length: int) -> bytes | exact.Later:
+    if isinstance(text, File):
+        return exact.Later(length, partial(text.read, begin))
+    return text[begin : begin + length]
 
 
 _NOTHING = object()

@@ -20,6 +20,7 @@ Celery
     attendance   the worker as a step of its consumer
     celery_app   the application                            inference    the task `infer`
     asking       what a call of it asks for                 telling      how its callers hear of an end
+                                                         large_telling  the same of a large result
     abandoned    answers of runs that were given up
     shown, requests  a run as a task                        pool         jobs to the loop, the rest to threads
     messages, wake_up  the wake-up, and how it is known   publisher    sends it, in a thread of its own

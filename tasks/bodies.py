@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from foundation import exact
+from foundation import exact, large_json
 from foundation.errors import InvalidRequest
 from jobs.events import TYPES
 from jobs.record import Job, Webhook
@@ -171,6 +171,11 @@ def _value(name: str, told: Mapping[str, Any]) -> Any:
             found = found.get(step)
         elif isinstance(found, list) and step.isdecimal() and len(step) < 10:
             found = found[int(step)] if int(step) < len(found) else None
+        elif isinstance(found, exact.Unparsed):
+            try:
+                found = found.at(step)
+            except KeyError:
+                return None
         else:
             return None
     return found
@@ -185,7 +190,7 @@ def _as_text(value: Any) -> str:
 
 def _end(job: Job) -> dict[str, Any]:
     return {
-        "result": exact.loads(job.result) if job.result else None,
+        "result": large_json.stored(job.result) if job.result else None,
         "error": {"code": job.error_code, "message": job.error_message} if job.error_code else None,
     }
 

@@ -11,6 +11,7 @@ from jobs.states import Why
 from jobs.store import Error
 from registry.config import ModelConfig
 from tasks.descriptions import keeps_results
+from tasks.servers import FILED_FROM
 from tasks.wiring import dispatcher
 
 # The server has answered and let go, and the job does not come back: the slot need not wait for the record.
@@ -45,6 +46,11 @@ def judged(run: Run, outcome: Outcome, config: ModelConfig, *, canceling: bool) 
         lingers=(outcome.code or outcome.kind.value) if outcome.lingers else "",
         is_kept=keeps_results(run.described_by),
     )
+
+
+def is_large(outcome: Outcome) -> bool:
+    """Whether its result is so large that it was kept in a file."""
+    return isinstance(outcome.result, exact.Unparsed) and outcome.result.size > FILED_FROM
 
 
 def not_ended(error: Exception) -> Outcome:

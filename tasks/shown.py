@@ -190,7 +190,7 @@ class Shown:
 
 def _beginning(result: Any, longest: int) -> str:
     """The beginning of a result, as JSON."""
-    text = result.text if isinstance(result, exact.Unparsed) else exact.dumps(result)
+    text = result.beginning(longest + 1) if isinstance(result, exact.Unparsed) else exact.dumps(result)
     return text[:longest].decode(errors="replace") + ("…" if len(text) > longest else "")
 
 

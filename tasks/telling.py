@@ -7,6 +7,8 @@ A result, a part of a chord and a next step that is `infer` come to the same if 
 be sent twice, with the same task id.
 """
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +30,7 @@ from redis.exceptions import TimeoutError as RedisTimeout
 from foundation import exact
 from foundation.crash import crash_at
 from foundation.errors import RecordUnavailable, SlotkeeperError, TooMany
+from foundation.large_json import has_many_parts
 from foundation.once import once
 from jobs.record import Job, now_ms
 from jobs.states import State
@@ -128,7 +131,7 @@ class Teller:
             try:
                 job = self._store.get(telling.job_id)
                 if job is not None and self._owed.owed(telling.id):
-                    tell(job)
+                    (_tell_elsewhere if has_many_parts(job.result or "") else tell)(job)
                 return True
             except AWAY as error:
                 log.warning("telling_postponed", job_id=telling.job_id, error=str(error))
@@ -136,6 +139,13 @@ class Teller:
             except Exception as error:
                 log.error("telling_failed", job_id=telling.job_id, error=repr(error))
                 return False
+
+
+def _tell_elsewhere(job: Job) -> None:
+    """Celery makes objects of a result, which would keep all threads of this process waiting.  Raises OSError."""
+    ended = subprocess.run([sys.executable, "-m", "tasks.large_telling", job.id], check=False)
+    if ended.returncode:
+        raise OSError(f"the process that tells a large result has ended with status {ended.returncode}")
 
 
 # -- one end ---------------------------------------------------------------------------------------------------
@@ -197,6 +207,15 @@ def _tell_result(job: Job, request: Context) -> None:
         if request.chain:
             _send(signature(request.chain[-1], app=celery), result, request, chain=request.chain[:-1])
     celery.backend.mark_as_done(job.id, result, request=request)
+
+
+def tell_that_it_is_too_large(job: Job) -> None:
+    """Tell a result that the result backend cannot take as a failure that says where it is.  Raises as `tell`."""
+    request = messages.context(job)
+    where = f"read it with GET /jobs/{job.id}"
+    error = JobFailed("result_too_large", f"The result is too large for Celery's result backend; {where}.")
+    with _as_its_task(request):
+        _tell_failure(job, request, error, states.FAILURE)
 
 
 def _tell_failure(job: Job, request: Context, error: Exception, state: str) -> None:

@@ -1,10 +1,11 @@
 """A worker process: its name on leases, its heartbeat, and the lives of its runs, from their offers to their ends."""
 
+import asyncio
 import random
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -126,6 +127,7 @@ class Worker:
         self._taken_up: dict[str, Shown] = {}  # leases whose offers this process has taken up, until their runs end
         self._abandoned = Abandoned(self.engine, dispatcher)
         self._handed_on: dict[str, float] = {}  # leases that came with a slot's release, and since when (monotonic s)
+        self._one_large_end = asyncio.Lock()  # Storing a large result takes some 200 MB.
         self._unfilled = 0  # places of ended runs for which nothing was taken, since ends waited for the record
         self._reception: Reception | None = None  # by which Celery's consumer hears of runs that were handed on
         self._lock = threading.Lock()
@@ -325,8 +327,9 @@ class Worker:
         if isinstance(outcome, Left):
             return await self._ended_elsewhere(run)
         config = self._config_of(run.active.run.job.model)
-        end = settlement.judged(run.active.run, outcome, config, canceling=run.canceling)
-        moved = await (self._settle_behind(run, end) if end.passes_on else self._settle(run, end))
+        async with self._one_large_end if settlement.is_large(outcome) else nullcontext():
+            end = settlement.judged(run.active.run, outcome, config, canceling=run.canceling)
+            moved = await (self._settle_behind(run, end) if end.passes_on else self._settle(run, end))
         return await self._ended_elsewhere(run) if moved is None else in_celerys_words(moved, outcome)
 
     async def _settle_behind(self, run: OwnRun, end: End) -> Moved | None:

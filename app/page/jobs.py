@@ -13,6 +13,7 @@ from app.page.entrance import Refused, screen
 from app.page.render import rendered, segment, shown_json
 from app.schemas import JobPath, ListQuery, WaitQuery
 from foundation import exact
+from foundation.large_json import has_many_parts
 from insight import story
 from insight.story import Part, Span, Story
 from jobs.files import File, files_in, may_hold_files, shortened
@@ -105,6 +106,8 @@ def _result_of(job: Job) -> tuple[Any, list[File]]:
     """Return a job's result, and the files in it."""
     if job.result is None:
         return None, []
+    if has_many_parts(job.result):
+        return f"{len(job.result):,} characters in very many parts: see them with `slotkeeper job {job.id} --json`.", []
     result = exact.loads(job.result)
     return result, files_in(result) if may_hold_files(job.result) else []
 

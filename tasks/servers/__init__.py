@@ -12,11 +12,13 @@ dispatch.outcome; never jobs, Redis, Celery, Flask or SQL (setup.cfg, importlint
   connection   one connection of those
   call         what goes into an exchange                 answers    what came back
   stream       an answer that comes in pieces          inspection  one that is large, in a process
+  body         a large answer, in a file
   pointers, patterns, paths  safe ways to read and to ask
   presets      descriptions that come with Slotkeeper, by name
   probe        what answers at an address, asked and told
 """
 
+from tasks.servers.body import FILED_FROM
 from tasks.servers.call import Call, Health, HealthKind
 from tasks.servers.client import Server
 from tasks.servers.description import DEFAULT, Description, for_model
@@ -28,6 +30,7 @@ from tasks.servers.wires import Wires
 
 __all__ = [
     "DEFAULT",
+    "FILED_FROM",
     "TOO_DEEP",
     "Call",
     "Description",

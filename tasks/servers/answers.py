@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from foundation import exact, large_json
+from foundation.large_json import File
 from tasks.servers.patterns import TEXT_LIMIT
 
 NOT_JSON: Final[Any] = type("NotJson", (), {"__repr__": lambda self: "NOT_JSON", "__slots__": ()})()
@@ -44,12 +45,20 @@ class Broken(NamedTuple):
 class Answer:
     """A whole answer.  Its body is parsed at most once, and only if somebody asks."""
 
-    __slots__ = ("_json", "body", "headers", "status")
+    __slots__ = ("_json", "body", "file", "headers", "status")
 
-    def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """`headers` is looked up with the names as they stand in the HTTP specifications."""
-        self.status, self.headers, self.body = status, headers, body
+    def __init__(self, status: int, headers: Mapping[str, str], body: bytes, file: File | None = None) -> None:
+        """`headers` is looked up with the names as they stand in the HTTP specifications.
+
+        With a `file`, that has all of the body, and `body` is its beginning.
+        """
+        self.status, self.headers, self.body, self.file = status, headers, body, file
         self._json: Any = self  # itself: not parsed yet
+
+    @property
+    def size(self) -> int:
+        """Bytes of its body."""
+        return len(self.body) if self.file is None else self.file.size
 
     def inspected(self, value: Any) -> None:
         """Its JSON value, or NOT_JSON, has been found elsewhere."""
@@ -59,7 +68,7 @@ class Answer:
     def json(self) -> Any:
         """The body's JSON value, whatever its content type says, or NOT_JSON (also for NaN)."""
         if self._json is self:
-            self._json = parse_json(self.body)
+            self._json = parse_json(self._whole)
         return self._json
 
     @property
@@ -72,7 +81,11 @@ class Answer:
     @property
     def text(self) -> str:
         """The body as text; what is not UTF-8 is replaced."""
-        return self.body.decode("utf-8", "replace")
+        return self._whole.decode("utf-8", "replace")
+
+    @property
+    def _whole(self) -> bytes:
+        return self.body if self.file is None else self.file.read(0, self.file.size)
 
     @property
     def head(self) -> str:

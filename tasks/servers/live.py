@@ -6,6 +6,7 @@ from typing import TypeAlias, TypeVar
 from dispatch.outcome import Kind, Outcome
 from foundation.addresses import refuses
 from tasks.servers.answers import Answer, Break, Broken
+from tasks.servers.body import FILED_FROM
 from tasks.servers.call import Call, Health
 from tasks.servers.client import Server, Talk
 from tasks.servers.description import Description
@@ -19,7 +20,6 @@ End: TypeAlias = "asyncio.Future[Answer | Broken]"
 """For the end of an exchange whose answer nobody waits for."""
 
 _DEATH_SHOWS_S = (0.0, 0.02, 0.03, 0.05, 0.1, 0.2, 0.4)  # between looks
-_INSPECTED_ELSEWHERE = 4 << 20  # bytes; reading these takes some 15 ms
 _CUT = Outcome(Kind.UNKNOWN, code="cut_short", message="The call was cut short.")
 
 
@@ -63,8 +63,9 @@ class Live:
 
     async def _inspected(self, reply: Answer | Broken) -> Answer | Broken:
         """An answer that would keep all threads waiting is read in a process of its own."""
-        if isinstance(reply, Answer) and len(reply.body) > _INSPECTED_ELSEWHERE:
-            reply.inspected(await inspect(reply.body, self._server.pointers))
+        if isinstance(reply, Answer) and reply.size > FILED_FROM:
+            async with self._wires.one_inspection:
+                reply.inspected(await inspect(reply.file or reply.body, self._server.pointers))
         return reply
 
     def cut(self) -> None:

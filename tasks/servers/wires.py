@@ -26,6 +26,7 @@ from requests.utils import get_auth_from_url
 
 from tasks.servers import wire
 from tasks.servers.answers import Answer, Break, Broken
+from tasks.servers.body import Body
 from tasks.servers.connection import Connection
 from tasks.servers.stream import Hearing
 from tasks.servers.wire import MESSAGES, STREAM_GRACE_S, Limits
@@ -86,7 +87,7 @@ class Exchange:
         self._is_begun = False  # Some of the body has come.
         self.is_abandoned = False  # Only its end matters.
         self._unpacker: Any = None  # of a body that the server has packed, though it was not asked to
-        self._body: list[bytes] = []
+        self._body = Body()
         self._size = 0
         self._moved = (-1, -1)  # bytes heard, and bytes not sent, when it was last looked
         self._looking: asyncio.TimerHandle | None = None
@@ -156,13 +157,13 @@ class Exchange:
         elif self._hearing is not None and self._hearing.is_stream:
             self._hear(self._hearing, piece)
         else:
-            self._body.append(piece)
+            self._body.add(piece)
 
     def answered(self) -> None:
         if self._unpacker is not None and not self._unpacker.eof and not self.is_abandoned:
             self.break_off(Break.RESET)
         else:
-            self._finish(Answer(self._status, self._head, b"".join(self._body)))
+            self._finish(Answer(self._status, self._head, *self._body.whole()))
 
     def broken(self) -> None:
         self.break_off(Break.RESET)
@@ -240,6 +241,7 @@ class Wires:
         self._idle: dict[Origin, list[Connection]] = defaultdict(list)  # that which was used last is the last
         self._tidying: asyncio.TimerHandle | None = None
         self._tls: ssl.SSLContext | None = None
+        self.one_inspection = asyncio.Lock()  # of a large answer: together they would take the memory of all
 
     def begin(
         self,

@@ -596,4 +596,22 @@ RUN = [
             f"{WORKERS}test_a_worker_whose_thread_of_the_record_is_dead_ends_so_that_others_go_on_with_its_runs",
         ),
     ),
+    Mutant(
+        "a worker reads large answers itself",
+        "time",
+        "tasks/servers/live.py",
+        "if isinstance(reply, Answer) and reply.size > FILED_FROM:",
+        "if False:",
+        ("tests/unit/servers/test_client.py::test_a_worker_reads_an_answer_above_4_mib_in_a_process_of_its_own",),
+        still="tests/unit/servers/test_client.py::test_an_answer_above_4_mib_that_is_no_json_is_nonsense",
+    ),
+    Mutant(
+        "memory grows with answers",
+        "memory",
+        "tasks/servers/body.py",
+        "if len(self._memory) > FILED_FROM and not self._stays:",
+        "if False:",
+        ("tests/unit/servers/test_body.py::test_of_a_large_body_only_the_beginning_stays_in_memory",),
+        still="tests/unit/servers/test_body.py::test_a_small_body_stays_in_memory",
+    ),
 ]

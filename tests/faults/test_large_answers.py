@@ -1,0 +1,64 @@
+"""A large answer disturbs no other run of its worker, and reaches whoever waits for it."""
+
+import json
+
+import pytest
+from pytest_httpserver import HTTPServer
+
+from tests.support.town import Town
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+_WAITS = """
+import json, os, sys
+from celery import Celery
+url = os.environ["SLOTKEEPER_REDIS_URL"]
+client = Celery(broker=url, backend=url)
+result = client.send_task("infer", args=[sys.stdin.read(), {}], queue="celery").get(timeout=60)
+print(len(result["result"]))
+"""
+
+
+def _many_lists(httpserver: HTTPServer, town: Town, megabytes: int) -> str:
+    """Register a model whose server answers so many MB of empty lists."""
+    lists = b"[]," * (megabytes * 333_333) + b"[]"
+    httpserver.expect_request("/many").respond_with_data(
+        b'{"status":"success","result":[' + lists + b"]}", content_type="application/json"
+    )
+    model = f"many{megabytes}"
+    assert town.api.call("PUT", f"/admin/model-configs/{model}", json={"preset": "generic-sync"}).ok
+    server = {"model": model, "server": f"{model}-server", "endpoint": httpserver.url_for("/many"), "slots": 1}
+    assert town.api.call("POST", "/admin/register", json=server).ok
+    return model
+
+
+def test_jobs_start_at_once_beside_an_answer_of_20_mb_of_small_lists(httpserver: HTTPServer, town: Town) -> None:
+    town.crew(1)
+    large, small = _many_lists(httpserver, town, 20), town.model(1)
+    town.until(town.submit(small, 0.02), "completed")
+
+    job_id = town.api.submit(large, {})
+    started_after_ms = []
+    while not started_after_ms or town.row(job_id).state not in ("completed", "dead", "failed"):
+        job = town.until(town.submit(small, 0.02), "completed")
+        assert job.started_ms is not None
+        started_after_ms.append(job.started_ms - job.created_ms)
+    ended = town.row(job_id)
+    assert (ended.state, ended.crashes, ended.attempt) == ("completed", 0, 1)
+    assert ended.result is not None and len(ended.result) > 20_000_000 - 4
+    assert max(started_after_ms) < 1500, "reading it in the worker takes longer than a lease"
+
+
+def test_a_client_of_celery_gets_a_large_result_which_another_process_tells(httpserver: HTTPServer, town: Town) -> None:
+    (worker,) = town.crew(1)
+    model = _many_lists(httpserver, town, 2)
+    assert json.loads(town.stack.run_with_input(_WAITS, model)) == 666_667
+    assert "telling_postponed" not in worker.log
+
+
+def test_the_page_of_a_job_does_not_make_objects_of_very_many_parts(httpserver: HTTPServer, town: Town) -> None:
+    town.crew(1)
+    job_id = town.api.submit(_many_lists(httpserver, town, 1), {})
+    town.until(job_id, "completed")
+    shown = town.api.call("GET", f"/page/jobs/{job_id}")
+    assert shown.status_code == 200 and "in very many parts" in shown.text and len(shown.text) < 200_000

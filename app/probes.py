@@ -9,13 +9,13 @@ import structlog
 from kombu.exceptions import OperationalError as BrokerError
 from redis.exceptions import RedisError
 
-from app.context import dispatcher
 from foundation.clock import TOLERATED_MS, clock
 from foundation.errors import SlotkeeperError
 from migrations import migrate
 from scripting.suitability import unsuited
 from tasks.celery_app import celery
 from tasks.wiring import catalog, scripts
+from tasks.wiring import database as record
 from upkeep import pulse
 
 log = structlog.get_logger(__name__)
@@ -29,7 +29,7 @@ def database() -> str | None:
     """It answers, and has the schema that this release needs."""
     try:
         catalog().version()
-        return _schema_problem(dispatcher().store.database.url)
+        return _schema_problem(record().url)
     except SlotkeeperError as error:
         log.warning("database_away", error=error.detail)
         return "The database does not answer, or has no tables yet."

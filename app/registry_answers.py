@@ -115,7 +115,8 @@ class ServerStatus(Answer, shows=insight.ServerStatus):
     free: int
     cooling: int = Field(description="Slots in cooldown: they are offered to nobody for a while.")
     cooldown_until: Time | None = Field(description="When the first of them is offered again.")
-    taken: int
+    taken: int = Field(description="Slots with a run, and those that are withheld.")
+    away_since: Time | None = Field(description="Since when it could not be reached; null: it could, when last asked.")
     breaker: Breaker
     breaker_until: Annotated[Time | None, Read("open_until_ms")] = Field(
         description="When one job may try it; null: it is closed."
@@ -144,6 +145,10 @@ class WithheldSlot(Answer, shows=Withheld):
 class ListedServer(ServerView):
     standing: Annotated[ServerStatus | None, GIVEN] = Field(description="null: Redis is away.")
     withheld: Annotated[list[WithheldSlot], GIVEN]
+    hindrance: Annotated[str | None, GIVEN] = Field(
+        description="What keeps its slots from the next job: busy (jobs run there), withheld, away, in cooldown, "
+        "breaker open, being tried by one job; null: one is free, or it is not known."
+    )
 
 
 class FleetView(Answer, shows=Depths):

@@ -130,7 +130,9 @@ def _now(one: dict[str, Any]) -> str:
         said.append(f"{now['cooling']} cooling until {now['cooldown_until']}")
     if withheld:
         said.append(f"{withheld} withheld")
-    return ", ".join(said) or "well"
+    if now["away_since"]:
+        said.append(f"away since {now['away_since']}")
+    return ", ".join(said) or one["hindrance"] or "well"
 
 
 def _attributes(found: dict[str, Any]) -> str:

@@ -10,8 +10,11 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib import import_module
 from queue import Empty, Queue
 from typing import Any
 
@@ -25,6 +28,7 @@ _SKEW_MS = 2_000
 _OLDEST_REDIS = (7, 0)
 _LATE = 5.0  # periods, after which a task of maintenance is late
 _LATE_S = 30.0
+_ASKED_AT_ONCE, _MOST_SERVERS = 16, 5
 _OURS = frozenset({"SLOTKEEPER_URL", "SLOTKEEPER_KEY"})  # which the client reads
 
 
@@ -40,9 +44,41 @@ class Finding:
 
 Check = Callable[[], Iterator[Finding]]
 
+# What the checks import: threads that import for the first time at once may meet modules that are half loaded.
+_IMPORTED = (
+    "app.config",
+    "celery.app.amqp",
+    "celery.loaders.app",
+    "celery.utils.deprecated",
+    "celeryconfig",
+    "jobs.models",
+    "kombu.transport.redis",
+    "local.plan",
+    "migrations.migrate",
+    "redis.exceptions",
+    "routing.config",
+    "scripting.suitability",
+    "tasks.broker",
+    "tasks.celery_app",
+    "tasks.config",
+    "tasks.descriptions",
+    "tasks.keyring",
+    "tasks.ready",
+    "tasks.wiring",
+    "upkeep.pulse",
+)
+
+
+def load() -> None:
+    """Import what the checks need; what cannot be imported is a finding of the check that needs it."""
+    for name in _IMPORTED:
+        with suppress(Exception):
+            import_module(name)
+
 
 def examine(checks: dict[str, Check], within_s: float = WITHIN_S) -> Iterator[Finding]:
     """All findings, as they come: all checks begin at once, and who has not answered in time is told as well."""
+    load()
     found: Queue[tuple[str, list[Finding]]] = Queue()
     for part, check in checks.items():
         threading.Thread(target=lambda part=part, check=check: found.put((part, _of(part, check))), daemon=True).start()
@@ -76,6 +112,7 @@ def all_checks() -> dict[str, Check]:
         "disk": disk,
         "redis": redis,
         "broker": broker,
+        "servers": servers,
         "workers": workers,
         "maintenance": maintenance,
         "secret": secret,
@@ -250,6 +287,34 @@ def workers() -> Iterator[Finding]:
     if mine and not troubled:
         runs = sum(int(it.facts.get("runs") or 0) for it in mine)
         yield Finding("workers", "ok", f"{len(mine)} live, with {runs} runs under way.")
+
+
+def servers() -> Iterator[Finding]:
+    """Each inference server that may get jobs answers its health check."""
+    from tasks.descriptions import server_for
+    from tasks.servers import HealthKind
+    from tasks.wiring import catalog_cache
+
+    known = catalog_cache().refresh()
+    asked = [it for it in known.servers.values() if it.state == "online" and it.endpoints]
+    if not asked:
+        yield Finding("servers", "warn", "No server may get jobs.", "Register one: slotkeeper servers register")
+        return
+
+    def health(server: Any) -> str:
+        model, url = min(server.endpoints.items())
+        found = server_for(url, known.models[model], known.described_by(server.name, model)).health()
+        return "" if found.kind in well else found.message or f"its health check found it {found.kind}"
+
+    well = {HealthKind.UP, HealthKind.BUSY, HealthKind.UNKNOWN}
+    with ThreadPoolExecutor(_ASKED_AT_ONCE) as threads:
+        wrong = {server.name: said for server, said in zip(asked, threads.map(health, asked), strict=True) if said}
+    for name, said in sorted(wrong.items())[:_MOST_SERVERS]:
+        yield Finding("servers", "warn", f"{name}: {said}", f"See `slotkeeper servers check {name}`.")
+    if len(wrong) > _MOST_SERVERS:
+        yield Finding("servers", "warn", f"{len(wrong) - _MOST_SERVERS} more servers do not answer as they should.")
+    if not wrong:
+        yield Finding("servers", "ok", f"{len(asked)} answer their health checks.")
 
 
 def maintenance() -> Iterator[Finding]:

@@ -20,8 +20,9 @@ _MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
 def doctor(as_json: bool) -> None:
     """Look at every part of this installation, from this host, and say what to do.
 
-    Settings, database, disk, Redis, broker, workers, maintenance, secret, port.  Works when they are down: no part is
-    waited for longer than ten seconds, and all are asked at once.  Exit status: 1 if anything fails.
+    Settings, database, disk, Redis, broker, inference servers, workers, maintenance, secret, port.  Works when they
+    are down: no part is waited for longer than ten seconds, and all are asked at once.  Exit status: 1 if anything
+    fails.
     """
     from cli import checkup
     from foundation import logs

@@ -22,7 +22,7 @@ from jobs.record import Job
 from jobs.states import State
 from jobs.withheld import Withheld
 from registry.catalog import Snapshot
-from registry.values import STOPPED
+from registry.values import STOPPED, Server
 from upkeep import draining
 
 # Of a server or model, by what opened its breaker.
@@ -33,6 +33,7 @@ _FAILED = {
 }
 # What passes by itself, so that a start can be foretold.
 _IN_LINE = {"turn", "slots_busy", "slot_withheld"}
+_MOVES = {"turn", "slots_busy"}  # while jobs run, the line moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +90,17 @@ def _in_room(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanat
         return _waiting_for(Blocker("not_in_room", sentence))
     standings = servers.standings(dispatcher.slots, model.fleet)
     catalog = dispatcher.catalog.snapshot()
-    hindrances = {it.name: _hindrance(job, it.name, standings.get(it.name), catalog) for it in _servers(catalog, job)}
-    found = [*_general(job, facts, catalog), *_placement(job, catalog, hindrances, standings, facts)]
+    withheld = draining.by_server(dispatcher)
+    hindrances = {
+        it.name: _hindrance(job, it, standings.get(it.name), len(withheld.get(it.name, ())))
+        for it in _servers(catalog, job)
+    }
+    found = [*_general(job, facts, catalog), *_placement(job, catalog, hindrances, standings, withheld, facts)]
     if not found:
         found = [_turn(facts)]
-    if any(it.code == "slots_busy" for it in found):
-        found += _withheld(job, hindrances, draining.by_server(dispatcher))
     position = Position(facts.ahead, facts.run_ms or None)
-    foretold = estimates.of(job.waiting, position) if {it.code for it in found} <= _IN_LINE else None
+    codes = {it.code for it in found}
+    foretold = estimates.of(job.waiting, position) if codes <= _IN_LINE and codes & _MOVES else None
     return Explanation(
         _sum_up(found),
         tuple(found),
@@ -171,20 +175,15 @@ def stopped(kind: str, name: str, it: Any) -> str:
     return f"{kind} {name!r} is {it.state}{by}{because}"
 
 
-def _hindrance(job: Job, server: str, standing: ServerStatus | None, catalog: Snapshot) -> str:
+def _hindrance(job: Job, server: Server, standing: ServerStatus | None, withheld: int) -> str:
     """What keeps a server from taking this job now; "": nothing does."""
-    it = catalog.servers[server]
-    if unmet := placement.unmet(job.constraints, it, job.model):
+    if unmet := placement.unmet(job.constraints, server, job.model):
         return f"does not meet {', '.join(unmet)}"
-    if it.state != "online":
-        return stopped("server", server, it).split(" is ", 1)[1]
+    if server.state != "online":
+        return stopped("server", server.name, server).split(" is ", 1)[1]
     if standing is None:
         return "not known to the waiting room yet"
-    if standing.breaker in ("open", "probing"):
-        return "breaker open" if standing.breaker == "open" else "being tried by one job"
-    if standing.free:
-        return ""
-    return "in cooldown" if standing.cooling and not standing.taken else "busy"
+    return servers.hindrance(standing, withheld)
 
 
 def _placement(
@@ -192,6 +191,7 @@ def _placement(
     catalog: Snapshot,
     hindrances: Mapping[str, str],
     standings: Mapping[str, ServerStatus],
+    withheld: Mapping[str, Sequence[Withheld]],
     facts: QueueStatus,
 ) -> list[Blocker]:
     """What keeps all servers of its model from taking it; nothing, if one could."""
@@ -202,10 +202,13 @@ def _placement(
     eligible = {name for name in hindrances if placement.meets(job.constraints, catalog.servers[name], job.model)}
     if not eligible:
         return [Blocker("constraints_unmet", placement.unmatched(job.model, job.constraints), job.model)]
-    others = [name for name in sorted(eligible) if hindrances[name] != "busy"]
+    others = [name for name in sorted(eligible) if hindrances[name] not in ("busy", "withheld")]
     found = [of_server(name, hindrances[name], standings.get(name)) for name in others]
-    taken = sum(standings[name].taken for name in eligible.difference(others))
-    return [_busy(taken, facts.ahead), *found] if taken else found
+    busy = [name for name in eligible if hindrances[name] == "busy"]
+    taken = sum(standings[name].taken - len(withheld.get(name, ())) for name in busy)
+    if taken:
+        found.insert(0, _busy(taken, facts.ahead))
+    return found + _withheld(job, sorted(eligible.difference(others)), withheld)
 
 
 def _busy(taken: int, ahead: int) -> Blocker:
@@ -228,8 +231,12 @@ def of_server(name: str, hindrance: str, standing: ServerStatus | None) -> Block
     if hindrance == "breaker open" and standing is not None:
         sentence = f"server {name!r} {failed(standing.open_why)} and its breaker is open"
         return Blocker("server_breaker_open", sentence, name, standing.open_until_ms)
+    if hindrance == "away" and standing is not None:
+        since = f"server {name!r} could not be reached since {_moment(standing.away_since_ms)}"
+        sentence = f"{since}; its slots are in cooldown" if standing.cooldown_until_ms else since
+        return Blocker("server_away", sentence, name, standing.cooldown_until_ms or None)
     if hindrance == "in cooldown" and standing is not None:
-        sentence = f"server {name!r} was busy or could not be reached, so its slots are in cooldown"
+        sentence = f"server {name!r} said that it was busy, so its slots are in cooldown"
         return Blocker("server_cooling", sentence, name, standing.cooldown_until_ms)
     return Blocker("server_unavailable", f"server {name!r} is {hindrance}", name)
 

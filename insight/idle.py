@@ -61,13 +61,12 @@ def _of_slots(dispatcher: Dispatcher, server: Server, standing: ServerStatus) ->
         yield of_server(server.name, "breaker open", standing)
     elif standing.breaker == "probing":
         yield Blocker("server_probing", "one job is trying whether it works again", server.name)
-    if standing.cooling:
-        yield of_server(server.name, "in cooldown", standing)
+    if standing.away_since_ms or standing.cooling:
+        yield of_server(server.name, "away" if standing.away_since_ms else "in cooldown", standing)
     withheld = draining.by_server(dispatcher).get(server.name, ())
-    if standing.taken and not standing.free:
-        yield Blocker(
-            "slots_busy", f"none of its {server.slots} slots is free: {standing.taken} are taken", server.name
-        )
+    running = standing.taken - len(withheld)
+    if running > 0 and not standing.free:
+        yield Blocker("slots_busy", f"none of its {server.slots} slots is free: {running} run jobs", server.name)
     for row in withheld:
         yield Blocker("slot_withheld", draining.sentence(row), row.slot)
 

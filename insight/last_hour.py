@@ -23,7 +23,7 @@ class Minute:
     """Of one model.  `busy_ms`: slot time that its jobs' last runs took; jobs that still run are not in it."""
 
     ended: int = 0
-    completed: int = 0
+    failed: int = 0
     busy_ms: int = 0
 
 
@@ -83,7 +83,7 @@ class LastHour:
             minutes = self._known.minutes[it.model]
             own = minutes.setdefault(begins, Minute())
             own.ended += it.jobs
-            own.completed += it.completed
+            own.failed += it.failed
             for minute, busy_ms in _spread(it, begins, oldest):
                 minutes.setdefault(minute, Minute()).busy_ms += busy_ms
         self._known.read.add(begins)

@@ -2,6 +2,7 @@
 
 of_minute      what ended in a minute, by the index of ends, summed up by the database
 oldest_queued  the first that waits of each model
+delayed        how many of each model wait to be tried again
 around         what was accepted shortly before and after a job
 """
 
@@ -23,7 +24,9 @@ _ENDED = (
         jobs.c.model,
         _STARTED.label("started"),
         func.count().label("jobs"),
-        func.sum(case((jobs.c.state == State.COMPLETED.value, 1), else_=0)).label("completed"),
+        func.sum(case((jobs.c.state == State.FAILED.value, 1), (jobs.c.state == State.DEAD.value, 1), else_=0)).label(
+            "failed"
+        ),
         func.sum(jobs.c.started_ms).label("starts"),
         func.sum(jobs.c.finished_ms).label("ends"),
     )
@@ -42,7 +45,7 @@ class Ended:
     model: str
     started_ms: int | None
     jobs: int
-    completed: int
+    failed: int
     starts_ms: int
     ends_ms: int
 
@@ -52,9 +55,7 @@ def of_minute(database: Database, begins_ms: int) -> list[Ended]:
     params = {"p_from": begins_ms, "p_to": begins_ms + MINUTE_MS}
     with database.read() as connection:
         rows = connection.execute(_ENDED, params).all()
-    return [
-        Ended(it.model, it.started, it.jobs, int(it.completed), int(it.starts or 0), int(it.ends or 0)) for it in rows
-    ]
+    return [Ended(it.model, it.started, it.jobs, int(it.failed), int(it.starts or 0), int(it.ends or 0)) for it in rows]
 
 
 def oldest_queued(database: Database, models: Sequence[str]) -> dict[str, int]:
@@ -63,6 +64,17 @@ def oldest_queued(database: Database, models: Sequence[str]) -> dict[str, int]:
     params = {"p_after": 0, "p_limit": 1}
     with database.read() as connection:
         return {row.model: row.created_ms for query in queries for row in connection.execute(query, params)}
+
+
+_DELAYED = (
+    select(jobs.c.model, func.count().label("jobs")).where(jobs.c.state == State.DELAYED.value).group_by(jobs.c.model)
+)
+
+
+def delayed(database: Database) -> dict[str, int]:
+    """How many jobs of each model wait to be tried again, or for their time.  Raises RecordUnavailable."""
+    with database.read() as connection:
+        return {row.model: row.jobs for row in connection.execute(_DELAYED)}
 
 
 @dataclass(frozen=True, slots=True)

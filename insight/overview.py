@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from redis.exceptions import RedisError
 
@@ -38,7 +38,8 @@ class ModelNow:
 
     `breaker`: closed, open, half_open, probing, "": not known; open until `breaker_until_ms`, ms since the epoch, by
     `breaker_why`, as for servers (insight/servers.py: ServerStatus).
-    `use`: share of its slots that was in use, for each minute of the last hour; `per_minute`: jobs that ended.
+    `use`: share of its slots that was in use, for each minute of the last hour; `per_minute`: jobs that ended;
+    `failed`: jobs that failed or died within the last hour; `delayed`: jobs that wait to be tried again.
     """
 
     running: int
@@ -49,6 +50,8 @@ class ModelNow:
     use: Sequence[float]
     ended: Sequence[int]
     per_minute: float
+    failed: int
+    delayed: int
 
 
 def slots_of(servers: Sequence[Server], running: Sequence[Job], dispatcher: Dispatcher) -> dict[str, list[Slot]]:
@@ -69,14 +72,17 @@ def look(
 ) -> dict[str, ModelNow]:
     """Of these models.  Redis away: their breakers are not known.  Raises RecordUnavailable."""
     names = [model.name for model in models]
-    oldest = looks.oldest_queued(dispatcher.store.database, names)
+    oldest, delayed = looks.oldest_queued(dispatcher.store.database, names), looks.delayed(dispatcher.store.database)
     last_hour.catch_up(now_ms)
     runs: dict[str, list[Job]] = defaultdict(list)
     for job in running:
         runs[job.model].append(job)
     breakers = breakers_of(dispatcher, models)
     return {
-        name: _now(dispatcher, last_hour, name, runs[name], oldest.get(name), breakers.get(name, _NOT_KNOWN), now_ms)
+        name: replace(
+            _now(dispatcher, last_hour, name, runs[name], oldest.get(name), breakers.get(name, _NOT_KNOWN), now_ms),
+            delayed=delayed.get(name, 0),
+        )
         for name in names
     }
 
@@ -98,6 +104,8 @@ def _now(
         _use(minutes, running, dispatcher.catalog.snapshot().slots_of(name), now_ms),
         [minute.ended for minute in minutes],
         sum(minute.ended for minute in minutes[-_RECENT:]) / _RECENT,
+        sum(minute.failed for minute in minutes),
+        0,
     )
 
 

@@ -26,10 +26,11 @@ class Score:
 class ServerStatus:
     """A server as the offers see it.  Times in ms since the epoch, 0: none.
 
-    `cooldown_until_ms`: when the first slot in cooldown is offered again.  `breaker`: closed, open, half_open, probing.
-    `open_until_ms`: when its next probe is due.  `open_why`: what opened it: runs that failed one after another
-    ("failures"), too many of them ("rate"), the last probe ("probe"); "": it is closed.  `opened`: how often in a row.
-    `loaded`: the model that it ran last.
+    `taken`: slots with a lease, those that are withheld among them.  `cooldown_until_ms`: when the first slot in
+    cooldown is offered again.  `away_since_ms`: since when it could not be reached.
+    `breaker`: closed, open, half_open, probing.  `open_until_ms`: when its next probe is due.  `open_why`: what opened
+    it: runs that failed one after another ("failures"), too many of them ("rate"), the last probe ("probe"); "": it is
+    closed.  `opened`: how often in a row.  `loaded`: the model that it ran last.
     """
 
     server: str
@@ -43,7 +44,24 @@ class ServerStatus:
     opened: int
     loaded: str
     swaps: int
+    away_since_ms: int
     scores: dict[str, Score]
+
+
+def hindrance(standing: ServerStatus, withheld: int) -> str:
+    """Return what keeps a server's slots from the next job, for people; "": one is free.
+
+    `withheld`: how many of its slots are.
+    """
+    if standing.breaker in ("open", "probing"):
+        return "breaker open" if standing.breaker == "open" else "being tried by one job"
+    if standing.free:
+        return ""
+    if standing.away_since_ms:
+        return "away"
+    if standing.taken > withheld:
+        return "busy"
+    return "withheld" if withheld else "in cooldown"
 
 
 class ServerScripts(Protocol):

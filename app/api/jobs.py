@@ -79,8 +79,8 @@ def explain_job(path: JobPath) -> dict[str, Any]:
     """Say what a job waits for, in one sentence and in parts, and when it should start.
 
     `code` is one of: turn, slots_busy, tenant_slots, tenant_paused, model_paused, model_breaker_open, model_probing,
-    server_breaker_open, server_cooling, server_unavailable, constraints_unmet, no_server, retry, not_before,
-    not_in_room, redis_away.
+    server_breaker_open, server_away, server_cooling, slot_withheld, server_unavailable, constraints_unmet, no_server,
+    retry, not_before, not_in_room, redis_away.
     """
     job = own_job(path.job_id)
     found = explain(dispatcher(), context().estimates, job)

@@ -226,11 +226,12 @@ def _overrides(body: RegisterBody) -> dict[str, Any] | None:
 def _listed(
     it: Server, standings: Mapping[str, insight.ServerStatus], withheld: Mapping[str, Sequence[Withheld]]
 ) -> dict[str, Any]:
-    standing = standings.get(it.name)
+    standing, slots = standings.get(it.name), withheld.get(it.name, ())
     return ListedServer.of(
         it,
         standing=standing and ServerStatus.of(standing),
-        withheld=[WithheldSlot.of(slot) for slot in withheld.get(it.name, ())],
+        withheld=[WithheldSlot.of(slot) for slot in slots],
+        hindrance=(standing and insight.hindrance(standing, len(slots))) or None,
     )
 
 

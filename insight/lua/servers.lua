@@ -4,9 +4,10 @@
     servers: [{server: text, free: int, cooling: int, taken: int,
                cooldown_until_ms: int, breaker: "closed" | "open" | "half_open" | "probing",
                open_until_ms: int, open_why: text, opened: int,
-               loaded: text, swaps: int,
+               loaded: text, swaps: int, away_since_ms: int,
                scores: {text: {load: number, failures: number, slowness: number, swap: number, total: number}}}]
       cooldown_until_ms  when the first of its slots in cooldown is offered again; 0: none is
+      away_since_ms      since when it could not be reached; 0: it could, when it was last called or asked
       scores     by model; the lowest total is best
       open_until_ms, open_why, opened   when its next probe is due; what opened it: its runs failed one after another
                  (failures), too many of them did (rate), or the last probe did (probe); how often in a row; 0 or
@@ -55,7 +56,7 @@ for i = 1, #servers, 2 do
   local has = read_hash(stats)
   found[#found + 1] = { server, free[server] or 0, cooling[server] or 0, tonumber(has.taken or "0"),
     tonumber(cooled[server] or "0"), breaker_state(breaker, now), breaker.until_ms, breaker.why,
-    tonumber(has.opened or "0"), has.loaded or "", tonumber(has.swaps or "0"),
+    tonumber(has.opened or "0"), has.loaded or "", tonumber(has.swaps or "0"), tonumber(has.away_since or "0"),
     scores(server, servers[i + 1]) }
 end
 return found

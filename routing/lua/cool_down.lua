@@ -20,9 +20,11 @@ if first_ms > 0 then
   from = FREE
   local times = redis.call("HINCRBY", META, "failures:" .. server, 1)
   redis.call("HDEL", stats_key("server", server), "loaded") -- it may have been started again
+  redis.call("HSETNX", stats_key("server", server), "away_since", exact(now))
   cooldown_ms = math.min(first_ms * 2 ^ math.min(times - 1, 30), max_ms)
 else
   redis.call("HDEL", META, "failures:" .. server)
+  redis.call("HDEL", stats_key("server", server), "away_since")
 end
 for n = 0, slots_in(entry) - 1 do
   local slot = server .. "-slot" .. n

@@ -1,6 +1,8 @@
 """Whatever goes wrong leaves as a problem; health and figures never fail with what they report."""
 
 import re
+import threading
+import time
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -216,6 +218,32 @@ def test_however_many_ask_at_once_one_looks() -> None:
     assert readiness.parts() and looked == [0.0]
     now[0] = 1.0
     assert readiness.parts() and looked == [0.0, 1.0]
+
+
+def test_a_part_that_hangs_is_told_within_a_second_beside_the_others_and_asked_once() -> None:
+    hangs, looked = threading.Event(), list[str]()
+
+    def hang() -> None:
+        looked.append("redis")
+        hangs.wait(60)
+
+    def answer() -> str:
+        looked.append("broker")
+        return "no route"
+
+    now = [0.0]
+    readiness = Readiness({"redis": hang, "broker": answer, "database": lambda: None}, lambda: now[0])
+    began = time.monotonic()
+    found = readiness.parts()
+    assert time.monotonic() - began < 5, "it would have hung for a minute"
+    assert found["broker"] == "no route" and found["database"] is None
+    assert "has not answered" in (found["redis"] or "")
+    now[0] = 2.0
+    readiness.parts()
+    assert looked.count("redis") == 1 and looked.count("broker") == 2
+    hangs.set()
+    now[0] = 4.0
+    assert readiness.parts() == {"redis": None, "broker": "no route", "database": None}
 
 
 def test_a_look_that_fails_is_nobody_elses_answer() -> None:

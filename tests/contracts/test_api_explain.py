@@ -147,12 +147,14 @@ def test_an_open_breaker_of_a_server_and_until_when(timed_api: TimedApi, setting
     assert found["sentence"] == f"It waits: {why} until 2027-01-15T08:00:08Z."
 
 
-def test_a_server_in_cooldown_and_until_when(timed_api: TimedApi) -> None:
+def test_a_server_that_is_away_since_when_and_until_when(timed_api: TimedApi) -> None:
     api = timed_api
     api.register()
     cooldown_ms = api.dispatcher.slots.cool_down("zimg", "gpu1")
     found = api.explain(api.submitted())
-    assert (_codes(found), found["servers"]) == (["server_cooling"], {"gpu1": "in cooldown"})
+    assert (_codes(found), found["servers"]) == (["server_away"], {"gpu1": "away"})
+    assert "could not be reached since 2027-01-15T08:00:00Z" in found["sentence"]
+    assert found["estimated_start_s"] is None
     assert found["waits_for"][0]["until"] == f"2027-01-15T08:00:0{cooldown_ms // 1000}.000Z"
 
 
@@ -163,7 +165,7 @@ def test_a_busy_server_and_one_in_cooldown_are_both_told(timed_api: TimedApi) ->
     api.register(server="gpu2")
     api.dispatcher.slots.cool_down("zimg", "gpu2")
     found = api.explain(api.submitted())
-    assert (_codes(found), found["estimated_start_s"]) == (["slots_busy", "server_cooling"], None)
+    assert (_codes(found), found["estimated_start_s"]) == (["slots_busy", "server_away"], None)
 
 
 # -- tenants and models --------------------------------------------------------------------------------------------

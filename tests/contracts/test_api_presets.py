@@ -154,5 +154,5 @@ def test_a_breaker_says_until_when(timed_api: TimedApi) -> None:
     timed_api.register()
     timed_api.dispatcher.slots.cool_down("zimg", "gpu1")
     found = timed_api.client.get("/admin/servers/gpu1/check").json
-    one = next(one for one in found["reasons"] if one["code"] == "server_cooling")
+    one = next(one for one in found["reasons"] if one["code"] == "server_away")
     assert one["until"]

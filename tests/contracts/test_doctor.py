@@ -1,6 +1,8 @@
 """The doctor looks at every part at once, waits for none too long, and says what to do."""
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from cli.checkup import Finding
 from foundation.config import RecordSettings
 from tasks import wiring
 from tests.support.api import Api, clear_wiring
+from tests.support.stack import REPO
 from upkeep import pulse
 
 
@@ -58,6 +61,26 @@ def test_the_worst_counts(levels: tuple[str, ...], worst: str) -> None:
     assert checkup.worst([Finding("x", level, "") for level in levels]) == worst
 
 
+# A process that has loaded nothing, as `slotkeeper doctor` is when it begins.
+_LOADS = """
+import sys
+from cli import checkup
+checkup.load()
+before = set(sys.modules)
+for part, check in checkup.all_checks().items():
+    checkup._of(part, check)
+roots = "app celery jobs kombu migrations redis registry scripting sqlalchemy tasks upkeep".split()
+print(*sorted(name for name in set(sys.modules) - before if name.partition(".")[0] in roots))
+"""
+
+
+def test_no_check_imports_what_another_may_import_at_the_same_time(api: Api) -> None:
+    """Threads that import for the first time at once met modules that were half loaded, in one run of six."""
+    ended = subprocess.run([sys.executable, "-c", _LOADS], cwd=REPO, capture_output=True, text=True, timeout=60)
+    late = [name for name in ended.stdout.split() if not name.startswith(("kombu.transport.", "sqlalchemy.dialects."))]
+    assert late == [], ended.stderr
+
+
 # -- what they find --------------------------------------------------------------------------------------------
 
 
@@ -91,6 +114,13 @@ def test_a_record_of_another_schema_is_told(api: Api) -> None:
 def test_that_nobody_works_is_told(api: Api) -> None:
     assert [it.level for it in _said("workers")] == ["fail"]
     assert [it.level for it in _said("maintenance")] == ["fail"]
+
+
+def test_a_server_that_does_not_answer_its_health_check_is_named(api: Api) -> None:
+    assert [(it.level, "No server" in it.said) for it in _said("servers")] == [("warn", True)]
+    api.register(server="gpu1")
+    (found,) = _said("servers")
+    assert (found.level, "gpu1" in found.said, "servers check gpu1" in found.remedy) == ("warn", True, True)
 
 
 def test_a_task_of_maintenance_that_is_late_is_named(api: Api) -> None:

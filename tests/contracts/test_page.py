@@ -402,9 +402,9 @@ def test_a_model_and_a_tenant_are_paused_with_a_reason(api: Api) -> None:
 
 def test_an_empty_installation_is_told_the_three_commands_to_go_on(api: Api) -> None:
     shown = visitor(api).get("/").text
-    assert [command in shown for command in ("slotkeeper serve ", "slotkeeper servers add ", "slotkeeper submit ")] == [
-        True
-    ] * 3
+    assert [
+        command in shown for command in ("slotkeeper serve ", "slotkeeper servers register ", "slotkeeper submit ")
+    ] == [True] * 3
 
 
 def test_what_goes_wrong_is_told_to_people(api: Api) -> None:

@@ -64,6 +64,7 @@ _NOT_ANSWERS = _FIELDS | frozenset(
     {
         "open_until",
         "penalty_at",
+        "away_since",
         "load",
         "failures",
         "slowness",

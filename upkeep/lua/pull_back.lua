@@ -38,6 +38,7 @@ end
 local function pull_all(stats)
   pull(stats, "open_until", open_ms)
   pull(stats, "penalty_at", 0)
+  pull(stats, "away_since", 0)
 end
 
 local models = {}

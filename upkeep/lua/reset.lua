@@ -13,7 +13,7 @@
 
 local now, stats, moved = now_ms(), stats_key(kind, name), 0
 redis.call("HDEL", stats, "open_until", "why", "opened", "probe", "streak", "rate", "runs", "failing",
-  "penalty", "penalty_at")
+  "penalty", "penalty_at", "away_since")
 redis.call("UNLINK", STATS .. ":failed:" .. kind .. ":" .. name)
 if kind ~= "server" then return moved end
 

@@ -61,8 +61,10 @@ SERVER = {
         "breaker_until": TEXT,
         "cooling": 1,
         "cooldown_until": TEXT,
+        "away_since": TEXT,
         "scores": {},
     },
+    "hindrance": TEXT,
     "withheld": [{"sentence": TEXT}],
 }
 FLEET = {"fleet": TEXT, "waiting": 1, "taken": 0, "free": 1, "cooling": 0}

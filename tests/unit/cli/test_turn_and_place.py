@@ -25,6 +25,7 @@ SERVER = {
     "attributes": {"gpu": "A100", "labels": ["fast", "testnet"]},
     "models": {"zimg": "http://gpu1/x"},
     "withheld": [],
+    "hindrance": None,
 }
 STANDING = {
     "free": 1,
@@ -32,6 +33,7 @@ STANDING = {
     "taken": 1,
     "breaker": "closed",
     "breaker_until": None,
+    "away_since": None,
     "scores": {"zimg": {"load": 0.5, "failures": 0, "slowness": -0.25, "swap": 0, "total": 0.625}},
 }
 
@@ -249,6 +251,12 @@ def test_a_list_of_servers_says_what_keeps_each_from_taking_jobs(api: HTTPServer
     well, ill, unknown = run("servers", "list").stdout.strip().splitlines()[-3:]
     assert "well" in well and "rate" not in unknown
     assert "breaker open (rate) until 2026-01-01T00:00:08.000Z, 2 cooling until 2026-01-01T00:00:03.000Z" in ill
+
+
+def test_a_list_of_servers_says_since_when_one_is_away(api: HTTPServer) -> None:
+    away = SERVER | {"standing": STANDING | {"away_since": "2026-01-01T00:00:01.000Z"}}
+    answers(api, "GET", "/admin/servers", {"servers": [away], "fleets": None})
+    assert "away since 2026-01-01T00:00:01.000Z" in run("servers", "list").stdout
 
 
 def test_a_reset_is_asked_of_the_api(api: HTTPServer) -> None:

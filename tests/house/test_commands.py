@@ -1,0 +1,105 @@
+"""Each command that a page, a document or a message tells people to type is one that the command line takes."""
+
+import ast
+import html
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from cli.__main__ import main
+from tests.support.stack import REPO
+
+_CODE = re.compile(r"<code>(slotkeeper .*?)</code>", re.DOTALL)
+_TICKED = re.compile(r"`(slotkeeper [^`]+)`")
+_LINE = re.compile(r"^(?:\$ )?(slotkeeper [^#\n]+)", re.MULTILINE)
+_BLOCK = re.compile(r"^```(?:sh|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_TEMPLATE = re.compile(r"\{\{.*?\}\}|\{%.*?%\}")
+_PACKAGES = ("admission", "app", "cli", "client", "dispatch", "foundation", "insight", "jobs", "local", "notify")
+_PACKAGES += ("reference_server", "registry", "routing", "scripting", "tasks", "upkeep")
+
+
+def _told() -> Iterator[tuple[str, str]]:
+    """(where, command)."""
+    for path in sorted((REPO / "app/page/templates").glob("*.html")):
+        for found in _CODE.findall(path.read_text()):
+            yield path.name, html.unescape(_TEMPLATE.sub("x", found))
+    for path in sorted([*(REPO / "docs").glob("*.md"), REPO / "README.md"]):
+        text = path.read_text()
+        for found in _TICKED.findall(_BLOCK.sub("", text)):
+            yield path.name, found
+        for block in _BLOCK.findall(text):
+            for found in _LINE.findall(block.replace("\\\n", " ")):
+                yield path.name, found
+    for package in _PACKAGES:
+        for path in sorted((REPO / package).rglob("*.py")):
+            for text in _texts(path):
+                for found in _TICKED.findall(text):
+                    yield str(path.relative_to(REPO)), found
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """Texts in a program; what is put into one is an x."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in node.values)
+
+
+def _words(command: str) -> list[str]:
+    """Without what follows in a shell, and without what stands for more."""
+    command = re.sub(r'"?\$\(.*', "x", command)  # another command's output
+    command = re.split(r"\s(?:[|>&;]|2>|&&)", " ".join(command.split()))[0]
+    words = shlex.split(command.replace("[", " ").replace("]", " "))[1:]
+    return [word for word in words if word.strip(".…") and word != "|"]
+
+
+def problem(command: str) -> str | None:
+    """What the command line has against it; None: nothing.  One without arguments names a command."""
+    words, found, context = _words(command), main, click.Context(main)
+    while isinstance(found, click.Group) and words and not words[0].startswith("-"):
+        inner = found.get_command(context, words[0])
+        if inner is None:
+            if found.invoke_without_command:
+                break
+            return f"there is no command {words[0]!r}"
+        found, words = inner, words[1:]  # type: ignore[assignment]
+    if not words:
+        return None
+    context = click.Context(found)
+    try:
+        given, left, _ = found.make_parser(context).parse_args(list(words))
+    except click.UsageError as error:
+        return error.message
+    if left and not found.context_settings.get("ignore_unknown_options") and not isinstance(found, click.Group):
+        return f"{left[0]!r} is too much"
+    missing = [
+        param.name
+        for param in found.params
+        if isinstance(param, click.Argument) and param.required and not given.get(str(param.name))
+    ]
+    return f"{missing[0]!r} is missing" if missing and not all(word.startswith("-") for word in words) else None
+
+
+_ALL = sorted(set(_told()))
+
+
+def test_there_are_commands_in_pages_documents_and_messages() -> None:
+    places = {where for where, _ in _ALL}
+    assert {"overview.html", "README.md"} <= places and any(where.startswith("cli/") for where in places)
+
+
+@pytest.mark.parametrize(("where", "command"), _ALL, ids=[f"{where}: {command[:60]}" for where, command in _ALL])
+def test_a_command_that_people_are_told_is_one(where: str, command: str) -> None:
+    assert problem(command) is None, f"{where}: {command}"
+
+
+@pytest.mark.parametrize(
+    "command", ["slotkeeper servers add gpu1", "slotkeeper presets list x", "slotkeeper submit --wat", "slotkeeper wat"]
+)
+def test_a_command_that_does_not_exist_is_found(command: str) -> None:
+    assert problem(command) is not None

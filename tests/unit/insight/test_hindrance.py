@@ -1,0 +1,42 @@
+"""What keeps a server's slots from the next job has one word, the same everywhere."""
+
+from typing import Any
+
+import pytest
+
+from insight.servers import ServerStatus, hindrance
+
+_FREE: dict[str, Any] = {
+    "server": "gpu1",
+    "free": 1,
+    "cooling": 0,
+    "taken": 1,
+    "cooldown_until_ms": 0,
+    "breaker": "closed",
+    "open_until_ms": 0,
+    "open_why": "",
+    "opened": 0,
+    "loaded": "",
+    "swaps": 0,
+    "away_since_ms": 0,
+    "scores": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("standing", "withheld", "word"),
+    [
+        ({}, 1, ""),
+        ({"breaker": "open"}, 0, "breaker open"),
+        ({"breaker": "probing"}, 0, "being tried by one job"),
+        ({"breaker": "half_open"}, 0, ""),
+        ({"free": 0, "taken": 2}, 0, "busy"),
+        ({"free": 0, "taken": 2}, 1, "busy"),
+        ({"free": 0, "taken": 2}, 2, "withheld"),
+        ({"free": 0, "taken": 2, "away_since_ms": 1}, 2, "away"),
+        ({"free": 0, "taken": 0, "cooling": 2, "away_since_ms": 1}, 0, "away"),
+        ({"free": 0, "taken": 0, "cooling": 2}, 0, "in cooldown"),
+    ],
+)
+def test_a_server_is_free_busy_withheld_away_or_in_cooldown(standing: dict[str, Any], withheld: int, word: str) -> None:
+    assert hindrance(ServerStatus(**_FREE | standing), withheld) == word

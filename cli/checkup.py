@@ -9,10 +9,10 @@ import socket
 import stat
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
 from queue import Empty, Queue
@@ -28,7 +28,8 @@ _SKEW_MS = 2_000
 _OLDEST_REDIS = (7, 0)
 _LATE = 5.0  # periods, after which a task of maintenance is late
 _LATE_S = 30.0
-_ASKED_AT_ONCE, _MOST_SERVERS = 16, 5
+_SERVERS_WITHIN_S, _MOST_SERVERS = 6.0, 10
+_TRIES = 3
 _OURS = frozenset({"SLOTKEEPER_URL", "SLOTKEEPER_KEY"})  # which the client reads
 
 
@@ -44,19 +45,16 @@ class Finding:
 
 Check = Callable[[], Iterator[Finding]]
 
-# What the checks import: threads that import for the first time at once may meet modules that are half loaded.
-_IMPORTED = (
+# What the checks import, also what Celery and SQLAlchemy import on first use.
+_MODULES = (
     "app.config",
-    "celery.app.amqp",
-    "celery.loaders.app",
-    "celery.utils.deprecated",
     "celeryconfig",
+    "foundation.config",
+    "insight.processes",
+    "insight.servers",
     "jobs.models",
-    "kombu.transport.redis",
     "local.plan",
     "migrations.migrate",
-    "redis.exceptions",
-    "routing.config",
     "scripting.suitability",
     "tasks.broker",
     "tasks.celery_app",
@@ -65,20 +63,33 @@ _IMPORTED = (
     "tasks.keyring",
     "tasks.ready",
     "tasks.wiring",
+    "upkeep.draining",
     "upkeep.pulse",
 )
 
 
 def load() -> None:
-    """Import what the checks need; what cannot be imported is a finding of the check that needs it."""
-    for name in _IMPORTED:
-        with suppress(Exception):
+    """Import what the checks use, in one thread: first imports in several threads at once fail at random."""
+    for name in _MODULES:
+        with suppress(Exception):  # The check that uses it reports it.
             import_module(name)
+    with suppress(Exception):
+        from tasks.celery_app import celery
+
+        celery.connection_for_write().release()
+    with suppress(Exception):
+        from tasks.wiring import catalog, processes, scripts
+
+        _ = catalog(), processes(), scripts()
 
 
 def examine(checks: dict[str, Check], within_s: float = WITHIN_S) -> Iterator[Finding]:
     """All findings, as they come: all checks begin at once, and who has not answered in time is told as well."""
     load()
+    return _side_by_side(checks, within_s)
+
+
+def _side_by_side(checks: dict[str, Check], within_s: float) -> Iterator[Finding]:
     found: Queue[tuple[str, list[Finding]]] = Queue()
     for part, check in checks.items():
         threading.Thread(target=lambda part=part, check=check: found.put((part, _of(part, check))), daemon=True).start()
@@ -204,13 +215,23 @@ def database() -> Iterator[Finding]:
         if connection.execute(update(counters).where(counters.c.name == "doctor").values(mark)).rowcount == 0:
             connection.execute(insert(counters), {"name": "doctor", **mark})
 
-    began = time.monotonic()
-    found.write(write)
-    took_s = time.monotonic() - began
+    took_s = _best_s(lambda: found.write(write))
     said = f"It answers, its schema is right, and a durable write takes {took_s * 1000:.0f} ms."
     level = "fail" if took_s > _TOO_SLOW_S else "warn" if took_s > _SLOW_S else "ok"
     remedy = "" if level == "ok" else "Each submit waits for this: see what else the disk or the server is doing."
     yield Finding("database", level, said, remedy)
+
+
+def _best_s(act: Callable[[], object]) -> float:
+    """Return how many seconds an act takes at best: one slow try may be chance, or other work on this host."""
+    best = float("inf")
+    for _ in range(_TRIES):
+        began = time.monotonic()
+        act()
+        best = min(best, time.monotonic() - began)
+        if best <= _SLOW_S:
+            break
+    return best
 
 
 def disk() -> Iterator[Finding]:
@@ -290,31 +311,73 @@ def workers() -> Iterator[Finding]:
 
 
 def servers() -> Iterator[Finding]:
-    """Each inference server that may get jobs answers its health check."""
-    from tasks.descriptions import server_for
-    from tasks.servers import HealthKind
-    from tasks.wiring import catalog_cache
+    """Each registered server answers its health check, and its slots can be used."""
+    from tasks.wiring import catalog
 
-    known = catalog_cache().refresh()
-    asked = [it for it in known.servers.values() if it.state == "online" and it.endpoints]
-    if not asked:
-        yield Finding("servers", "warn", "No server may get jobs.", "Register one: slotkeeper servers register")
+    snapshot = catalog().snapshot()
+    if not snapshot.servers:
+        remedy = "Register one: slotkeeper servers register MODEL NAME URL --slots N"
+        yield Finding("servers", "warn", "No inference server is registered: jobs are accepted, and wait.", remedy)
         return
+    asked = {it.name: _of_server(it, snapshot) for it in snapshot.servers.values() if it.state == "online"}
+    troubled = [
+        replace(it, part="servers", said=f"{it.part}: {it.said}") for it in _side_by_side(asked, _SERVERS_WITHIN_S)
+    ]
+    troubled += _of_slots(snapshot)
+    yield from troubled
+    stopped = len(snapshot.servers) - len(asked)
+    if not troubled:
+        slots = sum(it.slots for it in snapshot.servers.values() if it.name in asked)
+        others = f"; {stopped} are stopped by an operator" if stopped else ""
+        yield Finding("servers", "ok", f"{len(asked)} answer, with {slots} slots{others}.")
 
-    def health(server: Any) -> str:
-        model, url = min(server.endpoints.items())
-        found = server_for(url, known.models[model], known.described_by(server.name, model)).health()
-        return "" if found.kind in well else found.message or f"its health check found it {found.kind}"
 
-    well = {HealthKind.UP, HealthKind.BUSY, HealthKind.UNKNOWN}
-    with ThreadPoolExecutor(_ASKED_AT_ONCE) as threads:
-        wrong = {server.name: said for server, said in zip(asked, threads.map(health, asked), strict=True) if said}
-    for name, said in sorted(wrong.items())[:_MOST_SERVERS]:
-        yield Finding("servers", "warn", f"{name}: {said}", f"See `slotkeeper servers check {name}`.")
-    if len(wrong) > _MOST_SERVERS:
-        yield Finding("servers", "warn", f"{len(wrong) - _MOST_SERVERS} more servers do not answer as they should.")
-    if not wrong:
-        yield Finding("servers", "ok", f"{len(asked)} answer their health checks.")
+def _of_server(server: Any, snapshot: Any) -> Check:
+    """Return the check of one server: a finding only where something is wrong."""
+
+    def check() -> Iterator[Finding]:
+        from tasks.descriptions import speaker_of
+        from tasks.servers import HealthKind
+
+        speaker = speaker_of(snapshot, server)
+        if speaker is None:
+            if server.endpoints:
+                said = "Its description cannot be used, so no job is sent there."
+                yield Finding(server.name, "fail", said, f"See `slotkeeper servers check {server.name}`.")
+            return
+        health = speaker.health()
+        where = f"It is registered at {speaker.endpoint}: see that it runs, and that this host reaches it."
+        if health.kind is HealthKind.DOWN:
+            yield Finding(server.name, "fail", f"Nobody answers its health check ({health.message}).", where)
+        elif health.kind in (HealthKind.FOREIGN, HealthKind.GARBAGE):
+            yield Finding(server.name, "warn", f"Its health check is not understood ({health.message}).", where)
+
+    return check
+
+
+def _of_slots(snapshot: Any) -> Iterator[Finding]:
+    """Slots that no job can use, by what keeps them."""
+    from insight.servers import standings_of
+    from jobs import withheld
+    from routing.config import RoutingSettings
+    from routing.slots import Slots
+    from tasks.wiring import database, scripts
+
+    rows = Counter(row.server for row in withheld.read(database()))
+    found = standings_of(Slots(scripts(), RoutingSettings()), sorted(snapshot.fleets()))
+    known = {name: it for its in found.values() for name, it in its.items()}
+    for server in snapshot.servers.values():
+        remedy = f"See `slotkeeper servers check {server.name}`."
+        now = known.get(server.name)
+        said = []
+        if now is not None and now.breaker != "closed":
+            said.append(f"its breaker is {now.breaker.replace('_', ' ')}")
+        if now is not None and now.cooling:
+            said.append(f"{now.cooling} of its {server.slots} slots are in cooldown")
+        if rows[server.name]:
+            said.append(f"{rows[server.name]} of its {server.slots} slots are withheld")
+        if said:
+            yield Finding("servers", "warn", f"{server.name}: {', '.join(said)}.", remedy)
 
 
 def maintenance() -> Iterator[Finding]:

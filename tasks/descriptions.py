@@ -10,10 +10,12 @@ from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, Literal
 
+import structlog
 from pydantic import ValidationError
 
 from foundation import exact
 from registry import descriptions
+from registry import values as registered
 from registry.catalog import Model, Snapshot
 from registry.config import ModelConfig
 from registry.values import place_of
@@ -22,6 +24,8 @@ from tasks.servers import Description, Plan, Server, compile_plan, for_model, pr
 from tasks.servers.pointers import texts_in, write
 from tasks.servers.templates import secrets_in
 from tasks.wiring import database
+
+log = structlog.get_logger(__name__)
 
 SHORTHAND = ("model_type", "poll_endpoint_template", "id_field")
 MAX_BYTES = 256 * 1024  # of a whole description
@@ -261,6 +265,24 @@ def server_for(url: str, model: Model, described_by: str | None) -> Server:
         return _server(url, model.name, described_by)
     except ValueError as error:
         raise Misconfigured(str(error)) from error
+
+
+def speaker_of(catalog: Snapshot, server: registered.Server) -> Server | None:
+    """Return what asks for a server's health: by a model that describes how, if there is one.
+
+    None: no description of its models can be used.
+    """
+    found = None
+    for model, url in sorted(server.endpoints.items()):
+        try:
+            speaker = server_for(url, catalog.models[model], catalog.described_by(server.name, model))
+        except Misconfigured as error:  # It concerns this model's jobs; how the server is stays unknown.
+            log.warning("server_not_asked", server=server.name, model=model, error=str(error))
+            continue
+        if speaker.description.health is not None:
+            return speaker
+        found = found or speaker
+    return found
 
 
 def address_of(catalog: Snapshot, server: str, model: str, sent_to: str | None) -> str | None:

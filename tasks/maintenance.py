@@ -31,10 +31,10 @@ from registry.values import Server as ServerRow
 from tasks import vault
 from tasks.celery_app import celery
 from tasks.config import EventSettings
-from tasks.descriptions import Misconfigured, server_for
+from tasks.descriptions import Misconfigured, server_for, speaker_of
 from tasks.ends import log_end
 from tasks.rounds import Asked, Rounds
-from tasks.servers import Call, HealthKind, Server
+from tasks.servers import Call, HealthKind
 from tasks.wiring import database, dispatcher, last_runs, lifetimes, scripts, teller, workers
 from upkeep import draining, ledger, pulse, reconcile, runs
 from upkeep.identity import ServerReport
@@ -262,7 +262,7 @@ def _taken(asked: Asked) -> Mapping[str, ServerReport]:
 
 def _report(server: ServerRow) -> ServerReport:
     asked_ms = now_ms()
-    speaker = _speaker(server)
+    speaker = speaker_of(dispatcher().catalog.snapshot(), server)
     if speaker is None:
         return ServerReport(up=True, asked_ms=asked_ms, endpoints=server.endpoints)
     health = speaker.health()
@@ -310,18 +310,3 @@ def _ask_about(row: Withheld) -> None:
         log.warning("run_not_asked_about", job_id=row.job_id, error=str(error))
     finally:
         _asked_about.discard((row.job_id, row.attempt))
-
-
-def _speaker(server: ServerRow) -> Server | None:
-    """By one of its models that says how its health is asked, if one does; None: by none can it be asked at all."""
-    catalog, found = dispatcher().catalog.snapshot(), None
-    for model, url in sorted(server.endpoints.items()):
-        try:
-            speaker = server_for(url, catalog.models[model], catalog.described_by(server.name, model))
-        except Misconfigured as error:  # It concerns this model's jobs; how the server is stays unknown.
-            log.warning("server_not_asked", server=server.name, model=model, error=str(error))
-            continue
-        if speaker.description.health is not None:
-            return speaker
-        found = found or speaker
-    return found

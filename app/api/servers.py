@@ -25,8 +25,7 @@ from jobs.record import now_ms
 from jobs.withheld import Withheld
 from registry import departures
 from registry.values import AdminState, Server
-from tasks.descriptions import Misconfigured, server_for
-from tasks.servers import Health
+from tasks.descriptions import speaker_of
 from tasks.wiring import catalog, database, workers
 from upkeep import draining, rooms
 from upkeep.reconcile import departures as upkeep
@@ -145,19 +144,8 @@ def check_server(path: ServerPath) -> dict[str, Any]:
     """Say why a server gets no jobs: what the record and the waiting room know, and what it says of itself just now."""
     known = _known(path.server)
     reasons = why_idle(dispatcher(), workers(), known)
-    return server_check(known, reasons, _health(known))
-
-
-def _health(server: Server) -> Health | None:
-    """Asked by the description of its first model; None: there is none by which it could be."""
-    if not server.endpoints:
-        return None
-    model, url = min(server.endpoints.items())
-    found = dispatcher().catalog.snapshot()
-    try:
-        return server_for(url, found.models[model], found.described_by(server.name, model)).health()
-    except Misconfigured:
-        return None
+    speaker = speaker_of(dispatcher().catalog.snapshot(), known)
+    return server_check(known, reasons, None if speaker is None else speaker.health())
 
 
 @api.delete(

@@ -83,9 +83,9 @@ SECRETS = [
     Mutant(
         "one model's configuration ends the check of all servers",
         "results",
-        "tasks/maintenance.py",
-        "    except Misconfigured as error:",
-        "    except ZeroDivisionError as error:",
+        "tasks/descriptions.py",
+        "        except Misconfigured as error:  # It concerns",
+        "        except ZeroDivisionError as error:  # It concerns",
         (f"{MISCONFIGURED}test_maintenance_of_all_others_goes_on",),
         still=f"{MISCONFIGURED}test_its_job_costs_a_retry_and_says_why",
     ),

@@ -141,6 +141,15 @@ class BatchItem(SubmitBody):
     )
 
 
+class BatchNameQuery(Model):
+    batch: str | None = Field(
+        None,
+        description="The batch that the jobs belong to: a UUIDv7 of the client's own, or the `batch` of an earlier "
+        "answer.  Left out: a new one.",
+        json_schema_extra={"pattern": f"^{BATCH}$"},
+    )
+
+
 class JobPath(Model):
     job_id: str
 

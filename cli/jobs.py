@@ -1,12 +1,15 @@
 """Commands for jobs: submit, look, wait, cancel."""
 
 import json
+import re
 import secrets
+import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
@@ -27,11 +30,15 @@ from cli.results import output_option, save_result, without_files
 from client.terminal import console, one_line, say
 from foundation import traces
 
+if TYPE_CHECKING:
+    from client.api import Client
+
 Job = dict[str, Any]
 
 _STATES = ("queued", "delayed", "running", "completed", "failed", "expired", "canceled", "dead")
 _BATCH_JOBS = 200
 _BATCH_BYTES = 4 << 20
+_BATCH_ID = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}")  # a UUIDv7
 _NOISE = ("links", "deduplicated", "result", "error", "last_error", "cancel_requested")
 
 
@@ -148,31 +155,62 @@ def start_of(job: Job) -> str:
 
 @click.command("submit-file")
 @click.argument("file", type=click.File("rb"))
-@click.option("--run", metavar="NAME", help="Lines of a run of the same name are accepted once.  [default: a new one]")
+@click.option("--run", metavar="NAME", help="Go on with this run: its lines are accepted once.  [default: a new one]")
 @json_option
 def submit_file(file: IO[bytes], run: str | None, as_json: bool) -> None:
     """Submit the jobs in FILE: each line one JSON object, as POST /queue/submit takes it.
 
-    Order is kept.  When the API is busy or away it is asked again; a run that was broken off is gone on with by
-    --run.  Lines that are refused are named, and the others submitted.
+    The lines are one batch, in the order of the file.  The run is named before the first line is sent.  The command
+    that goes on with a broken-off run is printed; within a day it submits no line twice.  Refused lines are named by
+    their numbers, and the others are submitted.
     """
-    run = run or secrets.token_hex(4)
-    accepted, refused = 0, 0
+    from uuid_utils import uuid7
+
+    sent = _Run(run or str(uuid7()))
+    again = f"slotkeeper submit-file {shlex.quote(_name_of(file))} --run {shlex.quote(sent.name)}"
+    say(f"Run {one_line(sent.name)}.  If it breaks off, go on with: {again}", err=True)
     api = client()
     try:
-        for numbers, lines in _batches(file, run):
-            done, wrong = _submit_batch(api, numbers, lines)
-            accepted, refused = accepted + done, refused + wrong
+        for numbers, lines in _batches(file, sent.name):
+            _submit_batch(api, sent, numbers, lines)
     except click.ClickException as error:
-        raise click.ClickException(
-            f"{error.message}\n{accepted} jobs were accepted; go on with the rest by the same command and --run {run}"
-        ) from error
+        raise click.ClickException(f"{error.message}\n{_broken_off(sent, again)}") from error
+    except KeyboardInterrupt:
+        say(_broken_off(sent, again), err=True)
+        sys.exit(130)
     if as_json:
-        print_json({"accepted": accepted, "refused": refused, "run": run})
+        print_json(
+            {name: getattr(sent, name) for name in ("accepted", "known", "refused", "batch")} | {"run": sent.name}
+        )
     else:
-        say(f"{accepted} jobs were accepted, {refused} lines refused.")
-    if refused:
+        say(f"{sent.accepted} jobs were accepted{_known(sent)}, {sent.refused} lines refused.")
+        if sent.batch is not None:
+            say(f"Their batch: slotkeeper batches show {sent.batch}", err=True)
+    if sent.refused:
+        say(f"Correct the refused lines where they stand, and send them by: {again}", err=True)
         sys.exit(1)
+
+
+@dataclass
+class _Run:
+    """One submission of a file.  `accepted`, `known`, `refused`: lines that are new, accepted before, or refused."""
+
+    name: str
+    accepted: int = 0
+    known: int = 0
+    refused: int = 0
+    batch: str | None = None
+
+    def __post_init__(self) -> None:
+        self.batch = self.name if _BATCH_ID.fullmatch(self.name) else None
+
+
+def _known(run: _Run) -> str:
+    return f", {run.known} had been accepted before" if run.known else ""
+
+
+def _broken_off(run: _Run, again: str) -> str:
+    return f"{run.accepted} jobs were accepted{_known(run)}; go on with the rest by: {again}"
 
 
 def _batches(file: IO[bytes], run: str) -> Iterator[tuple[list[int], list[bytes]]]:
@@ -197,6 +235,12 @@ def _batches(file: IO[bytes], run: str) -> Iterator[tuple[list[int], list[bytes]
             yield numbers, lines
 
 
+def _name_of(file: IO[bytes]) -> str:
+    """Return the argument that names the file; "-": it is standard input."""
+    name = getattr(file, "name", "<stdin>")
+    return "-" if name == "<stdin>" else str(name)
+
+
 def _size(file: IO[bytes]) -> int | None:
     import os
 
@@ -218,25 +262,30 @@ def _keyed(line: bytes, key: str) -> bytes:
     return b'{"idempotency_key":%s%s%s' % (json.dumps(key).encode(), b"," if job else b"", text[1:].lstrip())
 
 
-def _submit_batch(api: Any, numbers: list[int], lines: list[bytes]) -> tuple[int, int]:
-    """Answers how many were accepted, and how many refused.  A batch is accepted as a whole or not at all."""
+def _submit_batch(api: "Client", run: _Run, numbers: list[int], lines: list[bytes]) -> None:
+    """Submit lines into the run's batch, and count them in `run`.  Lines that the API refuses are left out.
+
+    Raises ClientError: none of the lines that are left was accepted, or that is not known.
+    """
     from client.api import Refused
 
-    refused = 0
     headers = {"Content-Type": "application/x-ndjson", **_trace()}
     while lines:
-        body = b"\n".join(lines)
+        path = "/queue/submit-batch" + (f"?batch={run.batch}" if run.batch else "")
         try:
-            api.patiently(partial(api.post, "/queue/submit-batch", body, headers))
-            return len(lines), refused
+            answer = api.patiently(partial(api.post, path, b"\n".join(lines), headers))
         except Refused as error:
             index = error.problem.get("index")
             if not isinstance(index, int) or not 0 <= index < len(lines):
                 raise
             say(f"Line {numbers[index]}: {error.message}", err=True)
             del numbers[index], lines[index]
-            refused += 1
-    return 0, refused
+            run.refused += 1
+            continue
+        run.accepted += answer["accepted"]
+        run.known += len(lines) - answer["accepted"]
+        run.batch = run.batch or answer["batch"]
+        return
 
 
 @click.command("jobs")

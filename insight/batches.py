@@ -1,4 +1,6 @@
-"""Batches: jobs that were submitted together.  They are known by their jobs, and gone with the last of them.
+"""Batches: jobs that were submitted together, in one request or in several that named the same batch.
+
+They are known by their jobs, and gone with the last of them.
 
 A batch's id is a UUIDv7, so that the newest are last in the order of ids; a look at a page of batches reads their jobs
 and no others, however many there are.
@@ -68,23 +70,34 @@ def newest(database: Database, tenant: str | None, before: str | None, limit: in
     params = {"last": before or _BEHIND_ALL, "most": limit} | ({} if tenant is None else {"tenant": tenant})
     with database.read() as connection:
         ids = connection.execute(text(_statement(tenant)), params).scalars().all()
-    return look(database, ids)
+    return look(database, ids, tenant)
 
 
-def look(database: Database, ids: Sequence[str]) -> list[Batch]:
-    """These batches, in this order; one of which no job is left is left out.  Raises RecordUnavailable."""
+def look(database: Database, ids: Sequence[str], tenant: str | None = None) -> list[Batch]:
+    """Return these batches in this order, by the jobs of `tenant`, or of all.
+
+    A batch without such a job is left out: clients may name batches, and two tenants may take the same name.
+
+    Raises RecordUnavailable.
+    """
     if not ids:
         return []
     rows: dict[str, list[Any]] = defaultdict(list)
+    facts = _FACTS if tenant is None else _FACTS.where(jobs.c.tenant == tenant)
     with database.read() as connection:
-        for row in connection.execute(_FACTS, {"p_batches": list(ids)}):
+        for row in connection.execute(facts, {"p_batches": list(ids)}):
             rows[row.batch].append(row)
     return [_batch(it, rows[it]) for it in ids if it in rows]
 
 
-def unfinished(database: Database, batch: str) -> list[str]:
-    """Ids of its jobs that have not ended, in order of acceptance.  Raises RecordUnavailable."""
+def unfinished(database: Database, batch: str, tenant: str | None = None) -> list[str]:
+    """Return the ids of its jobs, of `tenant` or of all, that have not ended, in order of acceptance.
+
+    Raises RecordUnavailable.
+    """
     active = select(jobs.c.id, jobs.c.state).where(text("batch IS NOT NULL"), jobs.c.batch == batch)
+    if tenant is not None:
+        active = active.where(jobs.c.tenant == tenant)
     with database.read() as connection:
         rows = connection.execute(active.order_by(jobs.c.batch, jobs.c.seq)).all()
     return [row.id for row in rows if State(row.state) not in FINAL]

@@ -64,9 +64,8 @@ class BatchCanceled(Answer):
 @api.get("", responses={200: BatchList, **problems(422)})
 def list_batches(query: BatchQuery) -> dict[str, Any]:
     """List batches, the newest first, with how far each has come."""
-    mine = tenant()
     before = of_batch(query.cursor, "cursor")
-    found = batches.newest(database(), None if mine.admin else mine.name, before, query.limit)
+    found = batches.newest(database(), _whose(), before, query.limit)
     cursor = found[-1].id if len(found) == query.limit else None
     return BatchList.of(batches=[BatchView.of(it) for it in found], next_cursor=cursor)
 
@@ -83,7 +82,7 @@ def cancel_batch(path: BatchPath) -> dict[str, Any]:
     batch = _own(path.batch)
     if batch.ended == batch.jobs:
         raise Conflict(f"All jobs of batch {batch.id!r} have ended.", batch=batch.id)
-    ended = [_canceled(job_id) for job_id in batches.unfinished(database(), batch.id)]
+    ended = [_canceled(job_id) for job_id in batches.unfinished(database(), batch.id, _whose())]
     canceled, canceling = ended.count(State.CANCELED), ended.count(State.RUNNING)
     return BatchCanceled.of(batch=batch.id, canceled=canceled, canceling=canceling)
 
@@ -97,8 +96,14 @@ def _canceled(job_id: str) -> State | None:
 
 
 def _own(batch: str) -> Batch:
-    """A batch that this request's tenant may see.  Raises NotFound, also for another's."""
-    found, mine = batches.look(database(), [batch]) if batch.isprintable() else [], tenant()
-    if not found or not (mine.admin or found[0].tenant == mine.name):
+    """Return a batch by those of its jobs that this request's tenant may see.  Raises NotFound: there are none."""
+    found = batches.look(database(), [batch], _whose()) if batch.isprintable() else []
+    if not found:
         raise NotFound("There is no such batch, or its jobs have been removed.", batch=batch)
     return found[0]
+
+
+def _whose() -> str | None:
+    """Return the tenant whose jobs this request may see; None: those of all."""
+    mine = tenant()
+    return None if mine.admin else mine.name

@@ -13,7 +13,8 @@ from app.context import asked, context, dispatcher
 from app.job_answers import BatchReceipt, BatchReceiptItem, place
 from app.job_answers import Receipt as ReceiptView
 from app.openapi import blueprint, headers, problems
-from app.schemas import SubmitBody
+from app.paging import of_batch
+from app.schemas import BatchNameQuery, SubmitBody
 from dispatch.dispatcher import Receipt
 from foundation.errors import InvalidJob
 from insight.places import Place, Places
@@ -57,17 +58,17 @@ def submit(body: SubmitBody) -> Answer:
     request_body=batch.DESCRIPTION,
     openapi_extensions=_BATCH_KEY,
 )
-def submit_batch() -> tuple[dict[str, Any], int]:
+def submit_batch(query: BatchNameQuery) -> tuple[dict[str, Any], int]:
     """Submit up to 1000 jobs: all of them are accepted, or none.
 
     A JSON array, or one JSON object a line (application/x-ndjson).  A refusal names the `index` of the job,
-    counted from 0.
+    counted from 0.  Several requests that name the same `batch` submit one batch.
     """
     whose, sent = tenant(), request.headers
     key, trace = check_idempotency_key(sent.get("Idempotency-Key"), _LONGEST_BATCH_KEY), sent.get("traceparent")
     settings = context().settings
     items = batch.read(request, settings.max_batch_bytes, settings.max_body_bytes)
-    name = new_job_id()
+    name = of_batch(query.batch) or new_job_id()
     wanted = [replace(_of_batch(index, item, whose, key, trace), batch=name) for index, item in enumerate(items)]
     receipts = dispatcher().submit(wanted, whose)
     jobs = [BatchReceiptItem.of(it.accepted, notice=it.notice) for it in receipts]

@@ -98,6 +98,31 @@ def test_a_tenant_sees_its_own_batches_and_no_others(api: Api, settings: dict[st
     assert _got(api, f"/queue/batches/{foreign}", root)["by_state"] == {"queued": 3}
 
 
+def test_requests_that_name_the_same_batch_submit_one_batch(api: Api) -> None:
+    api.model()
+    name = new_job_id()
+    for jobs in (2, 3):
+        answer = api.client.post(f"/queue/submit-batch?batch={name}", json=[_JOB] * jobs)
+        assert (answer.status_code, answer.json["batch"]) == (202, name)
+    assert [(it["batch"], it["jobs"]) for it in _listed(api)["batches"]] == [(name, 5)]
+    refused = api.client.post("/queue/submit-batch?batch=x", json=[_JOB])
+    assert refused.status_code == 422
+
+
+@KEYED
+def test_two_tenants_that_name_the_same_batch_share_nothing(api: Api, settings: dict[str, str]) -> None:
+    acme, other, root = api.tenant("acme"), api.tenant("other"), api.tenant("root", admin=True)
+    assert api.client.put("/admin/model-configs/zimg", json={}, headers=root).status_code == 200
+    name = new_job_id()
+    for who, jobs in ((acme, 2), (other, 3)):
+        assert api.client.post(f"/queue/submit-batch?batch={name}", json=[_JOB] * jobs, headers=who).status_code == 202
+    for who, jobs in ((acme, 2), (other, 3), (root, 5)):
+        assert _got(api, f"/queue/batches/{name}", who)["jobs"] == jobs
+        assert [it["jobs"] for it in _listed(api, headers=who)["batches"]] == [jobs]
+    assert api.client.post(f"/queue/batches/{name}/cancel", headers=other).json["canceled"] == 3
+    assert _got(api, f"/queue/batches/{name}", acme)["by_state"] == {"queued": 2}
+
+
 @pytest.mark.parametrize(
     "path", ["/queue/batches?cursor=x", "/queue/jobs?batch=x", "/queue/jobs?batch=%00", "/queue/batches/%00"]
 )
@@ -149,7 +174,7 @@ def test_looks_at_batches_read_by_their_indexes(store: Store) -> None:
         listing.find(store.database, batch=name, tenant="acme", limit=50)
     assert len(plans) == 6
     of_batch, of_tenant = "ix_jobs_batch_seq", "ix_jobs_tenant_batch"
-    for plan, index in zip(plans, (of_batch, of_batch, of_tenant, of_batch, of_batch, of_batch), strict=True):
+    for plan, index in zip(plans, (of_batch, of_batch, of_tenant, of_tenant, of_batch, of_batch), strict=True):
         assert index in plan, plan
         assert "SCAN jobs\n" not in plan and "Seq Scan on jobs" not in plan, plan
 

@@ -323,7 +323,7 @@ def test_everything_can_be_done_from_the_command_line(standing: tuple[Installati
     assert "2 jobs were accepted, 2 lines refused." in done.stdout
     assert re.search(r"Line 3: .*none", done.stderr)
     before = ask("ledger")["accepted"]
-    assert "2 jobs were accepted" in run("submit-file", str(lines), "--run", "once").stdout
+    assert "2 had been accepted before" in run("submit-file", str(lines), "--run", "once").stdout
     assert ask("ledger")["accepted"] == before
 
     ask("models", "configure", "zimg", "max_retries=0")

@@ -1,7 +1,10 @@
 """The command line against an API that answers in all sorts of ways."""
 
 import json
+import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -125,10 +128,11 @@ def test_lists_are_read_page_by_page_up_to_the_limit(api: HTTPServer) -> None:
 
 
 class Batches:
-    """An API that takes batches, and refuses lines that hold the word `bad`."""
+    """An API that takes batches, knows keys again, and refuses lines that hold the word `bad`."""
 
     def __init__(self, api: HTTPServer) -> None:
         self.accepted: list[dict[str, object]] = []
+        self.named: set[str | None] = set()
         self.refusals = [Response("{}", 503, {"Retry-After": "1"})]
         api.expect_request("/queue/submit-batch").respond_with_handler(self.answer)
 
@@ -139,8 +143,11 @@ class Batches:
         for index, line in enumerate(lines):
             if b"bad" in line:
                 return problem(422, "Wrong", "bad", index=index)
-        self.accepted += map(json.loads, lines)
-        return Response("{}", 202)
+        known = {job["idempotency_key"] for job in self.accepted}
+        new = [job for job in map(json.loads, lines) if job["idempotency_key"] not in known]
+        self.accepted += new
+        self.named.add(request.args.get("batch"))
+        return Response(json.dumps({"batch": request.args.get("batch", "first"), "accepted": len(new)}), 202)
 
 
 def test_a_file_is_submitted_in_order_without_its_bad_lines(api: HTTPServer, tmp_path: Path) -> None:
@@ -152,7 +159,8 @@ def test_a_file_is_submitted_in_order_without_its_bad_lines(api: HTTPServer, tmp
     done = run("submit-file", str(path), "--run", 'to"day')
     assert done.exit_code == 1
     assert "447 jobs were accepted, 2 lines refused." in done.stdout
-    assert [line.partition(":")[0] for line in done.stderr.splitlines()] == ["Line 4", "Line 441"]
+    assert re.findall("^Line ([0-9]+):", done.stderr, re.MULTILINE) == ["4", "441"]
+    assert "Correct the refused lines where they stand, and send them by: slotkeeper submit-file" in done.stderr
     assert [job["payload"]["n"] for job in batches.accepted] == [n for n in range(450) if n not in (3, 7, 440)]  # type: ignore[index]
     assert [job["idempotency_key"] for job in batches.accepted][:4] == [f'to"day-{n}' for n in (1, 2, 3, 5)]
 
@@ -173,6 +181,46 @@ def test_a_file_that_was_broken_off_says_how_to_go_on(api: HTTPServer, tmp_path:
     assert done.exit_code == 1
     assert "No valid key: set SLOTKEEPER_KEY" in done.stderr
     assert "--run mine" in done.stderr
+
+
+@pytest.mark.parametrize("chosen", [None, "to day's"])
+def test_the_command_printed_at_ctrl_c_goes_on_with_the_run(
+    api: HTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    batches = Batches(api)
+    path = tmp_path / "my jobs.ndjson"
+    path.write_text("".join(f'{{"model": "zimg", "payload": {{"n": {n}}}}}\n' for n in range(450)))
+    post = Client.post
+
+    def post_until_ctrl_c(client: Client, *request: Any) -> Any:
+        if len(batches.accepted) == 200:
+            raise KeyboardInterrupt
+        return post(client, *request)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Client, "post", post_until_ctrl_c)
+        stopped = run("submit-file", str(path), *(["--run", chosen] if chosen else []))
+    assert (stopped.exit_code, len(batches.accepted)) == (130, 200)
+    first, last = stopped.stderr.splitlines()
+    assert last.startswith("200 jobs were accepted; go on with the rest by: slotkeeper submit-file ")
+    command = shlex.split(last.partition("rest by: ")[2])
+    assert command == shlex.split(first.partition("go on with: ")[2]), "it was named before the first line was sent"
+    done = run(*command[1:], "--json")
+    assert [job["payload"]["n"] for job in batches.accepted] == list(range(450))  # type: ignore[index]
+    facts = json.loads(done.stdout)
+    assert (facts["accepted"], facts["known"], facts["refused"]) == (250, 200, 0)
+    assert "0 jobs were accepted, 450 had been accepted before" in run(*command[1:]).stdout
+
+
+def test_all_lines_of_a_file_are_one_batch(api: HTTPServer, tmp_path: Path) -> None:
+    batches = Batches(api)
+    path = tmp_path / "jobs.ndjson"
+    path.write_text('{"model": "zimg"}\n' * 450)
+    facts = json.loads(run("submit-file", str(path), "--json").stdout)
+    assert batches.named == {facts["batch"]} == {facts["run"]}
+    batches.named.clear()
+    assert json.loads(run("submit-file", str(path), "--run", "r", "--json").stdout)["batch"] == "first"
+    assert batches.named == {None, "first"}
 
 
 def test_settings_of_a_model_are_added_to_those_it_has(api: HTTPServer) -> None:

@@ -20,6 +20,7 @@ from migrations import migrate
 from outbox import forward, removal
 from outbox.webhooks import Webhooks
 from tests.support.postgres import running_postgres
+from tests.support.starts import store_start
 from upkeep import ledger
 
 _FIELDS = (
@@ -110,7 +111,7 @@ def _acts(database: Database, store: Store) -> None:
 
     def run() -> None:
         job = submit()
-        started = store.start(job, "gpu", "gpu-slot0", "lease owner", now_ms())
+        started = store_start(store, job, "gpu", "gpu-slot0", "lease owner", now_ms())
         assert started is not None
         store.settle(job, started.attempt, Why.FINISHED, now_ms(), result="{}")
 

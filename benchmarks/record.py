@@ -17,6 +17,7 @@ from jobs.states import Why
 from jobs.store import Store
 from migrations import migrate
 from tests.support.postgres import running_postgres
+from tests.support.starts import store_start
 
 _PAYLOAD = '{"prompt":"a sunset","seconds":0.1}'
 _ROUNDS = 5
@@ -60,7 +61,7 @@ def _play(where: str, times: int) -> None:
         runs: list[Run] = []
 
         def start(n: int) -> None:
-            run = store.start(ids[n], "gpu", "gpu-slot0", "lease owner", 2)
+            run = store_start(store, ids[n], "gpu", "gpu-slot0", "lease owner", 2)
             assert run is not None
             runs.append(run)
 

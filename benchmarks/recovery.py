@@ -35,6 +35,7 @@ from routing.slots import Slots
 from scripting.keys import Keys
 from scripting.scripts import Scripts, connect
 from tests.support.stack import Stack, eventually
+from tests.support.starts import begin_run
 from tests.support.valkey import Valkey
 from upkeep import ledger as books
 from upkeep import reconcile
@@ -139,7 +140,7 @@ def reap(jobs: int = 1000) -> None:
         while offers := [lease for lease, _ in dispatcher.leases.all_of(["zimg"])["zimg"] if not lease.owner]:
             for lease in offers:
                 offer = Offer("zimg", lease.job_id, lease.name, lease.slot, lease.server, "zimg", 0)
-                assert dispatcher.start(offer, "dead worker") is not None
+                assert begin_run(dispatcher, offer, "dead worker") is not None
             dispatcher.queues.offer("zimg")
         with valkey.client() as redis:
             names = redis.zrange("bench:{zimg}:leases", 0, -1)

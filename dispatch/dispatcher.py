@@ -1,4 +1,4 @@
-"""The use cases: submit, start, settle, cancel, revive.
+"""The use cases: submit, settle, cancel, revive; a worker starts jobs (tasks/starts.py).
 
 Each writes the record first and Redis after it.  If Redis fails in between, the record is right and
 upkeep.reconcile brings Redis to it; nothing here waits for that.
@@ -251,22 +251,6 @@ class Dispatcher:
             log.warning("announcement_failed", job_id=moved.job.id, error=str(error))
 
     # -- start -----------------------------------------------------------------------------------------------
-
-    def start(self, offer: Offer, owner: str) -> ActiveRun | None:
-        """Begin the offered job; None: the offer or the job is gone.  An open offer is claimed first."""
-        claimed = offer if offer.owner == owner else self.leases.claim(offer, owner)
-        if claimed is None:
-            return None
-        crash_at("start_claimed")
-        lease = Lease(claimed.fleet, claimed.job_id, claimed.lease, owner, claimed.slot)
-        catalog = self.catalog.snapshot()
-        described_by = catalog.described_by(claimed.server, claimed.model)
-        sent_to = catalog.endpoint(claimed.server, claimed.model)
-        run = self.store.start(
-            claimed.job_id, claimed.server, claimed.slot, lease.tag, now_ms(), claimed.number, described_by, sent_to
-        )
-        crash_at("start_committed")
-        return None if run is None else self.begun(claimed, run, lease)
 
     def begun(self, offer: Offer, run: Run, lease: Lease) -> ActiveRun:
         """The active run of a job that has been started; the observer hears of a first start."""

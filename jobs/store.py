@@ -207,25 +207,6 @@ class Store:
 
     # -- transitions -----------------------------------------------------------------------------------------
 
-    def start(
-        self,
-        job_id: str,
-        server: str,
-        slot: str,
-        lease: str,
-        now_ms: int,
-        offer: int = 0,
-        described_by: str | None = None,
-        sent_to: str | None = None,
-    ) -> Run | None:
-        """Give a queued job to the caller; None: it is not queued (any more).
-
-        `described_by`: the version of the description by which its server is spoken to, and `sent_to`: the server's
-        address, unless a run is resumed.
-        """
-        started = self.starting(job_id, server, slot, lease, now_ms, offer, described_by, sent_to=sent_to)
-        return self.database.do(started)
-
     def starting(
         self,
         job_id: str,
@@ -238,7 +219,11 @@ class Store:
         worker: str = "",
         sent_to: str | None = None,
     ) -> Write[Run | None]:
-        """The write of `start`.  `worker`: Celery's name of the worker that starts it, for its event."""
+        """Return the write that gives a queued job to a worker; it returns None: the job is not queued.
+
+        `described_by`: the version of the description by which its server is spoken to, and `sent_to`: the server's
+        address, unless a run is resumed.  `worker`: Celery's name of the worker that starts it, for its event.
+        """
         placed = {"p_id": job_id, "p_server": server, "p_slot": slot, "p_lease": lease, "p_offer": offer}
         placed |= {"p_described_by": described_by, "p_sent_to": sent_to}
         told = {"server": server, "slot": slot, "offer": offer} | ({"worker": worker} if worker else {})
@@ -354,12 +339,11 @@ class Store:
 
         return self.database.write(unit)
 
-    def note_remote(self, job_id: str, attempt: int, remote_id: str, now_ms: int) -> bool:
-        """Store the server's own id of the job, before the first poll.  False: this run is over."""
-        return self.database.do(self.noting_remote(job_id, attempt, remote_id, now_ms))
-
     def noting_remote(self, job_id: str, attempt: int, remote_id: str, now_ms: int) -> Write[bool]:
-        """The write of `note_remote`."""
+        """Return the write that stores the server's own id of the job, before the first poll.
+
+        It returns False: this run is over.
+        """
         params = {"p_id": job_id, "p_attempt": attempt, "p_remote_id": remote_id, "p_now": now_ms}
         return Write(lambda tx: _NOTE_REMOTE.count(tx.connection, params) == 1)
 

@@ -131,12 +131,11 @@ class Leases:
         self._room = room
         self._seen: dict[str, tuple[str, int]] = {}  # fleet -> epoch of its room, and offers made in it, as last told
 
-    def claim(self, offer: Offer, owner: str) -> Offer | None:
-        """Make an open offer one's own; None: it is gone, another's, or one's own already."""
-        return self.scripts.run(self.claiming(offer, owner))
-
     def claiming(self, offer: Offer, owner: str) -> Command[Offer | None]:
-        """The command of `claim`."""
+        """Return the command that makes an open offer one's own.
+
+        It returns None: the offer is gone, another's, or one's own already.
+        """
         return self._acts.claim(offer.fleet, offer=offer, owner=owner, lease_ms=self._settings.lease_ms)
 
     def swaps(self, lease: Lease) -> Command[bool]:

@@ -14,6 +14,7 @@ from jobs.store import Store
 from outbox import removal
 from tests.support.api import Api
 from tests.support.builders import T0, a_job, a_queued_job, a_start, an_ended_job
+from tests.support.starts import begin_run
 
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
 _JOB: dict[str, Any] = {"model": "zimg", "payload": {"prompt": "a cat"}}
@@ -63,7 +64,7 @@ def test_a_batch_is_canceled_as_a_whole(api: Api) -> None:
     api.register()
     sent = _submit(api)
     offer = api.heard.offers[0]
-    assert api.dispatcher.start(offer, "a-worker") is not None
+    assert begin_run(api.dispatcher, offer, "a-worker") is not None
     answer = api.client.post(f"/queue/batches/{sent['batch']}/cancel")
     assert answer.json == {"batch": sent["batch"], "canceled": 2, "canceling": 1}
     assert _got(api, f"/queue/batches/{sent['batch']}")["by_state"] == {"running": 1, "canceled": 2}

@@ -13,6 +13,7 @@ from jobs.states import State, Why
 from jobs.store import Error
 from tasks import callbacks, push
 from tests.support.api import Api
+from tests.support.starts import store_remote_id, store_start
 
 DONE = {"status": "success", "result": {"url": "https://cdn.example/1.png"}}
 UNKNOWN = "01920000-0000-7000-8000-000000000000"
@@ -171,7 +172,7 @@ def test_a_superseded_attempt_cannot_end_the_next(api: Api, task: ActiveRun) -> 
     """LEASE-3, seen from the door."""
     old = _token(task)
     api.dispatcher.store.settle(task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
-    again = api.dispatcher.store.start(task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1)
+    again = store_start(api.dispatcher.store, task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1)
     assert again is not None
     assert _push(api, task.run.job.id, old).status_code == 403
     assert api.job(task.run.job.id).state is State.RUNNING
@@ -181,9 +182,9 @@ def test_a_superseded_attempt_cannot_end_the_next(api: Api, task: ActiveRun) -> 
 def _taken_up(api: Api, task: ActiveRun, why: Why, server: str = "gpu1") -> Run:
     """Its server has taken it up, and its worker is gone; the next one has begun."""
     store, run = api.dispatcher.store, task.run
-    assert store.note_remote(run.job.id, run.attempt, "r-1", run.started_ms + 5)
+    assert store_remote_id(store, run.job.id, run.attempt, "r-1", run.started_ms + 5)
     store.settle(run.job.id, run.attempt, why, run.started_ms + 10)
-    again = store.start(run.job.id, server, f"{server}-slot0", task.lease.tag, run.started_ms + 20)
+    again = store_start(store, run.job.id, server, f"{server}-slot0", task.lease.tag, run.started_ms + 20)
     assert again is not None
     return again
 
@@ -203,7 +204,7 @@ def test_a_run_that_was_resumed_twice_ends_under_its_first_token(api: Api, task:
     old, store, job_id = _token(task), api.dispatcher.store, task.run.job.id
     again = _taken_up(api, task, Why.HANDED_BACK)
     store.settle(job_id, again.attempt, Why.LEASE_EXPIRED, again.started_ms + 10)
-    assert store.start(job_id, "gpu1", "gpu1-slot0", task.lease.tag, again.started_ms + 20) is not None
+    assert store_start(store, job_id, "gpu1", "gpu1-slot0", task.lease.tag, again.started_ms + 20) is not None
     assert _push(api, job_id, callbacks.token(job_id, 2)).status_code == 403, "nothing was sent under it"
     assert _push(api, job_id, old).json == {"status": "completed"}
 
@@ -218,18 +219,18 @@ def test_a_run_that_was_begun_anew_ends_under_its_own_token_alone(
     old, job_id = _token(task), task.run.job.id
     again = _taken_up(api, task, why, server)
     if sent:
-        assert api.dispatcher.store.note_remote(job_id, again.attempt, "r-2", again.started_ms + 5)
+        assert store_remote_id(api.dispatcher.store, job_id, again.attempt, "r-2", again.started_ms + 5)
     assert _push(api, job_id, old).status_code == 403
     assert api.job(job_id).state is State.RUNNING
 
 
 def test_a_push_between_two_workers_is_wanted_again(api: Api, task: ActiveRun) -> None:
     store, run = api.dispatcher.store, task.run
-    assert store.note_remote(run.job.id, run.attempt, "r-1", run.started_ms + 5)
+    assert store_remote_id(store, run.job.id, run.attempt, "r-1", run.started_ms + 5)
     store.settle(run.job.id, run.attempt, Why.LEASE_EXPIRED, run.started_ms + 10)
     answer = _push(api, run.job.id, _token(task))
     assert (answer.status_code, answer.json["code"]) == (503, "between_workers")
-    assert store.start(run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, run.started_ms + 20) is not None
+    assert store_start(store, run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, run.started_ms + 20) is not None
     assert _push(api, run.job.id, _token(task)).json == {"status": "completed"}
 
 
@@ -258,7 +259,7 @@ def test_the_attempt_is_guarded_where_it_is_written_too(api: Api, task: ActiveRu
     outcome = push.read(seen, b'{"status":"success","result":{}}')
     assert outcome is not None
     api.dispatcher.store.settle(task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
-    assert api.dispatcher.store.start(task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1) is not None
+    assert store_start(api.dispatcher.store, task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1) is not None
     before = api.job(task.run.job.id)
     assert not push.push(seen, outcome)
     assert api.job(task.run.job.id) == before
@@ -271,7 +272,7 @@ def test_without_the_token_in_the_attempt_an_old_one_would_get_through(
     monkeypatch.setattr(callbacks, "_token", lambda key, job_id, attempt: real(key, job_id, 0))
     old = _token(task)
     api.dispatcher.store.settle(task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
-    assert api.dispatcher.store.start(task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1) is not None
+    assert store_start(api.dispatcher.store, task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1) is not None
     assert _push(api, task.run.job.id, old).status_code == 200
     assert api.job(task.run.job.id).state is State.COMPLETED
 

@@ -9,6 +9,7 @@ from insight.servers import standings
 from jobs.states import Why
 from jobs.store import Error
 from tests.support.api import NOTHING, Api, TimedApi
+from tests.support.starts import begin_run
 from upkeep import reconcile
 
 STATES = ["paused", "draining", "frozen"]
@@ -114,7 +115,7 @@ def test_a_slot_that_is_withheld_is_listed_with_what_holds_it(timed_api: TimedAp
     api = timed_api
     api.register()
     job_id = api.submitted()
-    task = api.dispatcher.start(api.heard.offers.pop(0), "a-worker")
+    task = begin_run(api.dispatcher, api.heard.offers.pop(0), "a-worker")
     assert task is not None and _servers(api)[0]["withheld"] == []
     api.dispatcher.settle(task, Verdict(Why.RETRIES_EXHAUSTED), error=Error("timed_out", "late"), lingers="timed_out")
     (found,) = _servers(api)[0]["withheld"]
@@ -127,7 +128,7 @@ def test_what_runs_on_a_server_that_is_stopped_ends(timed_api: TimedApi, state: 
     api = timed_api
     api.register()
     running, waiting = api.submitted(), api.submitted()
-    task = api.dispatcher.start(api.heard.offers.pop(0), "a-worker")
+    task = begin_run(api.dispatcher, api.heard.offers.pop(0), "a-worker")
     assert task is not None and task.run.job.id == running
     _set(api, "servers/gpu1", state)
     assert api.dispatcher.leases.renew("zimg", "a-worker", [task.lease])[0] == "renewed"

@@ -23,6 +23,7 @@ from registry.tenants import Tenants
 from tasks import keyring, push, vault, webhooks
 from tests.support.api import Api
 from tests.support.stack import eventually
+from tests.support.starts import store_start
 
 ALLOWED = pytest.mark.parametrize("settings", [{"WEBHOOK_ALLOW": "127.0.0.1/32"}])
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
@@ -432,7 +433,7 @@ def test_a_dead_job_is_not_removed_before_its_webhooks_have_been_told(api, sendi
     api.register()
     store = api.dispatcher.store
     store.submit([NewJob(job, "zimg", "{}")], now_ms())
-    run = store.start(job, "gpu1", "gpu1/0", "lease", now_ms())
+    run = store_start(store, job, "gpu1", "gpu1/0", "lease", now_ms())
     assert run is not None
     store.settle(job, run.attempt, Why.RETRIES_EXHAUSTED, now_ms())
     refused = api.client.delete(f"/admin/dlq/{job}")

@@ -19,6 +19,7 @@ from tasks.servers import Call, Description, presets
 from tasks.wiring import catalog, database
 from tests.support.api import Api
 from tests.support.scripted import Scripted, answer
+from tests.support.starts import store_remote_id, store_start
 
 CONFIG = "/admin/model-configs/zimg"
 RULE = {"if": {"status": 200}, "then": "done"}
@@ -261,13 +262,13 @@ def test_a_run_that_is_resumed_goes_on_by_its_own_version_and_a_new_one_begins_b
     api.register("zimg", "gpu0")
     task = api.started()
     store, job_id = api.dispatcher.store, task.run.job.id
-    store.note_remote(job_id, 1, "r1", now_ms())
+    store_remote_id(store, job_id, 1, "r1", now_ms())
     second = _version(api, mode="callback")
     api.dispatcher.hand_back(task)
-    again = store.start(job_id, "gpu0", "gpu0-slot0", "l w", now_ms(), 0, second)
+    again = store_start(store, job_id, "gpu0", "gpu0-slot0", "l w", now_ms(), 0, second)
     assert (again.remote_id, again.described_by) == ("r1", first)
     store.settle(job_id, again.attempt, Why.SERVER_LOST, now_ms())
-    anew = store.start(job_id, "gpu0", "gpu0-slot0", "l w", now_ms(), 0, second)
+    anew = store_start(store, job_id, "gpu0", "gpu0-slot0", "l w", now_ms(), 0, second)
     assert (anew.remote_id, anew.described_by) == (None, second)
 
 
@@ -277,7 +278,7 @@ def test_a_run_that_was_never_sent_begins_by_the_new_description(api):
     task = api.started()
     assert task.run.described_by == first
     api.dispatcher.hand_back(task)
-    again = api.dispatcher.store.start(task.run.job.id, "gpu0", "gpu0-slot0", "l w", now_ms(), 0, "another")
+    again = store_start(api.dispatcher.store, task.run.job.id, "gpu0", "gpu0-slot0", "l w", now_ms(), 0, "another")
     assert (again.remote_id, again.described_by) == (None, "another")
 
 

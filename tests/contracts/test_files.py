@@ -14,6 +14,7 @@ from dispatch.verdict import Verdict
 from jobs.files import MOST_FILES, files_in, shortened
 from jobs.states import Why
 from tests.support.api import Api
+from tests.support.starts import begin_run
 from tests.support.visitor import key_of, visitor
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
@@ -63,7 +64,7 @@ def completed(api: Api, result: Any, **fields: Any) -> str:
         api.register()
     job_id = api.submitted(**fields)
     offer = next(offer for offer in api.heard.offers if offer.job_id == job_id)
-    task = api.dispatcher.start(offer, "a-worker")
+    task = begin_run(api.dispatcher, offer, "a-worker")
     assert task is not None
     api.dispatcher.settle(task, Verdict(Why.FINISHED), result=orjson.dumps(result).decode())
     return job_id

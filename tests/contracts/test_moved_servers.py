@@ -14,6 +14,7 @@ from tasks import descriptions, maintenance
 from tasks.servers import Health, HealthKind, Server
 from tests.support.builders import T0, a_queued_job
 from tests.support.stage import Stage
+from tests.support.starts import store_remote_id, store_start
 from upkeep import reconcile
 from upkeep.identity import ServerReport
 
@@ -23,7 +24,7 @@ MINUTE = 60_000
 
 
 def _start(store: Store, job_id: str, sent_to: str, *, server: str = "gpu", offer: int = 1) -> str | None:
-    run = store.start(job_id, server, f"{server}-slot0", "l w", T0, offer, None, sent_to)
+    run = store_start(store, job_id, server, f"{server}-slot0", "l w", T0, offer, None, sent_to)
     assert run is not None and run.sent_to == _stored(store, job_id)
     return run.sent_to
 
@@ -43,7 +44,7 @@ def test_a_run_that_is_resumed_keeps_the_address_to_which_it_was_sent(store: Sto
     for job_id in (polled, offered_again, anew):
         assert _start(store, job_id, OLD) == OLD
         if job_id == polled:
-            store.note_remote(job_id, 1, "r", T0)
+            store_remote_id(store, job_id, 1, "r", T0)
         store.settle(job_id, 1, why, T0)
     assert _start(store, polled, NEW) == OLD
     assert _start(store, offered_again, NEW, offer=0) == OLD, "its server may be at it"
@@ -53,7 +54,7 @@ def test_a_run_that_is_resumed_keeps_the_address_to_which_it_was_sent(store: Sto
 def test_a_run_at_another_server_goes_to_that_ones_address(store: Store) -> None:
     job_id = a_queued_job(store).id
     _start(store, job_id, OLD)
-    store.note_remote(job_id, 1, "r", T0)
+    store_remote_id(store, job_id, 1, "r", T0)
     store.settle(job_id, 1, Why.LEASE_EXPIRED, T0)
     assert _start(store, job_id, NEW, server="other") == NEW
 

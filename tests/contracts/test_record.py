@@ -34,6 +34,7 @@ from tests.support.builders import (
     rows_in,
     trail_of,
 )
+from tests.support.starts import store_remote_id, store_start
 
 LATER = T0 + 60 * SECOND
 RESULT = '{"url":"https://cdn.example/1.png"}'
@@ -57,7 +58,7 @@ def _acts(store: Store, why: Why, job_id: str, attempt: int) -> dict[str, Callab
         "end_waiting": lambda: store.end_waiting(job_id, why, LATER, ERROR),
     }
     if why is Why.STARTED:
-        acts["start"] = lambda: store.start(job_id, "gpu9", "gpu9-slot0", "lease9", LATER)
+        acts["starting"] = lambda: store_start(store, job_id, "gpu9", "gpu9-slot0", "lease9", LATER)
     if why is Why.DUE:
         acts["promote_due"] = lambda: store.promote_due(LATER)
     if why is Why.REVIVED:
@@ -127,7 +128,7 @@ def test_job_1_a_final_state_is_never_left(database, store, state):
     assert store.promote_due(LATER * 2) == []
     assert store.expire_overdue(LATER * 2) == []
     assert not store.request_cancel(job.id, LATER)
-    assert not store.note_remote(job.id, job.attempt, "r-1", LATER)
+    assert not store_remote_id(store, job.id, job.attempt, "r-1", LATER)
     assert row_of(database, job.id) == before
     assert trail_of(store, job.id) == events_before
     assert rows_in(database, webhooks) == 1
@@ -193,7 +194,7 @@ def test_a_start_gives_the_worker_all_that_it_needs(store):
     job = a_queued_job(
         store, payload='{"steps":4}', deadline_ms=LATER, envelope='{"chord":1}', priority=2, tenant="acme"
     )
-    run = store.start(job.id, "gpu1", "gpu1-slot3", "lease-7", T0 + SECOND)
+    run = store_start(store, job.id, "gpu1", "gpu1-slot3", "lease-7", T0 + SECOND)
     assert (run.payload, run.envelope, run.deadline_ms) == ('{"steps":4}', '{"chord":1}', LATER)
     assert (run.server, run.slot, run.started_ms) == ("gpu1", "gpu1-slot3", T0 + SECOND)
     assert (run.attempt, run.failures, run.crashes, run.remote_id, run.cancel_requested) == (1, 0, 0, None, False)
@@ -208,7 +209,7 @@ def test_a_start_gives_the_worker_all_that_it_needs(store):
 
 def test_a_running_job_names_its_slot_and_lease_so_that_a_lost_redis_can_be_rebuilt(store):
     job = a_queued_job(store)
-    store.start(job.id, "gpu1", "gpu1-slot3", "lease-7", T0)
+    store_start(store, job.id, "gpu1", "gpu1-slot3", "lease-7", T0)
     assert [(j.id, j.server, j.slot, j.lease) for j in store.running()] == [(job.id, "gpu1", "gpu1-slot3", "lease-7")]
 
 
@@ -216,7 +217,9 @@ def test_two_workers_that_start_one_job_at_once_get_it_once(database, store):
     other = Store(Database(database.url))
     for _ in range(5):
         job = a_queued_job(store)
-        runs = at_once(*[lambda s=s, j=job: s.start(j.id, "gpu1", "gpu1-slot0", "l", T0) for s in (store, other)])
+        runs = at_once(
+            *[lambda s=s, j=job: store_start(s, j.id, "gpu1", "gpu1-slot0", "l", T0) for s in (store, other)]
+        )
         assert [run.attempt for run in runs if run is not None] == [1]
     other.database.close()
 
@@ -245,13 +248,13 @@ def test_a_job_without_constraints_needs_nothing(database, store):
 def test_an_unknown_job_is_none_everywhere(store):
     assert store.get("nobody") is None
     assert store.headers("nobody") is None
-    assert store.start("nobody", "gpu1", "gpu1-slot0", "l", T0) is None
+    assert store_start(store, "nobody", "gpu1", "gpu1-slot0", "l", T0) is None
     assert store.settle("nobody", 1, Why.FINISHED, T0) is None
     assert store.end_waiting("nobody", Why.CANCEL_REQUESTED, T0) is None
     assert store.revive("nobody", T0) is None
     assert store.events_of("nobody") == []
     assert not store.request_cancel("nobody", T0)
-    assert not store.note_remote("nobody", 1, "r-1", T0)
+    assert not store_remote_id(store, "nobody", 1, "r-1", T0)
     assert not removal.delete_dead(store.database, "nobody")
 
 
@@ -304,8 +307,8 @@ def test_lease_3_a_remote_id_is_stored_only_under_the_current_token(database, st
     old = a_running_job(store)
     store.settle(old.job.id, old.attempt, Why.SERVER_LOST, T0)
     new = a_start(store, old.job.id)
-    assert not store.note_remote(old.job.id, old.attempt, "r-old", T0)
-    assert store.note_remote(new.job.id, new.attempt, "r-new", T0)
+    assert not store_remote_id(store, old.job.id, old.attempt, "r-old", T0)
+    assert store_remote_id(store, new.job.id, new.attempt, "r-new", T0)
     assert row_of(database, old.job.id)["remote_id"] == "r-new"
 
 
@@ -376,7 +379,7 @@ def test_a_retry_without_a_time_is_refused_for_nothing_would_ever_wake_it(databa
 @pytest.mark.parametrize("why", [Why.LEASE_EXPIRED, Why.HANDED_BACK])
 def test_a_run_that_only_its_worker_left_is_resumed_at_the_server(store, why):
     run = a_running_job(store, server="gpu1")
-    store.note_remote(run.job.id, run.attempt, "r-1", T0 + SECOND)
+    store_remote_id(store, run.job.id, run.attempt, "r-1", T0 + SECOND)
     _settle(store, run.job.id, run.attempt, why)
     again = a_start(store, run.job.id, server="gpu1")
     assert (again.remote_id, again.sent_ms) == ("r-1", T0 + SECOND)
@@ -384,7 +387,7 @@ def test_a_run_that_only_its_worker_left_is_resumed_at_the_server(store, why):
 
 def test_a_remote_id_means_nothing_to_another_server(store):
     run = a_running_job(store, server="gpu1")
-    store.note_remote(run.job.id, run.attempt, "r-1", T0)
+    store_remote_id(store, run.job.id, run.attempt, "r-1", T0)
     store.settle(run.job.id, run.attempt, Why.LEASE_EXPIRED, T0)
     again = a_start(store, run.job.id, server="gpu2")
     assert (again.remote_id, again.sent_ms) == (None, None)
@@ -394,7 +397,7 @@ def test_a_remote_id_means_nothing_to_another_server(store):
 @pytest.mark.parametrize("why", [Why.SERVER_LOST, Why.SERVER_BUSY, Why.SERVER_UNREACHABLE, Why.SERVER_ERROR])
 def test_a_run_that_the_server_left_is_not_resumed(store, why):
     run = a_running_job(store, server="gpu1")
-    store.note_remote(run.job.id, run.attempt, "r-1", T0)
+    store_remote_id(store, run.job.id, run.attempt, "r-1", T0)
     _settle(store, run.job.id, run.attempt, why)
     store.promote_due(LATER * 2)
     assert a_start(store, run.job.id, server="gpu1").remote_id is None
@@ -402,12 +405,12 @@ def test_a_run_that_the_server_left_is_not_resumed(store, why):
 
 def test_time_at_the_server_counts_from_when_it_took_up_this_remote_id(store):
     run = a_running_job(store, server="gpu1")
-    store.note_remote(run.job.id, run.attempt, "r-1", T0)
+    store_remote_id(store, run.job.id, run.attempt, "r-1", T0)
     store.settle(run.job.id, run.attempt, Why.HANDED_BACK, T0)
     again = a_start(store, run.job.id, server="gpu1")
-    store.note_remote(run.job.id, again.attempt, "r-1", LATER)
+    store_remote_id(store, run.job.id, again.attempt, "r-1", LATER)
     assert again.sent_ms == T0
-    store.note_remote(run.job.id, again.attempt, "r-2", LATER)
+    store_remote_id(store, run.job.id, again.attempt, "r-2", LATER)
     store.settle(run.job.id, again.attempt, Why.HANDED_BACK, LATER)
     third = a_start(store, run.job.id, server="gpu1")
     assert (third.remote_id, third.sent_ms) == ("r-2", LATER)

@@ -24,6 +24,7 @@ from jobs.states import State, Why
 from jobs.store import Store
 from tests.support.builders import T0, a_job, a_queued_job, a_running_job, at_once, eventually, row_of, trail_of
 from tests.support.groups import held, in_one_group
+from tests.support.starts import store_start
 
 Act = Callable[[], Any]
 
@@ -183,8 +184,8 @@ def test_of_two_transitions_of_one_job_in_one_group_only_the_first_counts(databa
     job = a_queued_job(store)
     first, second, third = in_one_group(
         database,
-        lambda: store.start(job.id, "gpu1", "gpu1-slot0", "l1", T0),
-        lambda: store.start(job.id, "gpu2", "gpu2-slot0", "l2", T0),
+        lambda: store_start(store, job.id, "gpu1", "gpu1-slot0", "l1", T0),
+        lambda: store_start(store, job.id, "gpu2", "gpu2-slot0", "l2", T0),
         lambda: store.settle(job.id, 1, Why.FINISHED, T0, result="{}"),
     )
     assert (first.attempt, second, third.to) == (1, None, "completed")
@@ -350,10 +351,10 @@ def test_a_record_that_somebody_else_keeps_locked_is_unavailable_and_can_still_b
     store = Store(impatient)
     job = a_queued_job(store)
     lock.execute("BEGIN IMMEDIATE")
-    _is_unavailable(lambda: store.start(job.id, "gpu1", "gpu1-slot0", "l", T0))
+    _is_unavailable(lambda: store_start(store, job.id, "gpu1", "gpu1-slot0", "l", T0))
     assert store.get(job.id).state == "queued"
     lock.execute("ROLLBACK")
-    assert store.start(job.id, "gpu1", "gpu1-slot0", "l", T0).attempt == 1
+    assert store_start(store, job.id, "gpu1", "gpu1-slot0", "l", T0).attempt == 1
 
 
 def test_a_group_that_cannot_begin_is_refused_as_a_whole_and_does_not_wait_once_for_each(impatient, lock, monkeypatch):
@@ -406,7 +407,7 @@ def test_a_connection_that_was_lost_between_two_writes_is_replaced_before_anybod
         other.execute(mine)
     second = a_queued_job(store)
     assert second.seq > first.seq
-    assert store.start(second.id, "gpu1", "gpu1-slot0", "l", T0).attempt == 1
+    assert store_start(store, second.id, "gpu1", "gpu1-slot0", "l", T0).attempt == 1
 
 
 def test_a_write_is_not_seen_half(database, store):
@@ -422,7 +423,7 @@ def test_a_write_is_not_seen_half(database, store):
             seen.append(len(trail_of(watch, job.id)))
 
     event.listen(database.engine, "before_cursor_execute", look)
-    store.start(job.id, "gpu1", "gpu1-slot0", "l", T0)
+    store_start(store, job.id, "gpu1", "gpu1-slot0", "l", T0)
     event.remove(database.engine, "before_cursor_execute", look)
     assert seen == [0, 1]
     assert (row_of(outside, job.id)["attempt"], len(trail_of(watch, job.id))) == (1, 2)

@@ -27,6 +27,7 @@ from tests.support.builders import (
     an_ended_job,
     eventually,
 )
+from tests.support.starts import store_remote_id, store_start
 from upkeep import ledger
 
 URL = "http://10.0.0.1:8000/generate"
@@ -127,7 +128,7 @@ def test_job_3_under_a_closed_name_nothing_is_stored_and_no_number_is_missing(da
 def test_a_doubled_message_of_a_job_whose_model_is_gone_is_still_the_same_job(database, catalog, store):
     new = a_job()
     store.submit([new], T0)
-    run = store.start(new.id, "gpu1", "gpu1-slot0", "lease", T0)
+    run = store_start(store, new.id, "gpu1", "gpu1-slot0", "lease", T0)
     store.settle(new.id, run.attempt, Why.FINISHED, T0, result="{}")
     departures.remove_model(database, "zimg", T0, "ops")
     with pytest.raises(NameClosed):
@@ -324,7 +325,7 @@ def test_a_renamed_server_keeps_all_that_it_is(database, catalog, store):
     catalog.set_server_state("gpu1", "paused", reason="r")
     before = catalog.snapshot().servers["gpu1"]
     run = a_running_job(store)
-    store.note_remote(run.job.id, run.attempt, "r-1", T0)
+    store_remote_id(store, run.job.id, run.attempt, "r-1", T0)
     assert not departures.rename_server(database, "gpu1", "gpu2", T0, "ops").is_over
     assert departures.end_leaving(database, "gpu1") is None
     store.settle(run.job.id, run.attempt, Why.HANDED_BACK, T0)

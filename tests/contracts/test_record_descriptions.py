@@ -9,6 +9,7 @@ from registry.catalog import Catalog
 from registry.descriptions import KEPT_MS
 from registry.secrets import Secret
 from tests.support.builders import SECOND, T0, a_queued_job, at_once
+from tests.support.starts import store_remote_id, store_start
 
 LATER = T0 + SECOND
 
@@ -25,7 +26,7 @@ def _version(catalog, body, **overrides):
 
 
 def _start(store, job, described_by):
-    return store.start(job.id, "gpu1", "gpu1-slot0", "l w", T0, 0, described_by)
+    return store_start(store, job.id, "gpu1", "gpu1-slot0", "l w", T0, 0, described_by)
 
 
 def test_a_version_is_stored_once_and_read_by_its_name(database, catalog):
@@ -62,7 +63,7 @@ def test_a_run_that_was_sent_keeps_its_version_and_one_that_was_not_takes_the_ne
     sent, unsent = a_queued_job(store), a_queued_job(store)
     for job in (sent, unsent):
         assert _start(store, job, "v1").described_by == "v1"
-    store.note_remote(sent.id, 1, "r", T0)
+    store_remote_id(store, sent.id, 1, "r", T0)
     for job in (sent, unsent):
         assert store.settle(job.id, 1, why, T0).to is State.QUEUED
     assert [_start(store, job, "v2").described_by for job in (sent, unsent)] == ["v1", "v2"]
@@ -72,16 +73,16 @@ def test_a_run_that_was_sent_keeps_its_version_and_one_that_was_not_takes_the_ne
 def test_a_run_elsewhere_takes_the_new_version(store):
     job = a_queued_job(store)
     _start(store, job, "v1")
-    store.note_remote(job.id, 1, "r", T0)
+    store_remote_id(store, job.id, 1, "r", T0)
     store.settle(job.id, 1, Why.LEASE_EXPIRED, T0)
-    run = store.start(job.id, "gpu2", "gpu2-slot0", "l w", T0, 0, None)
+    run = store_start(store, job.id, "gpu2", "gpu2-slot0", "l w", T0, 0, None)
     assert (run.remote_id, run.described_by) == (None, None)
 
 
 def test_a_run_that_the_server_has_lost_names_no_version_any_more(store):
     job = a_queued_job(store)
     _start(store, job, "v1")
-    store.note_remote(job.id, 1, "r", T0)
+    store_remote_id(store, job.id, 1, "r", T0)
     store.settle(job.id, 1, Why.SERVER_LOST, T0)
     assert store.get(job.id).described_by is None
 
@@ -92,7 +93,7 @@ def test_versions_that_nothing_names_are_removed_after_a_while_and_no_others(dat
     jobs = [a_queued_job(store), a_queued_job(store)]
     for job, version in zip(jobs, (running, queued), strict=True):
         _start(store, job, version)
-        store.note_remote(job.id, 1, "r", T0)
+        store_remote_id(store, job.id, 1, "r", T0)
     store.settle(jobs[1].id, 1, Why.LEASE_EXPIRED, T0)
     assert descriptions.purge(database, T0) == 0
     _version(catalog, '{"n":3}')

@@ -31,6 +31,7 @@ from registry.catalog import Catalog
 from registry.rotations import Rotations
 from registry.tenants import Tenants
 from tests.support.builders import T0, a_job
+from tests.support.starts import store_remote_id, store_start
 from upkeep import ledger
 
 ENDED, WAITING = 4000, 400
@@ -169,7 +170,7 @@ _LINGERS = Withholding("lost", T0)
 BY_KEY: dict[str, Callable[[Database, Store], Any]] = {
     "submit": lambda _, store: store.submit([a_job(idempotency_key="k")], T0),
     "knows": lambda _, store: store.knows([a_job(idempotency_key="k")], T0),
-    "start": lambda _, store: store.start("wait-1", "gpu1", "gpu1-slot0", "l w", T0),
+    "start": lambda _, store: store_start(store, "wait-1", "gpu1", "gpu1-slot0", "l w", T0),
     "settle": lambda _, store: store.settle("wait-1", 1, Why.FINISHED, T0, result="{}"),
     "starts at once": lambda database, store: _all_at_once(
         database, *[store.starting(f"wait-{n}", "gpu1", f"gpu1-slot{n}", "l w", T0, 0) for n in (3, 4, 5)]
@@ -181,7 +182,7 @@ BY_KEY: dict[str, Callable[[Database, Store], Any]] = {
     "settle that withholds": lambda _, store: store.settle("wait-2", 1, Why.SERVER_LOST, T0, withhold=_LINGERS),
     "end_waiting": lambda _, store: store.end_waiting("wait-1", Why.CANCEL_REQUESTED, T0),
     "request_cancel": lambda _, store: store.request_cancel("wait-1", T0),
-    "note_remote": lambda _, store: store.note_remote("wait-1", 1, "r", T0),
+    "note_remote": lambda _, store: store_remote_id(store, "wait-1", 1, "r", T0),
     "revive": lambda _, store: store.revive("wait-1", T0),
     "get": lambda _, store: store.get("wait-1"),
     "briefs": lambda _, store: store.briefs(["wait-1", "wait-2"]),

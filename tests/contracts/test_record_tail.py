@@ -14,6 +14,7 @@ from outbox import removal, tail
 from outbox.ageing import Ageing
 from outbox.tail import Tail
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, a_running_job, an_ended_job, at_once, eventually
+from tests.support.starts import store_start
 
 LATE = {"job_id": "late", "type": "job.enqueued", "at_ms": T0, "attempt": 0, "data": "{}"}
 
@@ -40,7 +41,7 @@ def test_an_event_is_told_with_its_job_and_the_server_of_its_attempt(store, foll
     run = a_running_job(store, server="gpu1", tenant="acme", priority=2)
     store.settle(run.job.id, 1, Why.SERVER_ERROR, T0, error=Error("server_error", "no"), due_ms=T0 + SECOND)
     store.promote_due(T0 + SECOND)
-    store.start(run.job.id, "gpu2", "gpu2/0", "another", T0 + SECOND)
+    store_start(store, run.job.id, "gpu2", "gpu2/0", "another", T0 + SECOND)
     store.settle(run.job.id, 2, Why.FINISHED, T0 + SECOND, result="{}")
     told = follower.read()
     assert {(it.model, it.tenant, it.priority) for it in told} == {("zimg", "acme", 2)}

@@ -20,6 +20,7 @@ from jobs.store import Store
 from tests.support.builders import T0, a_job, a_queued_job, a_running_job, at_once, eventually, trail_of
 from tests.support.groups import in_one_group
 from tests.support.silence import Network, between
+from tests.support.starts import store_start
 
 # A new connection is given two seconds at least.
 QUICK = Limits(turn_s=0.5, transaction_s=2.5, inquiry_s=2.5, lock_s=0.3)
@@ -78,7 +79,7 @@ def test_a_submit_that_was_stored_is_answered_as_stored_though_the_answer_was_lo
 @postgres
 def test_a_start_that_was_stored_is_a_start_though_the_answer_was_lost(network, far, near):
     job, network.loses = a_queued_job(near), True
-    run = far.start(job.id, "gpu1", "gpu1-slot0", "l w", T0)
+    run = store_start(far, job.id, "gpu1", "gpu1-slot0", "l w", T0)
     assert (run.attempt, near.get(job.id).state) == (1, State.RUNNING)
 
 
@@ -106,12 +107,12 @@ def test_a_group_whose_answer_was_lost_is_answered_from_one_commit_and_never_run
 def test_what_was_not_stored_is_refused_as_such_and_leaves_no_lock_behind(network, far, near):
     """The COMMIT did not arrive: its transaction stands open at the server, until whoever asks ends it."""
     job, network.swallows = a_queued_job(near), True
-    answer = _result(lambda: far.start(job.id, "gpu1", "gpu1-slot0", "l w", T0))
+    answer = _result(lambda: store_start(far, job.id, "gpu1", "gpu1-slot0", "l w", T0))
     assert type(answer) is RecordUnavailable
     assert "nothing was stored" in answer.detail
     network.swallows = False
     assert near.get(job.id).state is State.QUEUED
-    assert near.start(job.id, "gpu2", "gpu2-slot0", "l w", T0).attempt == 1
+    assert store_start(near, job.id, "gpu2", "gpu2-slot0", "l w", T0).attempt == 1
 
 
 @postgres
@@ -335,7 +336,7 @@ def test_one_that_waits_for_a_locked_row_takes_no_neighbour_down(postgres_url, n
         somebody.execute(text("SELECT 1 FROM jobs WHERE id = :id FOR UPDATE"), {"id": held.id})
         waiting, *others = in_one_group(
             database,
-            lambda: store.start(held.id, "gpu1", "gpu1-slot0", "l", T0),
+            lambda: store_start(store, held.id, "gpu1", "gpu1-slot0", "l", T0),
             *[lambda: store.submit([a_job()], T0)] * 4,
         )
     assert type(waiting) is RecordUnavailable

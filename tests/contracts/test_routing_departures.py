@@ -12,6 +12,7 @@ from jobs.states import State, Why
 from registry import departures
 from routing.leases import Renewal
 from tests.support.stage import Stage
+from tests.support.starts import begin_run, claim_offer
 from upkeep import draining, reconcile
 from upkeep.reconcile import departures as upkeep
 from upkeep.rooms import depths
@@ -150,7 +151,7 @@ def test_an_offer_of_before_is_taken_up_by_one_worker_at_most(stage):
     stage.told.offers.clear()
     _rename(stage)
     (after,) = stage.told.offers
-    started = [stage.dispatcher.start(offer, f"w{n}") for n, offer in enumerate((before, after))]
+    started = [begin_run(stage.dispatcher, offer, f"w{n}") for n, offer in enumerate((before, after))]
     assert [task is not None for task in started] == [False, True]
     assert (started[1].run.job.id, started[1].run.job.model, stage.job(job_id).attempt) == (job_id, "flux", 1)
 
@@ -160,9 +161,9 @@ def test_a_worker_that_had_claimed_before_the_name_changed_keeps_its_slot(stage)
     stage.submit()
     second = stage.submit()
     offer = stage.told.offers.pop(0)
-    claimed = stage.dispatcher.leases.claim(offer, "w1")
+    claimed = claim_offer(stage.dispatcher.leases, offer, "w1")
     departures.rename_model(stage.database, "zimg", "flux", stage.now, "ops")
-    task = stage.dispatcher.start(claimed, "w1")
+    task = begin_run(stage.dispatcher, claimed, "w1")
     reconcile.refresh_fleet(stage.dispatcher, "zimg")
     assert stage.room.taken() == {task.lease.slot: task.run.job.id}
     stage.settle(task)

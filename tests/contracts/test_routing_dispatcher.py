@@ -26,6 +26,7 @@ from registry.tenants import Tenant
 from routing.leases import Lease, Renewal
 from tests.support.builders import CALLBACK, at_once, row_of, trail_of
 from tests.support.stage import LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
+from tests.support.starts import begin_run
 from upkeep import reconcile
 from upkeep.rooms import depths
 
@@ -164,7 +165,7 @@ def test_a_job_whose_wake_up_was_lost_is_found_by_the_worker_that_looks_for_work
     stage.told.broken = True
     job_id = stage.submit()
     (offer,) = stage.dispatcher.queues.offer("zimg", 1, claimant="w1")
-    task = stage.dispatcher.start(offer, "w1")
+    task = begin_run(stage.dispatcher, offer, "w1")
     assert (task.run.job.id, task.run.attempt, task.lease.owner) == (job_id, 1, "w1")
 
 
@@ -192,7 +193,7 @@ def test_the_worker_that_settles_goes_on_with_the_next_job_without_the_broker(st
     following = stage.settle(task, claimant="w1").next
     assert following is not None and (following.job_id, following.owner) == (second, "w1")
     assert stage.offered() == []
-    again = stage.dispatcher.start(following, "w1")
+    again = begin_run(stage.dispatcher, following, "w1")
     assert again is not None and stage.renewal(again) is Renewal.RENEWED
     assert stage.state(first) is State.COMPLETED and stage.state(second) is State.RUNNING
 
@@ -218,9 +219,9 @@ def test_a_doubled_wake_up_starts_nothing_twice(stage):
     stage.register()
     job_id = stage.submit()
     offer = stage.told.offers[0]
-    assert stage.dispatcher.start(offer, "w1") is not None
-    assert stage.dispatcher.start(offer, "w1") is None
-    assert stage.dispatcher.start(offer, "w2") is None
+    assert begin_run(stage.dispatcher, offer, "w1") is not None
+    assert begin_run(stage.dispatcher, offer, "w1") is None
+    assert begin_run(stage.dispatcher, offer, "w2") is None
     assert stage.job(job_id).attempt == 1
 
 
@@ -228,7 +229,7 @@ def test_of_many_workers_with_one_wake_up_one_starts_the_job(stage):
     stage.register()
     job_id = stage.submit()
     offer = stage.told.offers[0]
-    started = at_once(*[lambda n=n: stage.dispatcher.start(offer, f"w{n}") for n in range(8)])
+    started = at_once(*[lambda n=n: begin_run(stage.dispatcher, offer, f"w{n}") for n in range(8)])
     assert sum(task is not None for task in started) == 1
     assert stage.job(job_id).attempt == 1
 
@@ -238,7 +239,7 @@ def test_a_job_that_was_canceled_meanwhile_is_not_started_and_its_slot_goes_on(s
     job_id, following = stage.submit(), stage.submit()
     offer = stage.told.offers.pop()
     assert stage.dispatcher.cancel(job_id) is State.CANCELED
-    assert stage.dispatcher.start(offer, "w1") is None
+    assert begin_run(stage.dispatcher, offer, "w1") is None
     assert stage.job(job_id).attempt == 0
     held = Lease(offer.fleet, offer.job_id, offer.lease, "w1", offer.slot)
     stage.dispatcher.free(held, back=False)
@@ -250,7 +251,7 @@ def test_an_offer_that_was_taken_back_cannot_be_started(stage):
     job_id = stage.submit()
     old = stage.told.offers.pop()
     stage.dispatcher.free(Lease("zimg", job_id, old.lease, "", old.slot), back=True)
-    assert stage.dispatcher.start(old, "w1") is None
+    assert begin_run(stage.dispatcher, old, "w1") is None
     assert stage.state(job_id) is State.QUEUED
     assert stage.start("w2").run.attempt == 1
 
@@ -568,7 +569,7 @@ def test_with_redis_down_a_cancel_counts_all_the_same(stage):
     assert cut_off.cancel(job_id) is State.CANCELED
     assert stage.room.waiting() == [job_id]
     stage.settle(stage.start())
-    assert stage.dispatcher.start(stage.told.offers.pop(), "w1") is None
+    assert begin_run(stage.dispatcher, stage.told.offers.pop(), "w1") is None
     assert stage.state(job_id) is State.CANCELED
 
 

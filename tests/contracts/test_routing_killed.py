@@ -16,6 +16,7 @@ from routing.workers import Workers
 from scripting.keys import Keys
 from tests.support.builders import at_once
 from tests.support.stage import LEASE_MS, SECOND, Stage
+from tests.support.starts import claim_offer, store_start
 from upkeep import reconcile, runs
 
 KILLED, LIVING = "worker/killed", "worker/living"
@@ -96,7 +97,7 @@ def test_what_a_killed_worker_sent_last_is_found_by_the_next_look(stage, deaths)
     late = stage.told.offers.pop()
     deaths.kill()
     assert deaths.reap() == 1
-    assert stage.dispatcher.leases.claim(late, KILLED) is not None, "it was on its way"
+    assert claim_offer(stage.dispatcher.leases, late, KILLED) is not None, "it was on its way"
     assert deaths.reap() == 1
     assert deaths.lifetimes.ended() == [KILLED]
     assert deaths.reap() == 0
@@ -108,13 +109,13 @@ def test_a_start_that_a_killed_worker_had_sent_and_that_comes_after_the_first_lo
     """PostgreSQL commits what it was told, though who told it has died."""
     job_id = stage.submit()
     offer = stage.told.offers.pop()
-    assert stage.dispatcher.leases.claim(offer, KILLED) is not None
+    assert claim_offer(stage.dispatcher.leases, offer, KILLED) is not None
     deaths.kill()
     assert deaths.reap() == 1
-    assert stage.store.start(job_id, offer.server, offer.slot, f"{offer.lease} {KILLED}", stage.now) is not None
+    assert store_start(stage.store, job_id, offer.server, offer.slot, f"{offer.lease} {KILLED}", stage.now) is not None
     assert deaths.reap() == 0, "its job is offered again"
     again = stage.told.offers.pop()
-    assert stage.dispatcher.leases.claim(again, LIVING) is not None
+    assert claim_offer(stage.dispatcher.leases, again, LIVING) is not None
     stage.dispatcher.free(Lease(again.fleet, job_id, again.lease, LIVING, again.slot), back=False)  # It finds a run.
     assert deaths.reap() == 1
     assert (stage.state(job_id), stage.job(job_id).why) == (State.QUEUED, Why.LEASE_EXPIRED)
@@ -124,7 +125,7 @@ def test_a_start_that_a_killed_worker_had_sent_and_that_comes_after_the_first_lo
 
 def test_what_a_killed_worker_had_claimed_and_not_started_costs_the_job_nothing(stage, deaths):
     job_id = stage.submit()
-    assert stage.dispatcher.leases.claim(stage.told.offers.pop(), KILLED) is not None
+    assert claim_offer(stage.dispatcher.leases, stage.told.offers.pop(), KILLED) is not None
     deaths.kill()
     assert deaths.reap() == 1
     assert (stage.job(job_id).crashes, stage.job(job_id).attempt) == (0, 0)

@@ -12,6 +12,7 @@ from registry import departures
 from routing.leases import Renewal
 from tests.support.builders import CALLBACK, at_once, row_of
 from tests.support.stage import LEASE_MS, OFFER_MS, SECOND, UP_AND_IDLE, YEAR, Stage
+from tests.support.starts import claim_offer
 from upkeep import reconcile
 
 # -- reap ------------------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ def test_a_lease_whose_run_had_already_ended_is_only_freed(stage):
 def test_a_worker_that_died_between_claim_and_start_costs_the_job_nothing(stage):
     stage.register()
     job_id = stage.submit()
-    assert stage.dispatcher.leases.claim(stage.told.offers.pop(), "w1") is not None
+    assert claim_offer(stage.dispatcher.leases, stage.told.offers.pop(), "w1") is not None
     stage.later(LEASE_MS)
     assert reconcile.reap(stage.dispatcher) == 1
     job = stage.job(job_id)

@@ -57,6 +57,7 @@ from tasks.publisher import publisher
 from tasks.servers import Live
 from tasks.shown import Shown
 from tasks.worker import this_worker
+from tests.support.starts import begin_run
 from tests.support.untold import untold_events
 from upkeep import draining, identity, reconcile
 from upkeep.rooms import depths
@@ -149,7 +150,7 @@ class Life:
         headers, (args, *_) = self._come_to(job_id)
         offer = messages.read_offer(job_id, args, headers)
         assert offer is not None
-        self.dispatcher.start(offer, new_owner("silent"))
+        begin_run(self.dispatcher, offer, new_owner("silent"))
 
     def hand_back(self, job_id: str) -> None:
         """This worker is told to stop when it has just begun the job."""

@@ -16,6 +16,7 @@ from jobs.store import Store
 from tasks import maintenance
 from tests.support.builders import an_ended_job
 from tests.support.stage import LEASE_MS, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage
+from tests.support.starts import claim_offer
 from upkeep import ledger, reconcile
 from upkeep.identity import ServerReport
 from upkeep.reconcile.reaper import OFTEN
@@ -107,7 +108,7 @@ def test_a_job_under_which_workers_die_before_its_start_is_found(stage):
     stage.register()
     job_id = stage.submit()
     for _ in range(OFTEN):
-        assert stage.dispatcher.leases.claim(stage.told.offers.pop(), "w1")
+        assert claim_offer(stage.dispatcher.leases, stage.told.offers.pop(), "w1")
         stage.later(LEASE_MS)
         reconcile.reap(stage.dispatcher)
     assert look(stage, {}) == {Finding(Check.START, job_id)}

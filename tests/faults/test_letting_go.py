@@ -21,6 +21,7 @@ from tasks.servers.description import Cancel
 from tests.support.holding import HoldingServer
 from tests.support.stack import eventually
 from tests.support.stage import Stage
+from tests.support.starts import store_remote_id
 from upkeep import reconcile
 from upkeep.identity import YOUNG_MS
 
@@ -71,7 +72,7 @@ class Watching:
         model = stage.dispatcher.catalog.model(run.job.model)
 
         async def note_remote(remote_id: str) -> bool:
-            return stage.store.note_remote(run.job.id, run.attempt, remote_id, stage.now)
+            return store_remote_id(stage.store, run.job.id, run.attempt, remote_id, stage.now)
 
         url = stage.dispatcher.catalog.snapshot().servers[run.server].endpoints[run.job.model]
         live = self._live or Live(server_for(url, model, run.described_by), wires)

@@ -26,6 +26,7 @@ from routing.slots import Slots
 from scripting.keys import Keys
 from scripting.scripts import Scripts, source
 from tests.support.stage import SETTINGS
+from tests.support.starts import claim_offer
 
 JOB, SLOT, FLEET = "one", "gpu-slot0", "zimg"
 
@@ -206,7 +207,7 @@ class Game:
         held = routed.Lease(FLEET, JOB, given.name, given.owner, SLOT)
         match what:
             case "claim":
-                taken = self.leases.claim(Offer(FLEET, JOB, given.name, SLOT, "gpu", FLEET, 1), by)
+                taken = claim_offer(self.leases, Offer(FLEET, JOB, given.name, SLOT, "gpu", FLEET, 1), by)
                 return taken and Lease(taken.lease, taken.owner)
             case "renew":
                 return given if self.leases.renew(FLEET, given.owner, [held]) == [Renewal.RENEWED] else None

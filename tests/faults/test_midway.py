@@ -17,6 +17,7 @@ from tests.support import stage as stages
 from tests.support.room import CLOCK, FRAGMENTS
 from tests.support.stack import eventually
 from tests.support.stage import LEASE_MS, Stage
+from tests.support.starts import begin_run
 from tests.support.valkey import Valkey
 from upkeep import reconcile
 
@@ -75,7 +76,7 @@ def _start(stage: Stage) -> Act:
 
     def act(stuck: Dispatcher) -> None:
         with pytest.raises(RedisError):
-            stuck.start(offer, "w1")
+            begin_run(stuck, offer, "w1")
 
     return act
 

@@ -30,6 +30,7 @@ from tasks.worker import Worker
 from tests.faults.one_run import FakeServer, run
 from tests.support.builders import eventually
 from tests.support.stage import LEASE_MS, SECOND, SETTINGS, Stage
+from tests.support.starts import begin_run, claim_offer
 from upkeep import reconcile, runs
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
@@ -227,7 +228,7 @@ def _forgotten(stage: Stage, *job_ids: str) -> None:
 
 
 def _begun(stage: Stage, worker: Worker) -> tuple[ActiveRun, Watch]:
-    task = stage.dispatcher.start(stage.told.offers.pop(0), worker.owner)
+    task = begin_run(stage.dispatcher, stage.told.offers.pop(0), worker.owner)
     assert task is not None
     watch = worker.heartbeat.add(task.lease)
     watch.sent = True
@@ -460,10 +461,10 @@ def test_a_run_that_began_while_its_room_was_rebuilt_keeps_its_slot(stage, worke
     stage.register()
     first, second = stage.submit(), stage.submit()
     offer = replace(stage.told.offers.pop(0), owner="w1")
-    assert stage.dispatcher.leases.claim(offer, "w1")
+    assert claim_offer(stage.dispatcher.leases, offer, "w1")
     stage.lose_redis()
     read = stage.store.running
-    begin = iter([lambda: stage.dispatcher.start(offer, "w1")])
+    begin = iter([lambda: begin_run(stage.dispatcher, offer, "w1")])
 
     def begins_just_after() -> Any:
         found = read()

@@ -42,6 +42,7 @@ from tests.support.builders import eventually
 from tests.support.room import FRAGMENTS
 from tests.support.shown import Noted
 from tests.support.stage import LEASE_MS, SECOND, SETTINGS, Stage
+from tests.support.starts import begin_run, claim_offer
 from upkeep import reconcile
 
 sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
@@ -178,7 +179,7 @@ class Beginner(Worker):
         assert self.engine.wait(10)
 
     def _claimed(self, offer: Offer) -> bool:
-        return self.dispatcher.leases.claim(offer, self.owner) is not None
+        return claim_offer(self.dispatcher.leases, offer, self.owner) is not None
 
     def look(self) -> int:
         found = self.poller.look()
@@ -521,7 +522,7 @@ def test_a_wake_up_that_comes_after_its_job_was_found_another_way_changes_nothin
     job_id = stage.submit()
     (late,) = stage.told.offers
     (mine,) = stage.dispatcher.queues.offer("zimg", 1, claimant="w2")
-    assert stage.dispatcher.start(mine, "w2") is not None
+    assert begin_run(stage.dispatcher, mine, "w2") is not None
     assert worker.start(late) is None
     assert stage.room.taken() == {"gpu-slot0": job_id} and stage.state(job_id) is State.RUNNING
 

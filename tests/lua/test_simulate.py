@@ -14,6 +14,7 @@ from routing.slots import Slots
 from scripting.keys import Keys
 from scripting.scripts import Scripts
 from tests.support.room import FRAGMENTS
+from tests.support.starts import claim_offer
 from tests.unit.simulate.scenarios import POLICIES, T0, a_catalog, a_scenario, poisson
 from trials.simulate import Scenario, run
 
@@ -47,7 +48,7 @@ class Plain:
                 str(number), number, arrival.model, arrival.priority, arrival.tenant, arrival.at_ms, arrival.constraints
             )
             for offer in self.enqueue(job):
-                claimed = self.leases.claim(offer, "w1")
+                claimed = claim_offer(self.leases, offer, "w1")
                 assert claimed is not None
                 self.start(claimed, arrival.at_ms)
         self.go_on(None)

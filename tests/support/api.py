@@ -35,6 +35,7 @@ from jobs.states import Why
 from jobs.store import Error, Moved
 from registry.tenants import Tenant, Tenants
 from routing.queues import Offer
+from tests.support.starts import begin_run
 from tests.support.valkey import Valkey
 
 ENDPOINT = "http://127.0.0.1:9/generate"
@@ -197,7 +198,7 @@ class Api:
         """A job that runs, as if a worker had taken its offer."""
         job_id = self.submitted(**fields)
         offer = next(offer for offer in self.heard.offers if offer.job_id == job_id)
-        task = self.dispatcher.start(offer, "a-worker")
+        task = begin_run(self.dispatcher, offer, "a-worker")
         assert task is not None
         return task
 
@@ -242,7 +243,7 @@ class TimedApi(Api):
 
     def run(self, took_ms: int = 60_000, why: Why = Why.FINISHED) -> str:
         """The job whose offer came first, run for so long; answers its id."""
-        task = self.dispatcher.start(self.heard.offers.pop(0), "a-worker")
+        task = begin_run(self.dispatcher, self.heard.offers.pop(0), "a-worker")
         assert task is not None
         self.later(took_ms)
         failed = None if why is Why.FINISHED else Error(why.value, "out of memory")

@@ -16,6 +16,7 @@ from jobs.models import jobs
 from jobs.record import Job, NewJob, Run, new_job_id
 from jobs.states import State, Why
 from jobs.store import Error, Store
+from tests.support.starts import store_start
 
 T0 = 1_800_000_000_000
 SECOND = 1000
@@ -49,7 +50,7 @@ def a_running_job(store: Store, *, now_ms: int = T0, server: str = "gpu1", **cha
 
 def a_start(store: Store, job_id: str, *, now_ms: int = T0, server: str = "gpu1", lease: str = "lease") -> Run:
     """The next start of a queued job."""
-    run = store.start(job_id, server, f"{server}-slot0", lease, now_ms)
+    run = store_start(store, job_id, server, f"{server}-slot0", lease, now_ms)
     assert run is not None, f"{job_id} is not queued"
     return run
 

@@ -34,6 +34,7 @@ from scripting.keys import Keys
 from scripting.scripts import Scripts, connect
 from tests.support.builders import T0
 from tests.support.room import FRAGMENTS, Room
+from tests.support.starts import begin_run, store_remote_id
 from upkeep import reconcile
 from upkeep.identity import ServerReport
 from upkeep.rooms import depths
@@ -82,6 +83,7 @@ class Stage:
         self.set_clock(T0)
         for module in (
             "dispatch.dispatcher",
+            "tasks.starts",
             "upkeep.reconcile.reaper",
             "upkeep.reconcile.servers",
             "upkeep.reconcile.timekeeping",
@@ -157,7 +159,7 @@ class Stage:
 
     def start(self, owner: str = "w1") -> ActiveRun:
         """A worker takes the oldest wake-up."""
-        task = self.dispatcher.start(self.told.offers.pop(0), owner)
+        task = begin_run(self.dispatcher, self.told.offers.pop(0), owner)
         assert task is not None
         return task
 
@@ -173,7 +175,7 @@ class Stage:
         )
 
     def remote(self, task: ActiveRun, remote_id: str = "r-1") -> None:
-        assert self.store.note_remote(task.run.job.id, task.run.attempt, remote_id, self.now)
+        assert store_remote_id(self.store, task.run.job.id, task.run.attempt, remote_id, self.now)
 
     # -- looks -------------------------------------------------------------------------------------------------
 

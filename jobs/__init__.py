@@ -7,6 +7,7 @@
     withheld     slots whose server has not let go                 listings     searches that answer many jobs
     counters     what the ledger must not miss                     names        of models, that are closed
     files        in a result: pictures and others                  run_times    what the latest runs took
+    short_ids    a job by a part of its id
 
 No Redis, Celery, Flask or HTTP in here.
 """

@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import Field
 
 from app.admin import admin_blueprint
+from app.api.jobs import own_job
 from app.context import dispatcher
 from app.job_answers import JobList, JobView, RetryAllAnswer
 from app.openapi import Model, problems
@@ -12,7 +13,6 @@ from app.paging import after, before, limits
 from app.schemas import MODEL_NAME, DlqQuery, JobPath
 from foundation.errors import Conflict, JobNotFound
 from insight import listing
-from jobs.record import Job
 from jobs.states import State
 from outbox import removal
 
@@ -43,9 +43,9 @@ def list_dead(query: DlqQuery) -> dict[str, Any]:
 @api.post("/<job_id>/retry", responses={200: JobView, **problems(404, 409, 415)})
 def retry_dead(path: JobPath) -> dict[str, Any]:
     """Queue a dead job again, at its own place and with fresh budgets."""
-    job = _job(path.job_id)
+    job = own_job(path.job_id)
     dispatcher().revive(job.id)
-    return JobView.of(_job(job.id))
+    return JobView.of(own_job(job.id))
 
 
 @api.post("/retry-all", responses={200: RetryAllAnswer, **problems(415, 422)})
@@ -59,17 +59,10 @@ def retry_all_dead(query: RetryAllQuery) -> dict[str, Any]:
 @api.delete("/<job:job_id>", responses={204: None, **problems(404, 409, 415)})
 def delete_dead(path: JobPath) -> tuple[str, int]:
     """Remove a dead job for good.  The ledger keeps count of it."""
-    job = _job(path.job_id)
+    job = own_job(path.job_id)
     if not removal.delete_dead(dispatcher().store.database, job.id):
         raise Conflict(f"Job {job.id!r} is {job.state}; only a dead job can be removed.", status=job.state)
     return "", 204
-
-
-def _job(job_id: str) -> Job:
-    job = dispatcher().store.get(job_id) if job_id.isprintable() else None
-    if job is None:
-        raise JobNotFound("There is no such job, or it has been removed.", job_id=job_id)
-    return job
 
 
 def _revived(job_id: str) -> bool:

@@ -11,23 +11,25 @@ from app.later import UntilEnded, leave
 from app.openapi import blueprint, described, problems
 from app.paging import after, before, limits, of_batch
 from app.schemas import JobPath, ListQuery, WaitQuery
-from foundation.errors import JobNotFound
+from foundation.errors import Conflict, JobNotFound
 from insight import listing
 from insight.attempts import attempts
 from insight.explain import explain
 from insight.places import Place
+from jobs import short_ids
 from jobs.record import Job
 from jobs.states import State
 
 api = blueprint("jobs", "Jobs", "/queue/jobs")
 
 
-@api.get("/<job_id>", responses={200: JobDetail, **problems(404, 422)})
+@api.get("/<job_id>", responses={200: JobDetail, **problems(404, 409, 422)})
 def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
     """Show a job, with its place while it waits and its result when it has ended.
 
     `wait`: answer only when it has ended, or after that many seconds.  Where too many requests wait already, it is
-    answered at once: ask again.
+    answered at once: ask again.  Wherever a job's id is asked for, the first 8 characters or more of it will do, or
+    the last 8, if they mean one job; otherwise it is 409, and `may_be` lists some of the jobs.
     """
     job = own_job(path.job_id)
     if query.wait and job.finished_ms is None:
@@ -66,7 +68,7 @@ def cancel_job(path: JobPath) -> tuple[dict[str, Any], int]:
     return CancelAnswer.of(job_id=job.id, status="canceled"), 200
 
 
-@api.get("/<job_id>/attempts", responses={200: AttemptList, **problems(404)})
+@api.get("/<job_id>/attempts", responses={200: AttemptList, **problems(404, 409)})
 def list_attempts(path: JobPath) -> dict[str, Any]:
     """List a job's starts, the oldest first, and what came of each."""
     job = own_job(path.job_id)
@@ -74,7 +76,7 @@ def list_attempts(path: JobPath) -> dict[str, Any]:
     return AttemptList.of(job_id=job.id, attempts=[Attempt.of(it) for it in found])
 
 
-@api.get("/<job_id>/explain", responses={200: Explanation, **problems(404)})
+@api.get("/<job_id>/explain", responses={200: Explanation, **problems(404, 409)})
 def explain_job(path: JobPath) -> dict[str, Any]:
     """Say what a job waits for, in one sentence and in parts, and when it should start.
 
@@ -88,12 +90,26 @@ def explain_job(path: JobPath) -> dict[str, Any]:
 
 
 def own_job(job_id: str) -> Job:
-    """A job that this request's tenant may see.  Raises JobNotFound, also for another's."""
-    job = dispatcher().store.get(job_id) if job_id.isprintable() else None
-    mine = tenant()
+    """Return a job that this request's tenant may see, by its id, its beginning or its end.
+
+    Raises JobNotFound, also for another's; Conflict: several of its own begin or end so.
+    """
+    store, mine = dispatcher().store, tenant()
+    job = store.get(job_id) if job_id.isprintable() else None
+    if job is None and (whole := _whole_id(job_id, None if mine.admin else mine.name)) is not None:
+        job = store.get(whole)
     if job is None or not (mine.admin or job.tenant == mine.name):
         raise JobNotFound("There is no such job, or it has been removed.", job_id=job_id)
     return job
+
+
+def _whole_id(short: str, whose: str | None) -> str | None:
+    """Return the id of the only job, of `whose` or of all, that begins or ends so; None: there is none."""
+    found = short_ids.find(dispatcher().store.database, short, whose)
+    if len(found.ids) > 1:
+        meant = ", ".join(found.ids) + (" and others" if found.more else "")
+        raise Conflict(f"{short!r} may be {meant}: give more of the id.", may_be=found.ids)
+    return found.ids[0] if found.ids else None
 
 
 def _place(job: Job) -> Place:

@@ -85,7 +85,7 @@ def stream_events(query: StreamQuery) -> Response:
     responses={
         200: _JOBS_EVENTS,
         204: {"description": "It has ended, and nothing has happened since"},
-        **problems(404, 422, 429),
+        **problems(404, 409, 422, 429),
     },
     openapi_extensions=_LAST_HEARD,
 )

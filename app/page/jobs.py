@@ -50,6 +50,8 @@ def jobs() -> Any:
 @screen("/page/jobs/<path:job_id>")
 def job(job_id: str) -> Any:
     known = jobs_api.own_job(job_id)
+    if known.id != job_id:
+        return redirect(f"/page/jobs/{segment(known.id)}", 303)
     path = JobPath(job_id=job_id)
     trail, now = dispatcher().store.events_of(job_id), now_ms()
     result, files = _result_of(known)

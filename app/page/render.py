@@ -112,8 +112,8 @@ def _utc(at: str | int) -> datetime:
 
 
 def short(job_id: str) -> str:
-    """The end of a job's id, which differs most from its neighbours'."""
-    return job_id if len(job_id) <= 12 else job_id[-8:]
+    """Return the end of a UUID, which differs most from its neighbours', and by which a job is found."""
+    return job_id if len(job_id) != 36 else job_id[-8:]
 
 
 def number(value: int | float | None) -> str:

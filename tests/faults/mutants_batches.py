@@ -36,6 +36,15 @@ BATCHES = [
         still=f"{BATCH_TESTS}test_a_batch_is_canceled_as_a_whole",
     ),
     Mutant(
+        "an ambiguous short id names other tenants' jobs",
+        "jobs",
+        "jobs/short_ids.py",
+        "if tenant is not None:",
+        "if not conditions:",
+        ("tests/contracts/test_short_ids.py::test_an_ambiguous_id_names_only_the_tenants_own_jobs",),
+        still="tests/contracts/test_short_ids.py::test_every_path_with_a_job_takes_its_short_id",
+    ),
+    Mutant(
         "a batch's jobs are looked for among all jobs",
         "batches",
         "insight/listing.py",

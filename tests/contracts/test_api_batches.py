@@ -1,11 +1,8 @@
 """Jobs that came together are found together: listed, counted, canceled; by whoever may see them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from sqlalchemy import event
 
 from insight import batches, listing
 from jobs.record import new_job_id
@@ -14,6 +11,7 @@ from jobs.store import Store
 from outbox import removal
 from tests.support.api import Api
 from tests.support.builders import T0, a_job, a_queued_job, a_start, an_ended_job
+from tests.support.sql_plans import plans_of
 from tests.support.starts import begin_run
 
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
@@ -168,7 +166,7 @@ def test_looks_at_batches_read_by_their_indexes(store: Store) -> None:
     name = _batch_of(store, 5)
     store.submit([a_job() for _ in range(4000)], T0)
     store.database.write(lambda tx: tx.connection.exec_driver_sql("ANALYZE"))
-    with _plans(store) as plans:
+    with plans_of(store) as plans:
         batches.newest(store.database, None, None, 20)
         batches.newest(store.database, "acme", name, 20)
         batches.unfinished(store.database, name)
@@ -178,19 +176,3 @@ def test_looks_at_batches_read_by_their_indexes(store: Store) -> None:
     for plan, index in zip(plans, (of_batch, of_batch, of_tenant, of_tenant, of_batch, of_batch), strict=True):
         assert index in plan, plan
         assert "SCAN jobs\n" not in plan and "Seq Scan on jobs" not in plan, plan
-
-
-@contextmanager
-def _plans(store: Store) -> Iterator[list[str]]:
-    """The plan of each statement that is read meanwhile."""
-    plans: list[str] = []
-    explain = "EXPLAIN QUERY PLAN " if store.database.engine.dialect.name == "sqlite" else "EXPLAIN "
-
-    def look(_: Any, cursor: Any, statement: str, parameters: Any, *__: Any) -> None:
-        if statement.lstrip().startswith(("SELECT", "WITH")) and "jobs" in statement:
-            cursor.execute(explain + statement, parameters)
-            plans.append("\n".join(str(row[-1]) for row in cursor.fetchall()) + "\n")
-
-    event.listen(store.database.engine, "before_cursor_execute", look)
-    yield plans
-    event.remove(store.database.engine, "before_cursor_execute", look)

@@ -7,9 +7,9 @@ import pytest
 from jobs import short_ids
 from jobs.record import new_job_id
 from jobs.store import Store
-from tests.contracts.test_api_batches import KEYED, _plans
 from tests.support.api import Api
 from tests.support.builders import T0, a_job
+from tests.support.sql_plans import plans_of
 
 _JOB: dict[str, Any] = {"model": "zimg", "payload": {}}
 _ONE, _TWIN, _OTHER = (
@@ -40,7 +40,7 @@ def test_an_ambiguous_id_is_said_with_five_of_the_jobs(store: Store) -> None:
 def test_a_short_id_is_looked_up_by_an_index(store: Store) -> None:
     store.submit([a_job(id=new_job_id()) for _ in range(4000)], T0)
     store.database.write(lambda tx: tx.connection.exec_driver_sql("ANALYZE"))
-    with _plans(store) as plans:
+    with plans_of(store) as plans:
         short_ids.find(store.database, new_job_id()[-8:], "acme")
         short_ids.find(store.database, new_job_id()[:18], "acme")
     assert len(plans) == 3
@@ -63,7 +63,7 @@ def test_every_path_with_a_job_takes_its_short_id(api: Api) -> None:
     assert (sent.status_code, sent.headers["Location"]) == (303, f"/page/jobs/{whole}")
 
 
-@KEYED
+@pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
 def test_an_ambiguous_id_names_only_the_tenants_own_jobs(api: Api, settings: dict[str, str]) -> None:
     acme, other, root = api.tenant("acme"), api.tenant("other"), api.tenant("root", admin=True)
     api.dispatcher.store.submit([a_job(id=_ONE, tenant="acme"), a_job(id=_TWIN, tenant="other")], T0)

@@ -6,10 +6,13 @@ it has changed; the copy in Redis is written by whoever changes the catalog, and
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 
 from foundation.errors import RecordUnavailable, UnknownModel
 from registry.catalog import Catalog, Model, Snapshot
+
+_FEW_LETTERS, _MOST_COMPARED = 3, 200  # A comparison takes up to 0.1 ms, and anybody may mistype.
 
 
 class CatalogCache:
@@ -57,7 +60,7 @@ class CatalogCache:
         """
         found = self.snapshot().model(name) or self.refresh().model(name)
         if found is None:
-            raise UnknownModel("model", _unknown(name))
+            raise UnknownModel("model", _unknown(name, self.snapshot().models))
         return found
 
     def meant(self, name: str, now_ms: int) -> Model:
@@ -74,8 +77,11 @@ class CatalogCache:
         raise UnknownModel("model", closed.refusal())
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str, known: Iterable[str]) -> str:
+    alike = [it for it in known if abs(len(it) - len(name)) <= _FEW_LETTERS]
+    if near := get_close_matches(name, alike[:_MOST_COMPARED], n=1):
+        return f"No model {name!r} is registered; did you mean {near[0]!r}?"
     return (
-        f"No model {name!r} is registered; GET /admin/servers lists what there is, "
-        "POST /admin/register adds a server for it."
+        f"No model {name!r} is registered; `slotkeeper models list` (GET /admin/models) names those that are, "
+        "`slotkeeper servers register` (POST /admin/register) adds one with its server."
     )

@@ -205,6 +205,15 @@ def _deep(levels: int) -> bytes:
     return b'{"model":"zimg","payload":{"a":%s%s}}' % (b"[" * levels, b"]" * levels)
 
 
+@pytest.mark.parametrize(
+    "name, said", [("zimgg", "did you mean 'zimg'?"), ("nobody", "`slotkeeper models list`"), ("z" * 100, "list`")]
+)
+def test_a_mistyped_model_is_told_which_one_was_probably_meant(api: Api, name: str, said: str) -> None:
+    api.register()
+    answer = api.client.post("/queue/submit", json={"model": name, "payload": {}})
+    assert (answer.status_code, said in answer.json["detail"]) == (422, True), answer.json
+
+
 # what is sent, status, code, the field that is named
 BAD: dict[str, tuple[bytes, int, str, str | None]] = {
     "unknown model": (_raw(model="nobody"), 422, "unknown_model", "model"),

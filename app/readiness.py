@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 FRESH_S = 1.0
 """For so long an answer is everybody's."""
-WITHIN_S = 0.8
+WITHIN_S = 0.6
 """For so long a part is waited for: probes of orchestrators wait for a second."""
 
 

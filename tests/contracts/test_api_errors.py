@@ -1,6 +1,7 @@
 """Whatever goes wrong leaves as a problem; health and figures never fail with what they report."""
 
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from app.readiness import Readiness
 from database.db import Database
 from tasks import maintenance
 from tasks.wiring import scripts
-from tests.support.api import Api
+from tests.support.api import Api, clear_wiring
 from tests.support.builders import T0, an_ended_job, at_once
 from tests.support.visitor import visitor
 from upkeep import ledger, pulse
@@ -244,6 +245,34 @@ def test_a_part_that_hangs_is_told_within_a_second_beside_the_others_and_asked_o
     hangs.set()
     now[0] = 4.0
     assert readiness.parts() == {"redis": None, "broker": "no route", "database": None}
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """A real address that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    "part, variable, url, status",
+    [
+        ("redis", "REDIS_URL", "redis://{}/0", 200),
+        ("database", "DATABASE_URL", "postgresql://slotkeeper@{}/slotkeeper", 503),
+    ],
+)
+def test_readiness_answers_within_a_second_though_a_part_accepts_and_never_answers(
+    api: Api, silent: str, part: str, variable: str, url: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"SLOTKEEPER_{variable}", url.format(silent))
+    clear_wiring()
+    began = time.monotonic()
+    answer = api.client.get("/health/ready")
+    took_s = time.monotonic() - began
+    parts = answer.json["parts"]
+    assert (answer.status_code, parts[part]["ok"]) == (status, False)
+    assert took_s < 3, "the parts' own time limits, one after another, are 6 s and more"
+    assert parts["broker"]["ok"], "a part that answers is told as it is"
 
 
 def test_a_look_that_fails_is_nobody_elses_answer() -> None:

@@ -112,7 +112,7 @@ class Score(Answer, shows=insight.Score):
 class ServerStatus(Answer, shows=insight.ServerStatus):
     """How a server stands in the waiting room at this moment."""
 
-    free: int
+    free: int = Field(description="Slots without a lease and not in cooldown, also where a breaker is open.")
     cooling: int = Field(description="Slots in cooldown: they are offered to nobody for a while.")
     cooldown_until: Time | None = Field(description="When the first of them is offered again.")
     taken: int = Field(description="Slots with a run, and those that are withheld.")
@@ -145,9 +145,13 @@ class WithheldSlot(Answer, shows=Withheld):
 class ListedServer(ServerView):
     standing: Annotated[ServerStatus | None, GIVEN] = Field(description="null: Redis is away.")
     withheld: Annotated[list[WithheldSlot], GIVEN]
+    running: Annotated[int | None, GIVEN] = Field(description="Slots that hold a run; null: Redis is away.")
+    free: Annotated[int | None, GIVEN] = Field(
+        description="Slots that the next job can have: 0 while the whole server is kept from it; null: Redis is away."
+    )
     hindrance: Annotated[str | None, GIVEN] = Field(
-        description="What keeps its slots from the next job: busy (jobs run there), withheld, away, in cooldown, "
-        "breaker open, being tried by one job; null: one is free, or it is not known."
+        description="What keeps its slots from the next job: its state, busy (jobs run there), withheld, away, in "
+        "cooldown, breaker open, being tried by one job; null: one is free, or it is not known."
     )
 
 

@@ -132,6 +132,8 @@ def _now(one: dict[str, Any]) -> str:
         said.append(f"{withheld} withheld")
     if now["away_since"]:
         said.append(f"away since {now['away_since']}")
+    if said and one["running"]:
+        said.append(f"{one['running']} running")
     return ", ".join(said) or one["hindrance"] or "well"
 
 

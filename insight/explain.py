@@ -205,7 +205,10 @@ def _placement(
     others = [name for name in sorted(eligible) if hindrances[name] not in ("busy", "withheld")]
     found = [of_server(name, hindrances[name], standings.get(name)) for name in others]
     busy = [name for name in eligible if hindrances[name] == "busy"]
-    taken = sum(standings[name].taken - len(withheld.get(name, ())) for name in busy)
+    taken = sum(
+        servers.use_of(catalog.servers[name].state, standings[name], len(withheld.get(name, ()))).running
+        for name in busy
+    )
     if taken:
         found.insert(0, _busy(taken, facts.ahead))
     return found + _withheld(job, sorted(eligible.difference(others)), withheld)

@@ -8,7 +8,7 @@ from admission import placement
 from dispatch.dispatcher import Dispatcher
 from insight.explain import Blocker, breaker_open, of_server, stopped
 from insight.load import Load, load_of
-from insight.servers import ServerStatus, standings
+from insight.servers import ServerStatus, standings, use_of
 from registry.catalog import Snapshot
 from registry.values import STOPPED, Server
 from routing.workers import Workers
@@ -64,9 +64,9 @@ def _of_slots(dispatcher: Dispatcher, server: Server, standing: ServerStatus) ->
     if standing.away_since_ms or standing.cooling:
         yield of_server(server.name, "away" if standing.away_since_ms else "in cooldown", standing)
     withheld = draining.by_server(dispatcher).get(server.name, ())
-    running = standing.taken - len(withheld)
-    if running > 0 and not standing.free:
-        yield Blocker("slots_busy", f"none of its {server.slots} slots is free: {running} run jobs", server.name)
+    use = use_of(server.state, standing, len(withheld))
+    if use.running and not standing.free:
+        yield Blocker("slots_busy", f"none of its {server.slots} slots is free: {use.running} run jobs", server.name)
     for row in withheld:
         yield Blocker("slot_withheld", draining.sentence(row), row.slot)
 

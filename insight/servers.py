@@ -64,6 +64,26 @@ def hindrance(standing: ServerStatus, withheld: int) -> str:
     return "withheld" if withheld else "in cooldown"
 
 
+@dataclass(frozen=True, slots=True)
+class SlotUse:
+    """What a server's slots are used for at this moment.
+
+    `running`: slots that hold a run.  `withheld`: slots that a run which has ended here may still use.  `free`: slots
+    that the next job can have; 0 while anything keeps the whole server from it.  `hindrance`: what does, for people.
+    """
+
+    running: int
+    withheld: int
+    free: int
+    hindrance: str
+
+
+def use_of(state: str, standing: ServerStatus, withheld: int) -> SlotUse:
+    """Count a server's slots; `state`: as an operator has set it.  All who show slots count them here."""
+    word = hindrance(standing, withheld) if state == "online" else state
+    return SlotUse(max(standing.taken - withheld, 0), withheld, 0 if word else standing.free, word)
+
+
 class ServerScripts(Protocol):
     """What lua/ says of servers."""
 

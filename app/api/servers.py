@@ -215,11 +215,14 @@ def _listed(
     it: Server, standings: Mapping[str, insight.ServerStatus], withheld: Mapping[str, Sequence[Withheld]]
 ) -> dict[str, Any]:
     standing, slots = standings.get(it.name), withheld.get(it.name, ())
+    use = standing and insight.use_of(it.state, standing, len(slots))
     return ListedServer.of(
         it,
         standing=standing and ServerStatus.of(standing),
         withheld=[WithheldSlot.of(slot) for slot in slots],
-        hindrance=(standing and insight.hindrance(standing, len(slots))) or None,
+        running=use and use.running,
+        free=use and use.free,
+        hindrance=(use and use.hindrance) or None,
     )
 
 

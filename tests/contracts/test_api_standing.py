@@ -1,5 +1,6 @@
 """Pausing, draining, freezing and resuming servers, models and tenants."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from jobs.states import Why
 from jobs.store import Error
 from tests.support.api import NOTHING, Api, TimedApi
 from tests.support.starts import begin_run
+from tests.support.visitor import visitor
 from upkeep import reconcile
 
 STATES = ["paused", "draining", "frozen"]
@@ -294,3 +296,37 @@ def test_without_redis_a_change_takes_effect_by_the_sweep(mortal_api: Api, path:
     reconcile.reconcile(api.dispatcher)
     reconcile.sweep(api.dispatcher)
     assert _offered(api) == [job_id]
+
+
+# -- free, or not --------------------------------------------------------------------------------------------------
+
+
+def _pause(api: TimedApi) -> None:
+    assert api.client.patch("/admin/servers/gpu1", json={"state": "paused"}).status_code == 200
+
+
+def _fail(api: TimedApi) -> None:
+    for _ in range(3):
+        api.submitted()
+        api.run(1_000, Why.SERVER_ERROR)
+
+
+def _cool(api: TimedApi) -> None:
+    api.dispatcher.slots.cool_down("zimg", "gpu1")
+
+
+@pytest.mark.parametrize("settings", [{"BREAKER_FAILURES": "3", "BREAKER_OPEN_MS": "5000"}])
+@pytest.mark.parametrize("act, word", [(_pause, "paused"), (_fail, "breaker open"), (_cool, "away")])
+def test_no_slot_is_shown_as_free_that_the_next_job_cannot_have(
+    timed_api: TimedApi, act: Callable[[TimedApi], None], word: str, settings: dict[str, str]
+) -> None:
+    timed_api.register(slots=2)
+    before = _servers(timed_api)[0]
+    assert (before["running"], before["free"], before["hindrance"]) == (0, 2, None)
+    assert visitor(timed_api).get("/").text.count("<b>free</b>") == 2
+    act(timed_api)
+    found = _servers(timed_api)[0]
+    assert (found["running"], found["free"], found["hindrance"]) == (0, 0, word)
+    for path in ("/", "/page/models/zimg", "/page/servers/gpu1"):
+        shown = visitor(timed_api).get(path).text
+        assert "<b>free</b>" not in shown and shown.count(f"<b>{word}</b>") >= 2, path

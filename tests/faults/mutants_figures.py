@@ -117,6 +117,27 @@ FIGURES = [
         still=f"{_DOCTOR}test_a_check_that_fails_is_a_finding",
     ),
     Mutant(
+        "slots behind an open breaker are shown as free",
+        "page",
+        "insight/servers.py",
+        "0 if word else standing.free, word)",
+        "standing.free, word)",
+        ("tests/contracts/test_api_standing.py::test_no_slot_is_shown_as_free_that_the_next_job_cannot_have",),
+        still="tests/unit/insight/test_hindrance.py::test_a_server_is_free_busy_withheld_away_or_in_cooldown",
+    ),
+    Mutant(
+        "readiness waits for a part as long as that takes",
+        "bounds",
+        "app/readiness.py",
+        "        wait(self._looks.values(), WITHIN_S)",
+        "        wait(self._looks.values())",
+        (
+            "tests/contracts/test_api_errors.py"
+            "::test_readiness_answers_within_a_second_though_a_part_accepts_and_never_answers",
+        ),
+        still="tests/contracts/test_api_errors.py::test_a_look_that_fails_is_nobody_elses_answer",
+    ),
+    Mutant(
         "the doctor does not ask the inference servers",
         "doctor",
         "cli/checkup.py",

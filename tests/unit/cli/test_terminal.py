@@ -64,6 +64,8 @@ SERVER = {
         "away_since": TEXT,
         "scores": {},
     },
+    "running": 1,
+    "free": 0,
     "hindrance": TEXT,
     "withheld": [{"sentence": TEXT}],
 }

@@ -25,6 +25,8 @@ SERVER = {
     "attributes": {"gpu": "A100", "labels": ["fast", "testnet"]},
     "models": {"zimg": "http://gpu1/x"},
     "withheld": [],
+    "running": 1,
+    "free": 1,
     "hindrance": None,
 }
 STANDING = {

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from insight.servers import ServerStatus, hindrance
+from insight.servers import ServerStatus, SlotUse, hindrance, use_of
 
 _FREE: dict[str, Any] = {
     "server": "gpu1",
@@ -40,3 +40,19 @@ _FREE: dict[str, Any] = {
 )
 def test_a_server_is_free_busy_withheld_away_or_in_cooldown(standing: dict[str, Any], withheld: int, word: str) -> None:
     assert hindrance(ServerStatus(**_FREE | standing), withheld) == word
+
+
+@pytest.mark.parametrize(
+    ("state", "standing", "withheld", "use"),
+    [
+        ("online", {}, 0, SlotUse(1, 0, 1, "")),
+        ("online", {"free": 0, "taken": 2}, 1, SlotUse(1, 1, 0, "busy")),
+        ("online", {"breaker": "open"}, 0, SlotUse(1, 0, 0, "breaker open")),
+        ("paused", {}, 0, SlotUse(1, 0, 0, "paused")),
+        ("online", {"free": 0, "taken": 0}, 1, SlotUse(0, 1, 0, "withheld")),
+    ],
+)
+def test_a_slot_that_the_next_job_cannot_have_is_not_free(
+    state: str, standing: dict[str, Any], withheld: int, use: SlotUse
+) -> None:
+    assert use_of(state, ServerStatus(**_FREE | standing), withheld) == use

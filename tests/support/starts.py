@@ -1,7 +1,6 @@
 """Claims and starts for tests, by the commands and writes with which a worker claims and starts."""
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, cast
 
 from database.db import Database, Write
@@ -31,6 +30,15 @@ class EngineInPlace:
         return act(*args)
 
 
+def _run_in_place(life: Coroutine[Any, Any, T]) -> T:
+    """Run what waits for nothing, also where a loop is running already."""
+    try:
+        life.send(None)
+    except StopIteration as ended:
+        return cast(T, ended.value)
+    raise AssertionError("It waits, and here is no loop that would go on with it.")
+
+
 def claim_offer(leases: Leases, offer: Offer, owner: str) -> Offer | None:
     """Make an open offer `owner`'s own; None: it is gone, another's, or its own already."""
     return leases.scripts.run(leases.claiming(offer, owner))
@@ -44,7 +52,7 @@ def begin_run(dispatcher: Dispatcher, offer: Offer, owner: str) -> ActiveRun | N
     lease = Lease(claimed.fleet, claimed.job_id, claimed.lease, owner, claimed.slot)
     engine = cast(Engine, EngineInPlace(dispatcher.store.database))
     starts = Starts(dispatcher, Ways(dispatcher.catalog), engine)
-    run = asyncio.run(starts.store(claimed, Watch(lease), ""))
+    run = _run_in_place(starts.store(claimed, Watch(lease), ""))
     return None if run is None else dispatcher.begun(claimed, run, lease)
 
 

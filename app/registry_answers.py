@@ -262,11 +262,6 @@ class ConfigView(Answer, shows=registered.Model):
     )
 
 
-def server_status(it: insight.ServerStatus | None) -> dict[str, Any] | None:
-    """None: that is not known now."""
-    return None if it is None else ServerStatus.of(it)
-
-
 def model(it: registered.Model, catalog: Snapshot, depths: Depths | None) -> dict[str, Any]:
     """ModelView.  `depths`: of its fleet; None: not known now."""
     waiting = None if depths is None else depths.waiting.get(it.name, 0)

@@ -1,6 +1,6 @@
 """Acts of operators, read: who did what, when, and to which job, server, model or tenant."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,19 +54,6 @@ def find(database: Database, wanted: Wanted, before: int | None = None, limit: i
         query = query.where(events.c.id < before)
     with database.read(patient=True) as connection:
         return [_done(row) for row in connection.execute(query)]
-
-
-def pages(database: Database, wanted: Wanted, size: int = 1000) -> Iterator[Sequence[Done]]:
-    """All of them, the oldest first, page by page; what is done meanwhile may be among them."""
-    query, last = _matching(wanted).order_by(events.c.id).limit(size), 0
-    while True:
-        with database.read(patient=True) as connection:
-            page = [_done(row) for row in connection.execute(query.where(events.c.id > last))]
-        if page:
-            yield page
-        if len(page) < size:
-            return
-        last = page[-1].id
 
 
 def _matching(wanted: Wanted) -> Select[Any]:

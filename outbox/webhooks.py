@@ -77,12 +77,8 @@ class Webhooks:
     def __init__(self, database: Database) -> None:
         self.database = database
 
-    def claim(self, webhook_id: str, now_ms: int, until: int) -> Webhook | None:
-        """Begin a try that will be over by `until`; None: it is not due, or somebody else is at it."""
-        return next(iter(self.claim_all([webhook_id], now_ms, until)), None)
-
     def claim_all(self, ids: Sequence[str], now_ms: int, until: int) -> list[Webhook]:
-        """Begin a try of each of these that is due and that nobody else is at."""
+        """Begin a try, over by `until`, of each of these that is due and that nobody else is at."""
 
         def unit(tx: Transaction) -> list[Webhook]:
             tried = (_CLAIM.first(tx.connection, {"p_id": id_, "p_now": now_ms, "p_until": until}) for id_ in ids)

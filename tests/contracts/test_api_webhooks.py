@@ -24,6 +24,7 @@ from tasks import keyring, push, vault, webhooks
 from tests.support.api import Api
 from tests.support.stack import eventually
 from tests.support.starts import store_start
+from tests.support.webhooks_claimed import claim_webhook
 
 ALLOWED = pytest.mark.parametrize("settings", [{"WEBHOOK_ALLOW": "127.0.0.1/32"}])
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
@@ -473,7 +474,7 @@ def _given_up(api: Api, tenant: str = "default") -> str:
     """A job whose callback was given up; the webhook-id of that."""
     job, hooks = an_end(api, tenant, callback_url="https://client.example/hook"), Webhooks(api.database)
     (owed,) = [it.id for it in hooks.due(now_ms())]
-    message = hooks.claim(owed, now_ms(), now_ms() + 1000)
+    message = claim_webhook(hooks, owed, now_ms(), now_ms() + 1000)
     assert message is not None and message.job_id == job
     hooks.failed(message, now_ms(), None, 404, "It answered 404.")
     return owed

@@ -17,6 +17,7 @@ from registry.visits import Visits
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
 from tests.support.visitor import Visitor, key_of, visitor
+from tests.support.webhooks_claimed import claim_webhook
 
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
 EVIL = '"><script>alert(1)</script>'
@@ -380,7 +381,7 @@ def test_callbacks_that_were_given_up_are_shown_and_told_again(api: Api) -> None
     job = an_ended_job(api.dispatcher.store, now_ms=now_ms(), callback_url="http://receiver/hook")
     hooks = Webhooks(api.database)
     (owed,) = hooks.due(now_ms())
-    webhook = hooks.claim(owed.id, now_ms(), now_ms() + 1000)
+    webhook = claim_webhook(hooks, owed.id, now_ms(), now_ms() + 1000)
     assert webhook is not None
     hooks.failed(webhook, now_ms(), None, 503, "the receiver answered 503")
     somebody = visitor(api)

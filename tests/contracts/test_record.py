@@ -35,6 +35,7 @@ from tests.support.builders import (
     trail_of,
 )
 from tests.support.starts import store_remote_id, store_start
+from tests.support.webhooks_claimed import claim_webhook
 
 LATER = T0 + 60 * SECOND
 RESULT = '{"url":"https://cdn.example/1.png"}'
@@ -595,6 +596,6 @@ def test_hook_1_a_job_whose_message_is_still_owed_is_not_purged(store, hooks):
     job = an_ended_job(store, callback_url=CALLBACK)
     assert removal.purge(store.database, LATER) == 0
     (webhook_id,) = [due.id for due in hooks.due(LATER)]
-    hooks.failed(hooks.claim(webhook_id, LATER, LATER + SECOND), LATER, None, 500, "gone")
+    hooks.failed(claim_webhook(hooks, webhook_id, LATER, LATER + SECOND), LATER, None, 500, "gone")
     assert removal.purge(store.database, LATER) == 1
     assert store.get(job.id) is None

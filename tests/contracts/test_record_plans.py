@@ -32,6 +32,7 @@ from registry.rotations import Rotations
 from registry.tenants import Tenants
 from tests.support.builders import T0, a_job
 from tests.support.starts import store_remote_id, store_start
+from tests.support.webhooks_claimed import claim_webhook
 from upkeep import ledger
 
 ENDED, WAITING = 4000, 400
@@ -191,7 +192,7 @@ BY_KEY: dict[str, Callable[[Database, Store], Any]] = {
     "events_of": lambda _, store: store.events_of("wait-1"),
     "delete_dead": lambda _, store: removal.delete_dead(store.database, "wait-1"),
     "whether it wrote an event": lambda database, _: _wrote(database),
-    "claim of a webhook": lambda database, _: Webhooks(database).claim("m-wait-1", T0, T0),
+    "claim of a webhook": lambda database, _: claim_webhook(Webhooks(database), "m-wait-1", T0, T0),
     "end of a delivery": lambda database, _: Webhooks(database).delivered(_HOOK, T0, 200),
     "owed": lambda database, _: Tellings(database).owed("t-wait-1"),
     "told": lambda database, _: Tellings(database).told(["t-wait-1", "t-wait-2"]),

@@ -22,6 +22,7 @@ from tests.support.builders import (
     row_of,
     rows_in,
 )
+from tests.support.webhooks_claimed import claim_webhook
 
 LATER = T0 + 60 * SECOND
 
@@ -72,7 +73,7 @@ def test_purge_takes_along_what_hangs_on_the_job_but_for_its_events(database, st
     old = an_ended_job(store, callback_url=CALLBACK)
     kept = an_ended_job(store, callback_url=CALLBACK, now_ms=LATER)
     for webhook_id in [due.id for due in hooks.due(LATER)]:
-        hooks.delivered(hooks.claim(webhook_id, LATER, LATER + SECOND), LATER, 200)
+        hooks.delivered(claim_webhook(hooks, webhook_id, LATER, LATER + SECOND), LATER, 200)
     assert removal.purge(store.database, LATER) == 1
     assert len(store.events_of(old.id)) == len(store.events_of(kept.id)) == 4, "also that its message came"
     assert rows_in(database, webhooks) == 1
@@ -91,7 +92,7 @@ def test_two_that_purge_at_once_count_each_job_once(database, store):
 def test_a_dead_job_can_be_deleted_and_stays_in_the_ledger(database, store, hooks):
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
     (webhook_id,) = [due.id for due in hooks.due(LATER)]
-    hooks.delivered(hooks.claim(webhook_id, LATER, LATER + SECOND), LATER, 200)
+    hooks.delivered(claim_webhook(hooks, webhook_id, LATER, LATER + SECOND), LATER, 200)
     assert removal.delete_dead(store.database, dead.id)
     assert not removal.delete_dead(store.database, dead.id)
     assert store.get(dead.id) is None
@@ -108,14 +109,16 @@ def test_hook_1_a_dead_job_whose_message_is_still_owed_is_not_deleted(database, 
     assert refused.value.facts == {"job_id": dead.id, "webhook_id": webhook_id}
     assert store.get(dead.id).state is State.DEAD
     assert ([due.id for due in hooks.due(LATER)], _purged(database)) == ([webhook_id], {})
-    hooks.failed(hooks.claim(webhook_id, LATER, LATER + SECOND), LATER, None, 500, "gone")  # given up: nothing is owed
+    hooks.failed(
+        claim_webhook(hooks, webhook_id, LATER, LATER + SECOND), LATER, None, 500, "gone"
+    )  # given up: nothing is owed
     assert removal.delete_dead(store.database, dead.id)
 
 
 def test_hook_1_each_message_of_a_job_that_died_twice_holds_it(store, hooks):
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
     (first,) = [due.id for due in hooks.due(LATER)]
-    hooks.delivered(hooks.claim(first, LATER, LATER + SECOND), LATER, 200)
+    hooks.delivered(claim_webhook(hooks, first, LATER, LATER + SECOND), LATER, 200)
     store.revive(dead.id, LATER)
     store.settle(dead.id, a_start(store, dead.id).attempt, Why.RETRIES_EXHAUSTED, LATER)
     with pytest.raises(Conflict):

@@ -23,6 +23,7 @@ from tests.support.builders import (
     an_ended_job,
     at_once,
 )
+from tests.support.webhooks_claimed import claim_webhook
 
 UNTIL = T0 + 30 * SECOND
 
@@ -47,7 +48,7 @@ def _row(database: Database, webhook_id: str):
 def test_every_end_of_a_job_owes_one_message_that_names_it(store, hooks, state):
     job = an_ended_job(store, state, callback_url=CALLBACK)
     (owed,) = _due(hooks, T0)
-    message = hooks.claim(owed, T0, UNTIL)
+    message = claim_webhook(hooks, owed, T0, UNTIL)
     assert (message.id, message.job_id, message.url, message.status, message.tries) == (
         owed,
         job.id,
@@ -84,9 +85,9 @@ def test_each_end_of_a_revived_job_has_a_message_of_its_own(store, hooks):
 
 
 def test_only_one_at_a_time_may_try(hooks, webhook_id):
-    assert hooks.claim(webhook_id, T0, UNTIL) is not None
-    assert hooks.claim(webhook_id, T0, UNTIL) is None
-    assert hooks.claim(webhook_id, UNTIL - 1, UNTIL) is None
+    assert claim_webhook(hooks, webhook_id, T0, UNTIL) is not None
+    assert claim_webhook(hooks, webhook_id, T0, UNTIL) is None
+    assert claim_webhook(hooks, webhook_id, UNTIL - 1, UNTIL) is None
     assert _due(hooks, UNTIL - 1) == []
 
 
@@ -95,35 +96,35 @@ def test_of_many_who_want_to_try_at_once_one_may(database, store):
     for _ in range(5):
         an_ended_job(store, callback_url=CALLBACK)
     for webhook_id in _due(sides[0], T0):
-        claims = at_once(*[lambda side=side, w=webhook_id: side.claim(w, T0, UNTIL) for side in sides])
+        claims = at_once(*[lambda side=side, w=webhook_id: claim_webhook(side, w, T0, UNTIL) for side in sides])
         assert [claim.tries for claim in claims if claim is not None] == [1]
     for side in sides:
         side.database.close()
 
 
 def test_a_message_is_not_tried_before_its_time(hooks, webhook_id):
-    assert hooks.claim(webhook_id, T0 - 1, UNTIL) is None
+    assert claim_webhook(hooks, webhook_id, T0 - 1, UNTIL) is None
     assert _due(hooks, T0 - 1) == []
 
 
 def test_a_try_whose_worker_died_is_made_again_under_the_same_id(hooks, webhook_id):
-    first = hooks.claim(webhook_id, T0, UNTIL)
+    first = claim_webhook(hooks, webhook_id, T0, UNTIL)
     assert _due(hooks, UNTIL) == [webhook_id]
-    second = hooks.claim(webhook_id, UNTIL, UNTIL + SECOND)
+    second = claim_webhook(hooks, webhook_id, UNTIL, UNTIL + SECOND)
     assert (second.id, second.tries) == (first.id, 2)
 
 
 def test_a_delivered_message_is_never_sent_again(database, hooks, webhook_id):
-    message = hooks.claim(webhook_id, T0, UNTIL)
+    message = claim_webhook(hooks, webhook_id, T0, UNTIL)
     assert hooks.delivered(message, T0 + SECOND, 204)
     row = _row(database, webhook_id)
     assert (row.state, row.delivered_ms, row.last_status, row.last_error) == ("delivered", T0 + SECOND, 204, None)
     assert _due(hooks, UNTIL * 2) == []
-    assert hooks.claim(webhook_id, UNTIL * 2, UNTIL * 3) is None
+    assert claim_webhook(hooks, webhook_id, UNTIL * 2, UNTIL * 3) is None
 
 
 def test_a_failed_try_waits_for_the_next_one(database, hooks, webhook_id):
-    message = hooks.claim(webhook_id, T0, UNTIL)
+    message = claim_webhook(hooks, webhook_id, T0, UNTIL)
     assert hooks.failed(message, T0, UNTIL + SECOND, 503, "busy")
     row = _row(database, webhook_id)
     assert (row.state, row.tries, row.last_status, row.last_error) == ("pending", 1, 503, "busy")
@@ -132,7 +133,7 @@ def test_a_failed_try_waits_for_the_next_one(database, hooks, webhook_id):
 
 
 def test_a_message_that_is_given_up_is_never_sent_again_and_says_why(database, hooks, webhook_id):
-    message = hooks.claim(webhook_id, T0, UNTIL)
+    message = claim_webhook(hooks, webhook_id, T0, UNTIL)
     assert hooks.failed(message, UNTIL, None, None, "no such host " * 100)
     row = _row(database, webhook_id)
     assert (row.state, row.last_status, row.delivered_ms) == ("given_up", None, None)
@@ -143,12 +144,12 @@ def test_a_message_that_is_given_up_is_never_sent_again_and_says_why(database, h
 
 @pytest.mark.parametrize("error", ["half a \ud83d pair", "a \x00 byte"])
 def test_a_failure_is_noted_whatever_the_receiver_wrote(hooks, webhook_id, error):
-    assert hooks.failed(hooks.claim(webhook_id, T0, UNTIL), T0, UNTIL, 500, error)
+    assert hooks.failed(claim_webhook(hooks, webhook_id, T0, UNTIL), T0, UNTIL, 500, error)
 
 
 def test_who_took_too_long_cannot_speak_for_the_try_that_came_after(database, hooks, webhook_id):
-    slow = hooks.claim(webhook_id, T0, UNTIL)
-    quick = hooks.claim(webhook_id, UNTIL, UNTIL * 2)
+    slow = claim_webhook(hooks, webhook_id, T0, UNTIL)
+    quick = claim_webhook(hooks, webhook_id, UNTIL, UNTIL * 2)
     assert not hooks.failed(slow, T0, None, 500, "too late")
     assert not hooks.delivered(slow, UNTIL, 200)
     assert _row(database, webhook_id).state == "pending"
@@ -170,7 +171,7 @@ def test_messages_are_due_oldest_first_and_no_more_than_asked_for(store, hooks):
 
 
 def test_an_unknown_message_is_none(hooks):
-    assert hooks.claim("msg_nobody", T0, UNTIL) is None
+    assert claim_webhook(hooks, "msg_nobody", T0, UNTIL) is None
 
 
 # -- given up, and sent once more ------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ def _give_up(store, hooks, *, now_ms: int = T0, **job: Any) -> str:
     """A callback that was given up; its id."""
     an_ended_job(store, now_ms=now_ms, callback_url=CALLBACK, **job)
     (owed,) = _due(hooks, now_ms)
-    hooks.failed(hooks.claim(owed, now_ms, now_ms + SECOND), now_ms + 5 * SECOND, None, 404, "gone")
+    hooks.failed(claim_webhook(hooks, owed, now_ms, now_ms + SECOND), now_ms + 5 * SECOND, None, 404, "gone")
     return owed
 
 
@@ -204,7 +205,7 @@ def test_one_that_was_given_up_is_sent_once_more_under_its_id_and_only_for_its_o
     assert not found.owe("msg_unknown", None, UNTIL)
     assert _due(hooks, UNTIL) == []
     assert found.owe(owed, "default", UNTIL)
-    message = hooks.claim(owed, UNTIL, UNTIL + SECOND)
+    message = claim_webhook(hooks, owed, UNTIL, UNTIL + SECOND)
     assert (message.id, message.tries) == (owed, 1), "with all its tries before it"
     assert hooks.delivered(message, UNTIL, 200)
     assert found.page() == []
@@ -212,9 +213,9 @@ def test_one_that_was_given_up_is_sent_once_more_under_its_id_and_only_for_its_o
 
 
 def test_a_callback_that_is_being_sent_is_not_sent_beside_that(database, hooks, webhook_id):
-    claimed = hooks.claim(webhook_id, T0, UNTIL)
+    claimed = claim_webhook(hooks, webhook_id, T0, UNTIL)
     assert GivenUpCallbacks(database).owe(webhook_id, None, T0)
-    assert hooks.claim(webhook_id, T0, UNTIL) is None
+    assert claim_webhook(hooks, webhook_id, T0, UNTIL) is None
     assert hooks.delivered(claimed, T0, 200)
 
 
@@ -233,5 +234,5 @@ def test_a_job_stays_while_its_callback_is_sent_once_more(database, store, hooks
     owed = _give_up(store, hooks)
     assert GivenUpCallbacks(database).owe(owed, None, UNTIL)
     assert removal.purge(store.database, UNTIL * 2, 10) == 0
-    hooks.delivered(hooks.claim(owed, UNTIL, UNTIL + SECOND), UNTIL, 200)
+    hooks.delivered(claim_webhook(hooks, owed, UNTIL, UNTIL + SECOND), UNTIL, 200)
     assert removal.purge(store.database, UNTIL * 2, 10) == 1

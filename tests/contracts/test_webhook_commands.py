@@ -17,6 +17,7 @@ from tasks import webhooks
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
 from tests.support.stack import eventually
+from tests.support.webhooks_claimed import claim_webhook
 
 URL = "https://hooks.example.com/slotkeeper"
 
@@ -100,7 +101,7 @@ def test_a_pace_is_set_and_taken_away(run: Any) -> None:
 def test_callbacks_that_were_given_up_are_listed_and_sent_again(api: Api, run: Any) -> None:
     job, hooks = an_ended_job(api.dispatcher.store, now_ms=now_ms(), callback_url=URL), Webhooks(api.database)
     (owed,) = [it.id for it in hooks.due(now_ms())]
-    message = hooks.claim(owed, now_ms(), now_ms() + 1000)
+    message = claim_webhook(hooks, owed, now_ms(), now_ms() + 1000)
     assert message is not None and message.job_id == job.id
     hooks.failed(message, now_ms(), None, 404, "It answered 404.")
     listed = json.loads(run("deliveries", "--given-up", "--tenant", "default", "--json").stdout)

@@ -316,7 +316,7 @@ def servers() -> Iterator[Finding]:
 
     snapshot = catalog().snapshot()
     if not snapshot.servers:
-        remedy = "Register one: slotkeeper servers register MODEL NAME URL --slots N"
+        remedy = "Register one: `slotkeeper servers register MODEL NAME URL --slots 1`."
         yield Finding("servers", "warn", "No inference server is registered: jobs are accepted, and wait.", remedy)
         return
     asked = {it.name: _of_server(it, snapshot) for it in snapshot.servers.values() if it.state == "online"}

@@ -142,11 +142,12 @@ def _is_shallow(document: Any) -> bool:
 
 
 def _check_secrets(description: Description, own: Any, may_use: Callable[[str], bool], for_all: bool) -> None:
-    whose, option = ("all models", "--all-models") if for_all else ("this model", "--model MODEL")
     faults = []
     for name in sorted(description.secrets):
         if not may_use(name):
-            said = f"there is no secret {name} for {whose}; first: slotkeeper secrets set {name} {option}"
+            said = f"there is no secret {name} for this model; first: slotkeeper secrets set {name} --model MODEL"
+            if for_all:
+                said = f"there is no secret {name} for all models; first: slotkeeper secrets set {name} --all-models"
             faults.append(Fault(_where_named(name, own), said))
     if faults:
         raise Unfit(faults)

@@ -16,10 +16,12 @@ from tests.support.stack import REPO
 _CODE = re.compile(r"<code>(slotkeeper .*?)</code>", re.DOTALL)
 _TICKED = re.compile(r"`(slotkeeper [^`]+)`")
 _LINE = re.compile(r"^(?:\$ )?(slotkeeper [^#\n]+)", re.MULTILINE)
+_SHOWN = re.compile(r"(?:^\s*|: )(slotkeeper [a-z][a-z-]* [^`\n]+)$", re.MULTILINE)
 _BLOCK = re.compile(r"^```(?:sh|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _TEMPLATE = re.compile(r"\{\{.*?\}\}|\{%.*?%\}")
-_PACKAGES = ("admission", "app", "cli", "client", "dispatch", "foundation", "insight", "jobs", "local", "notify")
-_PACKAGES += ("reference_server", "registry", "routing", "scripting", "tasks", "upkeep")
+_NOT_TOLD = {"tests", "benchmarks", "docs"}
+_PACKAGES = sorted(it.parent.name for it in REPO.glob("*/__init__.py") if it.parent.name not in _NOT_TOLD)
+_DOCUMENTS = sorted([*(REPO / "docs").rglob("*.md"), *(REPO / "docs").rglob("*.y*ml"), *REPO.glob("*.md")])
 
 
 def _told() -> Iterator[tuple[str, str]]:
@@ -27,7 +29,7 @@ def _told() -> Iterator[tuple[str, str]]:
     for path in sorted((REPO / "app/page/templates").glob("*.html")):
         for found in _CODE.findall(path.read_text()):
             yield path.name, html.unescape(_TEMPLATE.sub("x", found))
-    for path in sorted([*(REPO / "docs").glob("*.md"), REPO / "README.md"]):
+    for path in (it for it in _DOCUMENTS if it.name != "CHANGELOG.md"):
         text = path.read_text()
         for found in _TICKED.findall(_BLOCK.sub("", text)):
             yield path.name, found
@@ -37,7 +39,7 @@ def _told() -> Iterator[tuple[str, str]]:
     for package in _PACKAGES:
         for path in sorted((REPO / package).rglob("*.py")):
             for text in _texts(path):
-                for found in _TICKED.findall(text):
+                for found in (*_TICKED.findall(text), *_SHOWN.findall(text)):
                     yield str(path.relative_to(REPO)), found
 
 
@@ -53,7 +55,7 @@ def _texts(path: Path) -> Iterator[str]:
 def _words(command: str) -> list[str]:
     """Without what follows in a shell, and without what stands for more."""
     command = re.sub(r'"?\$\(.*', "x", command)  # another command's output
-    command = re.split(r"\s(?:[|>&;]|2>|&&)", " ".join(command.split()))[0]
+    command = re.split(r"\s(?:[|<>&;]|2>|&&)", " ".join(command.split()))[0]
     words = shlex.split(command.replace("[", " ").replace("]", " "))[1:]
     return [word for word in words if word.strip(".…") and word != "|"]
 

@@ -63,6 +63,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
     schemas.BatchItem,
     schemas.RegisterBody,
     schemas.StateBody,
+    schemas.TenantBody,
     kinds.ProbeBody,
     sealed.SecretBody,
     receivers.ReceiverBody,

@@ -222,6 +222,26 @@ class StateBody(Asked):
     reason: str | None = _REASON
 
 
+class TenantBody(Asked):
+    """How a tenant shall stand, and its limits.  What is left out stays as it is."""
+
+    state: AdminStateName | None = None
+    reason: str | None = _REASON
+    rate_per_s: int | None = Field(None, ge=1, le=1_000_000, description="Submits a second; null: no limit.")
+    burst: int | None = Field(None, ge=1, le=1_000_000, description="Submits at once; it goes with a rate.")
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> "TenantBody":
+        if self.state is None and not self.limits:
+            raise ValueError("state is missing; send it, rate_per_s or burst")
+        return self
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """The limits that are given."""
+        return {name: getattr(self, name) for name in ("rate_per_s", "burst") if name in self.model_fields_set}
+
+
 class ServerPath(Model):
     server: str = Field(json_schema_extra=MODEL_NAME)
 

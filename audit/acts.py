@@ -23,7 +23,7 @@ ACTS = frozenset(
         *("server.register", "server.remove", "server.rename", "server.keep", "server.reset", "server.release"),
         *("model.remove", "model.rename", "model.keep", "model.end_former_name"),
         *("defaults.set", "defaults.remove"),
-        *("model.configure", "tenant.add", "tenant.remove"),
+        *("model.configure", "tenant.add", "tenant.change", "tenant.rotate", "tenant.remove"),
         *("webhook_secret.rotate", "secret.set", "secret.remove", "callback.replay"),
         *(f"webhook.{word}" for word in ("add", "change", "rotate", "enable", "disable", "replay", "remove")),
         *(

@@ -1,6 +1,7 @@
 """Commands that work on this machine: on its processes, and on the record itself."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,6 +11,7 @@ import click
 from cli import standing
 from cli.common import json_option, print_json, print_table
 from client.terminal import one_line, say
+from foundation.errors import NotFound
 
 
 @click.command()
@@ -96,8 +98,8 @@ def migrate() -> None:
 def tenants() -> None:
     """Who may submit and who may administer.
 
-    add, list and remove work on the record itself; pause, drain, freeze and resume ask the API, as it takes effect at
-    once everywhere.
+    add, change, rotate, list and remove work on the record itself; pause, drain, freeze and resume ask the API, as it
+    takes effect at once everywhere.
     """
 
 
@@ -147,15 +149,84 @@ def add_tenant(name: str, admin: bool, audit: bool, rate: int | None, burst: int
     say("Keep it: it cannot be read again.  SLOTKEEPER_REQUIRE_KEYS=true makes the API ask for keys.", err=True)
 
 
+@tenants.command("change")
+@click.argument("name")
+@click.option("--rate", type=click.IntRange(0, 1_000_000), help="Submits per second; 0: no limit.")
+@click.option("--burst", type=click.IntRange(0, 1_000_000), help="Submits at once; 0: as many as --rate says.")
+def change_tenant(name: str, rate: int | None, burst: int | None) -> None:
+    """Change a tenant's limits.  They hold within seconds; its key and its webhooks stay."""
+    limits = {fact: value or None for fact, value in (("rate_per_s", rate), ("burst", burst)) if value is not None}
+    if not limits:
+        raise click.UsageError("Give --rate, --burst or both.")
+    with _said():
+        _tenants().change(name, limits)
+    say(f"{one_line(name)} is changed.")
+
+
+@tenants.command("rotate")
+@click.argument("name")
+@click.option(
+    "--overlap", default="0s", metavar="TIME", help="The key before is valid for so long, such as 30min or 1h."
+)
+@json_option
+def rotate_key(name: str, overlap: str, as_json: bool) -> None:
+    """Give a tenant a new key and print it.  It is valid at once; it cannot be read again.
+
+    The key before stops working within seconds, or when --overlap is over.  Rotated again before that, only the two
+    latest keys are valid.
+    """
+    from jobs.record import now_ms
+
+    overlap_s = _seconds(overlap)
+    with _said():
+        key = _tenants().rotate(name, overlap_s * 1000, now_ms())
+    if as_json:
+        print_json({"name": name, "key": key, "overlap_s": overlap_s})
+        return
+    say(key)
+    say(f"Keep it: it cannot be read again.  The key before is valid for {overlap} more.", err=True)
+
+
+def _seconds(duration: str) -> int:
+    """Return the seconds of a duration such as 90s, 30min, 1h or 2d.  Raises UsageError."""
+    parts = re.fullmatch("([0-9]{1,7})(s|min|h|d)", duration)
+    seconds = int(parts[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86_400}[parts[2]] if parts else None
+    if seconds is None or seconds > 30 * 86_400:
+        raise click.UsageError(f"--overlap {duration!r} is no time of at most 30d; write it as 90s, 30min, 1h or 2d.")
+    return seconds
+
+
 @tenants.command("remove")
 @click.argument("name")
-def remove_tenant(name: str) -> None:
-    """Remove a tenant; its key stops working."""
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def remove_tenant(name: str, yes: bool) -> None:
+    """Remove a tenant: its key stops working, and its webhooks are deleted.
+
+    It says what the tenant has, and asks.  Jobs stay, and those that wait go on.
+    """
     from outbox.receivers import forget_tenant
 
     with _said():
-        _tenants().remove(name, also=forget_tenant)
+        found = _tenants()
+        if all(one.name != name for one in found.all()):
+            raise NotFound(f"There is no tenant {name!r}.")
+        holds = _holdings(name)
+    say(f"{one_line(name)} has {holds}. Its keys stop working, its webhooks are deleted, its jobs go on.", err=True)
+    if not yes:
+        click.confirm("Remove it?", abort=True, err=True)
+    with _said():
+        found.remove(name, also=forget_tenant)
     say(f"{one_line(name)} is removed.")
+
+
+def _holdings(name: str) -> str:
+    """Say what a tenant has."""
+    from insight.holdings import of_tenant
+    from tasks.wiring import database
+
+    has = of_tenant(database(), name)
+    jobs = ", ".join(f"{count} {state}" for state, count in has.active.items()) or "none"
+    return f"jobs that have not ended: {jobs}; webhooks: {has.webhooks}"
 
 
 def _states() -> dict[str, str]:

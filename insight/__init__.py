@@ -8,5 +8,6 @@ gets none, `load` what a model has to do, `invariants` what does not hold.
 `history` is what has happened, counted, `tallies` what processes count, `standings` and `depth` how things stand,
 `servers` those of a fleet, `processes` who lives; `overview` how models stand side by side, from `last_hour` and
 `looks` at many jobs at once; `batches` are jobs that came together; `said` is what servers say of runs meanwhile,
-`spans` a job as spans of its trace; `listing` shows jobs page by page, `attempts` each start of one.
+`spans` a job as spans of its trace; `holdings` what a tenant has; `listing` shows jobs page by page, `attempts` each
+start of one.
 """

@@ -105,6 +105,8 @@ tenants = Table(
     Column("rate_per_s", Integer),
     Column("burst", Integer),
     Column("created_ms", BigInteger, nullable=False),
+    Column("former_hash", Text, index=True),  # of the key before the last rotation
+    Column("former_until_ms", BigInteger),  # until when that key is valid, too
 )
 
 # Tenants that do not stand online; one needs no key to be here.

@@ -6,14 +6,15 @@ A key is 256 random bits, so a plain SHA-256 of it cannot be guessed back; slow 
 import hashlib
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import delete, insert, select
+from sqlalchemy import delete, insert, select, update
 
 from audit import acts
 from database.db import Database, Transaction
+from foundation.clock import clock
 from foundation.errors import Conflict, InvalidRequest, NotFound
 from registry.rotations import raise_number
 from registry.tables import tenants
@@ -57,6 +58,10 @@ def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+def _new_key() -> str:
+    return _KEY_PREFIX + secrets.token_urlsafe(32)
+
+
 def _tenant(row: Any) -> Tenant:
     return Tenant(row.name, bool(row.admin), row.rate_per_s, row.burst, _AUDIT in row.rights.split())
 
@@ -72,15 +77,20 @@ class Tenants:
 
     def by_hashed(self, hashed: str) -> Tenant | None:
         """Whose key has this hash."""
+        former = (tenants.c.former_hash == hashed) & (tenants.c.former_until_ms > clock.now_ms())
         with self.database.read() as connection:
             row = connection.execute(select(tenants).where(tenants.c.key_hash == hashed)).first()
+            if row is None:
+                row = connection.execute(select(tenants).where(former)).first()
         return None if row is None else _tenant(row)
 
     def by_hash(self) -> dict[str, Tenant]:
-        """All of them, by the hash of their key."""
+        """All of them, by the hash of each valid key."""
+        now_ms = clock.now_ms()
         with self.database.read() as connection:
             rows = connection.execute(select(tenants)).all()
-        return {row.key_hash: _tenant(row) for row in rows}
+        former = {row.former_hash: _tenant(row) for row in rows if (row.former_until_ms or 0) > now_ms}
+        return former | {row.key_hash: _tenant(row) for row in rows}
 
     def all(self) -> list[Tenant]:
         with self.database.read() as connection:
@@ -95,7 +105,7 @@ class Tenants:
         check_tenant_name(tenant.name)
         if tenant.name == LOCAL.name:
             raise Conflict(f"{LOCAL.name!r} is the tenant of those who show no key; take another name.")
-        key = _KEY_PREFIX + secrets.token_urlsafe(32)
+        key = _new_key()
         row = {
             "name": tenant.name,
             "key_hash": hash_key(key),
@@ -116,6 +126,52 @@ class Tenants:
             adding.note(tx)
 
         self.database.write(unit)
+        return key
+
+    def change(self, name: str, limits: Mapping[str, int | None]) -> None:
+        """Change the limits of a tenant: `rate_per_s`, `burst`, or both; None: no limit.
+
+        Without a rate there is no burst.  Processes that cache keys use the former limits for a few seconds.
+
+        Raises NotFound; InvalidRequest: a burst without a rate.
+        """
+        values = dict(limits)
+        if "rate_per_s" in values and values["rate_per_s"] is None:
+            values.setdefault("burst", None)
+        changing = acts.act("tenant.change", tenant=name, limits=values)
+        found = select(tenants.c.rate_per_s, tenants.c.burst).where(tenants.c.name == name)
+
+        def unit(tx: Transaction) -> Any:
+            tx.connection.execute(update(tenants).where(tenants.c.name == name).values(**values))
+            row = tx.connection.execute(found).first()
+            if row is not None and row.burst is not None and row.rate_per_s is None:
+                raise InvalidRequest("burst", "burst goes with a rate; set rate_per_s, too")
+            if row is not None:
+                changing.note(tx)
+            return row
+
+        if self.database.write(unit) is None:
+            raise NotFound(f"There is no tenant {name!r}.")
+
+    def rotate(self, name: str, overlap_ms: int, now_ms: int) -> str:
+        """Give a tenant a new key and return it.  The key before stays valid for `overlap_ms`; an older one does not.
+
+        Raises NotFound.
+        """
+        key = _new_key()
+        until_ms = now_ms + overlap_ms
+        rotating = acts.act("tenant.rotate", now_ms=now_ms, tenant=name, former_until_ms=until_ms)
+        # On the right stand the values from before the statement.
+        values = {"former_hash": tenants.c.key_hash, "former_until_ms": until_ms, "key_hash": hash_key(key)}
+
+        def unit(tx: Transaction) -> bool:
+            if not tx.connection.execute(update(tenants).where(tenants.c.name == name).values(**values)).rowcount:
+                return False
+            rotating.note(tx)
+            return True
+
+        if not self.database.write(unit):
+            raise NotFound(f"There is no tenant {name!r}.")
         return key
 
     def remove(self, name: str, also: Callable[[Transaction, str], object] = lambda *_: None) -> None:

@@ -8,7 +8,7 @@ from app.auth import tenant
 from app.context import dispatcher
 from app.openapi import kept_out_of_caches, problems
 from app.registry_answers import TenantList, TenantView, WebhookSecretView
-from app.schemas import StateBody, TenantPath
+from app.schemas import TenantBody, TenantPath
 from jobs.record import now_ms
 from registry.rotations import Rotation
 from registry.tenants import Tenant, Tenants, check_tenant_name
@@ -27,14 +27,19 @@ def list_tenants() -> dict[str, Any]:
 
 
 @api.patch("/tenants/<path:tenant>", responses={200: TenantView, **problems(400, 404, 413, 415, 422)})
-def change_tenant(path: TenantPath, body: StateBody) -> dict[str, Any]:
-    """Drain, pause, freeze or resume a tenant, for all models.  It need not have a key.
+def change_tenant(path: TenantPath, body: TenantBody) -> dict[str, Any]:
+    """Change a tenant's limits, which hold within seconds, or drain, pause, freeze or resume it for all models.
+
+    Its limits are changed of a tenant that has a key; its state of any.
 
     paused: nothing of it is started, its submits are accepted; draining: what waits goes on, its submits are 409;
     frozen: both.  What runs is left to end.
     """
     name = check_tenant_name(path.tenant)
-    catalog().set_tenant_state(name, body.state, reason=body.reason or "", by=tenant().name, now_ms=now_ms())
+    if body.limits:
+        Tenants(database()).change(name, body.limits)
+    if body.state is not None:
+        catalog().set_tenant_state(name, body.state, reason=body.reason or "", by=tenant().name, now_ms=now_ms())
     now = dispatcher().catalog.refresh()
     bring_to_redis(*now.fleets())
     return shape.tenant(name, _keyed().get(name), now.tenants.get(name))

@@ -9,7 +9,7 @@ from app.context import dispatcher
 from app.page.entrance import screen
 from app.page.render import rendered
 from app.page.visitor import form, state_body
-from app.schemas import TenantPath
+from app.schemas import TenantBody, TenantPath
 
 
 @screen("/page/tenants", admin=True)
@@ -24,7 +24,9 @@ def tenants() -> Any:
 
 @screen("/page/tenants/state", method="POST", admin=True)
 def change_tenant() -> Any:
-    tenants_api.change_tenant(TenantPath(tenant=form().get("tenant", "").strip()), state_body())
+    tenants_api.change_tenant(
+        TenantPath(tenant=form().get("tenant", "").strip()), TenantBody.model_validate(state_body().model_dump())
+    )
     return redirect("/page/tenants?said=changed", 303)
 
 

@@ -142,7 +142,7 @@ def _nodes(node: dict[str, Any]) -> Iterator[str]:
 _WALKS = re.compile(r"Seq Scan|(?:Index|Index Only|Bitmap Index) Scan \S+(?: \S+)?$|Bitmap Index Scan \S+$")
 _WALKS_ON_SQLITE = re.compile(r"^SCAN (?!(?:\d+ )?CONSTANT ROW|given|subquery|anon_|\()")
 # What finds one row, or the few rows of one job.
-_KEYS = re.compile(r"pk_\w+|uq_\w+|sqlite_autoindex_\w+|PRIMARY KEY|ix_\w+_job(?:_id)?|rowid")
+_KEYS = re.compile(r"pk_\w+|uq_\w+|sqlite_autoindex_\w+|PRIMARY KEY|ix_\w+_job(?:_id)?|ix_tenants_former_hash|rowid")
 
 
 def _indexes(plan: str) -> list[str]:

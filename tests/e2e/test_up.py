@@ -353,7 +353,7 @@ def test_everything_can_be_done_from_the_command_line(standing: tuple[Installati
     key = ask("tenants", "add", "me", "--rate", "5", "--burst", "2")["key"]
     assert key.startswith("sk_")
     assert [tenant["name"] for tenant in ask("tenants", "list")] == ["me"]
-    assert run("tenants", "remove", "me").exit_code == 0
+    assert run("tenants", "remove", "me", "--yes").exit_code == 0
     assert run("migrate").exit_code == 0
     assert ask("ledger")["balanced"]
 

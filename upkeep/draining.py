@@ -153,20 +153,22 @@ def heed(
 
 
 def _process_ended_ms(dispatcher: Dispatcher, server: str, report: ServerReport) -> int | None:
-    """When (ms) the process at the server's address was last seen to have ended; None: it was not.
+    """When (ms) the process that has ended was last seen at the server's address; None: none has ended.
 
-    Runs that began before have ended with it.
+    Runs that began before have ended with it.  Later ones may be in the process that answers now.
     """
     now, seen = identity.asked_ms(report, now_ms()), seen_by(dispatcher).started
     if report.refused:
         return now
     if report.started is None:
         return None
-    known, changed_ms = seen.get(server, (report.started, None))
+    known, last_ms, ended_ms = seen.get(server, (report.started, now, None))
+    if now < last_ms:  # This report came late: a newer one was read before.
+        return ended_ms
     if known != report.started:
-        changed_ms = now
-    seen[server] = report.started, changed_ms
-    return changed_ms
+        ended_ms = last_ms
+    seen[server] = report.started, now, ended_ms
+    return ended_ms
 
 
 def _counted_out(dispatcher: Dispatcher, report: ServerReport, row: Withheld, jobs: Sequence[Job]) -> bool:

@@ -29,8 +29,8 @@ class Seen:
     """Leases of running jobs that Redis did not have at the last look, and since when (ms)."""
     unlisted: dict[str, dict[tuple[str, int], int]] = field(default_factory=dict)
     """Server -> runs (job, attempt) that have an id at it and are not in its reports, and since when (ms)."""
-    started: dict[str, tuple[str, int | None]] = field(default_factory=dict)
-    """Server -> what tells its process from others, and since when (ms) that has changed; None: it never has."""
+    started: dict[str, tuple[str, int, int | None]] = field(default_factory=dict)
+    """Server -> what tells its process from others, when (ms) it was seen last, and when the one before it was."""
     doubts: dict[str, "Doubt"] = field(default_factory=dict)
     """Fleets whose room holds fewer jobs than the record has queued."""
     unstarted: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -264,6 +264,14 @@ RUN = [
         (f"{DRAINING}test_a_count_frees_when_it_leaves_no_room_for_the_run_for_long_enough",),
     ),
     Mutant(
+        "a restart that nobody saw ends the runs that began after it",
+        "SLOT-1",
+        "upkeep/draining.py",
+        "        ended_ms = last_ms\n",
+        "        ended_ms = now\n",
+        (f"{DRAINING}test_a_run_that_began_after_an_unseen_restart_keeps_its_slot",),
+    ),
+    Mutant(
         "a job that is offered again is a stranger in its own slot",
         "SLOT-2",
         "upkeep/reconcile/servers.py",

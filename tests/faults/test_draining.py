@@ -13,6 +13,7 @@ from dispatch.outcome import Kind, Outcome
 from dispatch.verdict import judge
 from insight import invariants
 from jobs import withheld
+from jobs.record import now_ms
 from jobs.states import State, Why
 from routing.leases import Renewal
 from tests.support.stage import DOWN, LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
@@ -291,6 +292,52 @@ def test_a_count_frees_when_it_leaves_no_room_for_the_run_for_long_enough(stage)
         stage.later(4 * SECOND)
     assert _count(stage, 1) == 1
     assert stage.renewal(second) is not None and rows(stage) == []
+
+
+# -- servers that tell their processes apart -------------------------------------------------------------------
+
+
+def _process(stage: Stage, started: str, asked_ms: int | None = None) -> int:
+    return heed(stage, ServerReport(True, asked_ms=asked_ms, started=started))
+
+
+def test_a_run_has_ended_with_the_process_that_was_seen_while_it_went_on(one_slot):
+    stage = one_slot
+    stage.submit(id="one")
+    task = stage.start()
+    stage.later(SECOND)
+    assert _process(stage, "first") == 0
+    give_up(stage, task)
+    stage.later(SECOND)
+    assert _process(stage, "second") == 1
+
+
+def test_a_run_that_began_after_an_unseen_restart_keeps_its_slot(one_slot):
+    """The process was asked before the restart and long after: the run is in the process that answers now."""
+    stage = one_slot
+    assert _process(stage, "first") == 0
+    stage.later(SECOND)  # Another process begins, and nobody asks.
+    stage.submit(id="one")
+    task = stage.start()
+    stage.later(YOUNG_MS)
+    give_up(stage, task)
+    stage.later(SECOND)
+    assert _process(stage, "second") == 0
+    assert len(rows(stage)) == 1
+
+
+def test_a_late_report_of_the_process_before_shows_no_new_process(one_slot):
+    stage = one_slot
+    asked_ms = now_ms()
+    stage.later(SECOND)
+    stage.submit(id="one")
+    task = stage.start()
+    stage.later(YOUNG_MS)
+    give_up(stage, task)
+    assert _process(stage, "second") == 0
+    assert _process(stage, "first", asked_ms) == 0
+    assert _process(stage, "second") == 0
+    assert len(rows(stage)) == 1
 
 
 # -- deaths between two effects --------------------------------------------------------------------------------

@@ -59,6 +59,13 @@ def _words(text: str) -> list[str]:
     return list(dict.fromkeys(word for part in text.split(",") if (word := part.strip())))
 
 
+def _with_certificate_check(url: str) -> str:
+    """Add `ssl_cert_reqs=required` to a rediss:// URL without `ssl_cert_reqs`: Celery's result backend demands it."""
+    if not url.startswith("rediss://") or "ssl_cert_reqs=" in url:
+        return url
+    return f"{url}{'&' if '?' in url else '?'}ssl_cert_reqs=required"
+
+
 class TaskSettings(BaseSettings):
     """Environment: SLOTKEEPER_BROKER_URL, SLOTKEEPER_THREADS, …"""
 
@@ -100,11 +107,11 @@ class TaskSettings(BaseSettings):
 
     @property
     def broker(self) -> str:
-        return self.broker_url or RoutingSettings().room_url
+        return _with_certificate_check(self.broker_url or RoutingSettings().room_url)
 
     @property
     def results(self) -> str:
-        return self.result_url or RoutingSettings().room_url
+        return _with_certificate_check(self.result_url or RoutingSettings().room_url)
 
     @property
     def callback_base(self) -> str:

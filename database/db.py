@@ -24,6 +24,7 @@ from sqlalchemy.exc import (
     InterfaceError,
     InternalError,
     OperationalError,
+    ProgrammingError,
     SQLAlchemyError,
     TimeoutError,
 )
@@ -43,6 +44,10 @@ _ASK_AGAIN_S = 0.1
 _SLACK_S = 0.5
 # InternalError: PostgreSQL has become a read-only standby.  TimeoutError: every connection is taken.
 _GONE = (OperationalError, InterfaceError, InternalError, TimeoutError)
+# A process of a newer release before the migration.  SQLSTATEs of PostgreSQL: undefined_table, undefined_column;
+# SQLite has only words.
+_NOT_MIGRATED = ("42P01", "42703")
+_MISSING_IN_SQLITE = ("no such table", "no such column", "has no column named")
 _NUMBER = Prepared(select(func.txid_current_if_assigned()))
 
 
@@ -431,7 +436,11 @@ class Database:
                     self._writer.drop(connection)
                     raise _Unanswered(mark, error) from error
         except _GONE as error:
-            raise _unavailable(_reason(error)) from error
+            raise _old_schema(error) or _unavailable(_reason(error)) from error
+        except ProgrammingError as error:
+            if (old := _old_schema(error)) is not None:
+                raise old from error
+            raise
 
     @contextmanager
     def read(self, *, patient: bool = False) -> Iterator[Connection]:
@@ -457,7 +466,12 @@ class Database:
             with connections.within(seconds), engine.connect() as connection:
                 yield connection
         except _GONE as error:
-            raise RecordUnavailable(f"The database did not answer ({_reason(error)}); try again.") from error
+            away = RecordUnavailable(f"The database did not answer ({_reason(error)}); try again.")
+            raise _old_schema(error) or away from error
+        except ProgrammingError as error:
+            if (old := _old_schema(error)) is not None:
+                raise old from error
+            raise
 
     def close(self) -> None:
         self._writer.close()
@@ -512,6 +526,18 @@ def _was_lost(error: Exception) -> bool:
 def _reason(error: BaseException) -> str:
     said = str(getattr(error, "orig", None) or error).strip().splitlines()
     return said[0] if said else "no reason given"
+
+
+def _old_schema(error: Exception) -> RecordUnavailable | None:
+    """Return the refusal of a request whose table or column the database lacks; None: `error` is another."""
+    reason = _reason(error)
+    sqlstate = getattr(getattr(error, "orig", None), "sqlstate", None)
+    if sqlstate in _NOT_MIGRATED or (sqlstate is None and any(words in reason for words in _MISSING_IN_SQLITE)):
+        return RecordUnavailable(
+            f"The database does not have the schema of this release ({reason}); nothing was stored. "
+            "Run `slotkeeper migrate`, then try again."
+        )
+    return None
 
 
 def _unavailable(reason: str) -> RecordUnavailable:

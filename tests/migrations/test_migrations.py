@@ -159,6 +159,32 @@ def test_a_schema_that_lags_behind_is_told_to_migrate(empty_url, tmp_path, monke
     assert migrate.check(empty_url) is None
 
 
+@pytest.mark.parametrize("change", ["RENAME COLUMN tenant TO tenant_of_later", "RENAME TO jobs_of_later"])
+def test_a_process_that_is_newer_than_the_schema_refuses_and_says_to_migrate(empty_url, change):
+    migrate.upgrade(empty_url)
+    engine = create_engine(empty_url)
+    with engine.begin() as connection:
+        connection.execute(text(f"ALTER TABLE jobs {change}"))
+    engine.dispose()
+    database = Database(empty_url)
+    with pytest.raises(RecordUnavailable, match="slotkeeper migrate") as refused:
+        a_queued_job(Store(database))
+    assert refused.value.retry_after_s
+    with pytest.raises(RecordUnavailable, match="slotkeeper migrate"), database.read() as connection:
+        connection.execute(text("SELECT tenant FROM jobs"))
+    database.close()
+
+
+@pytest.mark.parametrize("statement", ["SELEC 1", "SELECT no_such_function()"])
+def test_a_statement_that_is_wrong_is_not_taken_for_an_old_schema(empty_url, statement):
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    with pytest.raises(Exception) as failed, database.read() as connection:
+        connection.execute(text(statement))
+    assert "slotkeeper migrate" not in str(failed.value)
+    database.close()
+
+
 def _fail(*_: object, **__: object) -> None:
     raise ZeroDivisionError
 

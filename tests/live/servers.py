@@ -240,6 +240,7 @@ SERVERS = [
         FINAL,
         PAINTED,
     ),
+    Live(GENERIC, "fastapi", ("python", "fastapi_app.py"), "/predict", "/docs", WORDS, FINAL, PAINTED),
 ]
 SERVERS += [
     Live(
@@ -267,7 +268,12 @@ SERVERS += [
         described=LANGSERVE,
     ),
 ]
-_ALSO = {"starlette": ["uvicorn"], "xllamacpp": ["gguf", "numpy"], "langserve": ["sse-starlette", "fastapi", "uvicorn"]}
+_ALSO = {
+    "starlette": ["uvicorn"],
+    "fastapi": ["uvicorn"],
+    "xllamacpp": ["gguf", "numpy"],
+    "langserve": ["sse-starlette", "fastapi", "uvicorn"],
+}
 
 
 def wanted() -> list[Live]:
@@ -291,28 +297,41 @@ def installed(package: str) -> Path:
 
 @contextmanager
 def started(live: Live, binaries: Path) -> Iterator[str]:
-    port = str(free_port())
-    command = [part.replace("{port}", port) for part in live.command]
-    env = {name: value.replace("{port}", port) for name, value in live.env.items()}
+    port = free_port()
+    child = launch(live, binaries, port)
+    try:
+        wait_until_ready(live, port, child)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        stop(child)
+
+
+def launch(live: Live, binaries: Path, port: int, **more: str) -> "subprocess.Popen[bytes]":
+    """Start the server in a process group of its own; `more` joins its environment."""
+    command = [part.replace("{port}", str(port)) for part in live.command]
+    env = {name: value.replace("{port}", str(port)) for name, value in live.env.items()}
     path = f"{binaries}{os.pathsep}{os.environ['PATH']}"
-    with subprocess.Popen(
+    return subprocess.Popen(
         [str(binaries / command[0]), *command[1:]],
         cwd=APPS / live.folder,
-        env={**os.environ, "PATH": path, "PORT": port, "PYTHONPATH": "", **env},
+        env={**os.environ, "PATH": path, "PORT": str(port), "PYTHONPATH": "", **env, **more},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-    ) as child:
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_for(url + live.ready, child)
-            yield url
-        finally:
-            child.terminate()  # Some start processes in sessions of their own, which only they can end.
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(_ENDS_WITHIN_S)
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
+    )
+
+
+def wait_until_ready(live: Live, port: int, child: "subprocess.Popen[bytes]") -> None:
+    _wait_for(f"http://127.0.0.1:{port}{live.ready}", child)
+
+
+def stop(child: "subprocess.Popen[bytes]") -> None:
+    child.terminate()  # Some start processes in sessions of their own, which only they can end.
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(_ENDS_WITHIN_S)
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def _wait_for(url: str, child: "subprocess.Popen[bytes]") -> None:

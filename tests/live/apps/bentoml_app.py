@@ -3,7 +3,7 @@
 import time
 
 import bentoml
-from gate import pass_through
+from gate import noted, pass_through
 
 
 @bentoml.service(traffic={"max_concurrency": 1, "timeout": 60})
@@ -20,6 +20,7 @@ class Cat:
 def _painted(prompt: str, sleep: float, gate: str) -> dict:
     if prompt == "boom":
         raise RuntimeError("told to fail")
-    time.sleep(sleep)
-    pass_through(gate)
+    with noted(prompt):
+        time.sleep(sleep)
+        pass_through(gate)
     return {"image": prompt.upper()}

@@ -1,7 +1,10 @@
 """Runs that end when a test says so, and are counted."""
 
+import os
+import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -19,3 +22,22 @@ def steps(gate: str) -> Iterator[None]:
         runs.write("begun\n")
     while not Path(gate).exists():
         yield
+
+
+@contextmanager
+def noted(prompt: str) -> Iterator[None]:
+    """Write the begin and the end of a run to the file LIVE_JOURNAL; the prompt "die" ends the whole server."""
+    _note("begins", prompt)
+    if prompt.startswith("die"):
+        os.killpg(int(Path(os.environ["LIVE_GROUP"]).read_text()), signal.SIGKILL)
+        os._exit(1)  # This process may have a group of its own.
+    try:
+        yield
+    finally:
+        _note("ends", prompt)
+
+
+def _note(what: str, prompt: str) -> None:
+    if "LIVE_JOURNAL" in os.environ:
+        with open(os.environ["LIVE_JOURNAL"], "a") as journal:
+            journal.write(f"{time.monotonic():.3f} {what} {prompt}\n")

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import litserve
+from gate import noted
 
 
 class Cat(litserve.LitAPI):
@@ -17,7 +18,8 @@ class Cat(litserve.LitAPI):
     def predict(self, payload: dict[str, Any]) -> dict[str, Any]:
         if payload["prompt"] == "boom":
             raise RuntimeError("told to fail")
-        time.sleep(payload.get("sleep", 0))
+        with noted(payload["prompt"]):
+            time.sleep(payload.get("sleep", 0))
         return {"image": payload["prompt"].upper()}
 
     def encode_response(self, output: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from gate import noted
 from mosec import Server, Worker
 from mosec.errors import ValidationError
 
@@ -13,7 +14,8 @@ class Cat(Worker):
             raise ValidationError("prompt is missing")
         if data["prompt"] == "boom":
             raise RuntimeError("told to fail")
-        time.sleep(data.get("sleep", 0))
+        with noted(data["prompt"]):
+            time.sleep(data.get("sleep", 0))
         return {"image": data["prompt"].upper()}
 
 

@@ -4,6 +4,7 @@ import os
 import time
 from typing import Any
 
+from gate import noted
 from potassium import Potassium, Request, Response
 
 app = Potassium("cat")
@@ -19,7 +20,8 @@ def handler(context: dict[str, Any], request: Request) -> Response:
     payload = request.json
     if payload["prompt"] == "boom":
         raise RuntimeError("told to fail")
-    time.sleep(payload.get("sleep", 0))
+    with noted(payload["prompt"]):
+        time.sleep(payload.get("sleep", 0))
     return Response(json={"image": payload["prompt"].upper()}, status=200)
 
 

@@ -4,13 +4,15 @@ import time
 from typing import Any
 
 import runpod
+from gate import noted
 
 
 def handler(job: dict[str, Any]) -> dict[str, Any]:
     payload = job["input"]
     if payload["prompt"] == "boom":
         return {"error": "told to fail"}
-    time.sleep(payload.get("sleep", 0))
+    with noted(payload["prompt"]):
+        time.sleep(payload.get("sleep", 0))
     return {"image": payload["prompt"].upper()}
 
 

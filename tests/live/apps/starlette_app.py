@@ -4,6 +4,7 @@ import asyncio
 import os
 
 import uvicorn
+from gate import noted
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -16,7 +17,8 @@ async def predict(request: Request) -> JSONResponse:
         return JSONResponse({"error": "prompt is missing"}, 400)
     if payload["prompt"] == "boom":
         raise RuntimeError("told to fail")
-    await asyncio.sleep(payload.get("sleep", 0))
+    with noted(payload["prompt"]):
+        await asyncio.sleep(payload.get("sleep", 0))
     return JSONResponse({"image": payload["prompt"].upper()})
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-SCENE = "scene"
+from tests.live.servers import SCENE
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

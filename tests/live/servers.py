@@ -25,6 +25,7 @@ from tasks.servers.probe import GENERIC
 REPO = Path(__file__).resolve().parents[2]
 APPS = Path(__file__).parent / "apps"
 VENVS = Path(os.environ.get("SLOTKEEPER_LIVE_HOME") or REPO / "var" / "live")
+SCENE = "scene"  # the property of a test that holds its line in the table server × scene
 _STARTS_WITHIN_S = 120.0
 _ENDS_WITHIN_S = 15
 

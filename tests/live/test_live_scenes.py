@@ -19,8 +19,7 @@ import pytest
 import requests
 
 from local.ports import free_port
-from tests.live.conftest import SCENE
-from tests.live.servers import WORDS, Live, installed, launch, prompt, stop, wait_until_ready, wanted
+from tests.live.servers import SCENE, WORDS, Live, installed, launch, prompt, stop, wait_until_ready, wanted
 from tests.support.stack import eventually
 from tests.support.town import Town
 

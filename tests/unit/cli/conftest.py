@@ -1,6 +1,7 @@
 """A supervisor with tiny programs as its children."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,9 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     logs = tmp_path / "logs"
     logs.mkdir()
     said: list[str] = []
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
     with Signals() as signals, Guardian() as guardian:
         supervisor = Supervisor(signals, guardian, os.environ, tmp_path, logs, said.append)
         yield Bench(supervisor, tmp_path, said)
         supervisor.stop()
+    signal.signal(signal.SIGHUP, before)

@@ -186,7 +186,7 @@ def test_a_wrong_declaration_is_refused_and_the_server_stays_as_it_was(api: Api,
     answer = api.register(slots=7, **{field: value})
     assert (answer.status_code, answer.json["field"]) == (422, field)
     assert field in answer.json["detail"]
-    assert {name: it for name, it in _server(api).items() if name not in ("standing", "withheld")} == before
+    assert before.items() <= _server(api).items()
 
 
 @pytest.mark.parametrize("number", NUMBERS)

@@ -230,12 +230,6 @@ class TenantBody(Asked):
     rate_per_s: int | None = Field(None, ge=1, le=1_000_000, description="Submits a second; null: no limit.")
     burst: int | None = Field(None, ge=1, le=1_000_000, description="Submits at once; it goes with a rate.")
 
-    @model_validator(mode="after")
-    def _changes_something(self) -> "TenantBody":
-        if self.state is None and not self.limits:
-            raise ValueError("state is missing; send it, rate_per_s or burst")
-        return self
-
     @property
     def limits(self) -> dict[str, int | None]:
         """The limits that are given."""

@@ -133,7 +133,7 @@ class Tenants:
 
         Without a rate there is no burst.  Processes that cache keys use the former limits for a few seconds.
 
-        Raises NotFound; InvalidRequest: a burst without a rate.
+        Raises NotFound; Conflict: a burst without a rate.
         """
         values = dict(limits)
         if "rate_per_s" in values and values["rate_per_s"] is None:
@@ -145,7 +145,7 @@ class Tenants:
             tx.connection.execute(update(tenants).where(tenants.c.name == name).values(**values))
             row = tx.connection.execute(found).first()
             if row is not None and row.burst is not None and row.rate_per_s is None:
-                raise InvalidRequest("burst", "burst goes with a rate; set rate_per_s, too")
+                raise Conflict(f"Tenant {name!r} has no rate, and a burst goes with one; set rate_per_s, too.")
             if row is not None:
                 changing.note(tx)
             return row

@@ -26,7 +26,7 @@ def list_tenants() -> dict[str, Any]:
     return TenantList.of(tenants=[shape.tenant(name, keyed.get(name), states.get(name)) for name in names])
 
 
-@api.patch("/tenants/<path:tenant>", responses={200: TenantView, **problems(400, 404, 413, 415, 422)})
+@api.patch("/tenants/<path:tenant>", responses={200: TenantView, **problems(400, 404, 409, 413, 415, 422)})
 def change_tenant(path: TenantPath, body: TenantBody) -> dict[str, Any]:
     """Change a tenant's limits, which hold within seconds, or drain, pause, freeze or resume it for all models.
 

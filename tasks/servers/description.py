@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from tasks.servers.patterns import compile_pattern
+from tasks.servers.patterns import Pattern, check_together
 from tasks.servers.pointers import parse, texts_in, write
 from tasks.servers.templates import Body, Path, parse_text, secrets_in, sources_in, to_json
 
@@ -56,8 +57,13 @@ def _pointer(text: str) -> str:
 
 
 def _pattern(text: str) -> str:
-    compile_pattern(text)
+    Pattern(text)
     return text
+
+
+def _patterns_fit(rules: Any) -> Any:
+    check_together(rule.when.text for rule in rules if rule.when.text)
+    return rules
 
 
 def _as_tuple(value: Any) -> Any:
@@ -94,6 +100,7 @@ Method = Literal["GET", "POST", "PUT", "DELETE"]
 EventName = Annotated[str, Field(min_length=1, max_length=100)]
 MediaType = Annotated[str, Field(pattern=r"^[a-z0-9.+-]{1,60}/[a-z0-9.+-]{1,60}$")]
 _MEDIA_TYPES = {"sse": "text/event-stream", "lines": "application/x-ndjson", "raw": "text/plain"}
+_OF_STEP = (Field(max_length=MAX_RULES), AfterValidator(_patterns_fit))
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
@@ -156,7 +163,7 @@ class HealthRule(_Rule):
     then: Literal["up", "idle", "busy", "down", "foreign", "garbage"]  # idle: it is up, and no job runs there
 
 
-Rules = Annotated[tuple[Rule, ...], Field(max_length=MAX_RULES)]
+Rules = Annotated[tuple[Rule, ...], *_OF_STEP]
 
 
 class _Reading(_Data):
@@ -259,7 +266,7 @@ class Stream(_Data):
     type: MediaType | None = None  # of such an answer; another is read whole.  None: what is usual for `frames`
     piece: PointerText = "/piece"  # where in an event its piece stands
     progress: PointerText | None = "/progress"  # where in an event it stands how far the run is
-    rules: Annotated[tuple[EventRule, ...], Field(max_length=MAX_RULES)] = ()
+    rules: Annotated[tuple[EventRule, ...], *_OF_STEP] = ()
     # text: the pieces one after another.  list: a list of them.  last: the event that ends it is the whole answer, and
     # is read as an answer that does not stream.
     join: Literal["text", "list", "last"] = "last"
@@ -380,7 +387,7 @@ class HealthStep(_Asking):
     job_ids_item: PointerText = ""  # where in an element of that list the id stands
     running: bool = True  # active counts running jobs; False: waiting ones too
     started: Active | None = None  # a value that another process at this address would have: a pointer or a metric
-    rules: Annotated[tuple[HealthRule, ...], Field(max_length=MAX_RULES)] = ()
+    rules: Annotated[tuple[HealthRule, ...], *_OF_STEP] = ()
 
 
 class ExpectedSize(_Data):

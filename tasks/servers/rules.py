@@ -25,7 +25,7 @@ from tasks.servers.answers import (
     retry_after_s,
 )
 from tasks.servers.description import Condition, HealthRule, Rule
-from tasks.servers.patterns import compile_pattern, found
+from tasks.servers.patterns import Pattern
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve
 from tasks.servers.templates import to_json
 
@@ -71,7 +71,7 @@ class CompiledRule:
     statuses: frozenset[int] | None
     pointer: Pointer | None
     values: frozenset[tuple[bool, Any]] | None  # None: being there is enough
-    pattern: re.Pattern[str] | None
+    pattern: Pattern | None
     mentions_id: bool
     breaks: frozenset[str]
     only_when_up: bool = False
@@ -84,7 +84,7 @@ class CompiledRule:
             return False
         if self.pointer is not None and not self._value_fits(reply.json, self.pointer, asked):
             return False
-        if self.pattern is not None and not found(self.pattern, reply.head):
+        if self.pattern is not None and not self.pattern.is_in(reply.head):
             return False
         return not self.mentions_id or _mentions(reply.body, asked)
 
@@ -119,7 +119,7 @@ def compile_rule(rule: Rule | HealthRule) -> CompiledRule:
         pointer=None if when.pointer is None else parse(when.pointer),
         # True == 1 in Python, not in JSON
         values=frozenset((isinstance(v, bool), v) for v in when.value) or None,
-        pattern=compile_pattern(when.text) if when.text else None,
+        pattern=Pattern(when.text) if when.text else None,
         mentions_id=when.mentions_id,
         breaks=frozenset(when.connection),
         only_when_up=isinstance(rule, Rule) and rule.only_when_up,

@@ -4,7 +4,6 @@ A Hearing is one such answer.  Whoever carries out the exchange gives it bytes (
 of it (`outcome`).  What has no end of its own is none: half a text is no result.
 """
 
-import re
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +14,7 @@ from dispatch.outcome import Kind, Outcome
 from tasks.servers.answers import NOT_JSON, Answer, Break, Broken, is_too_deep
 from tasks.servers.defaults import event_rules
 from tasks.servers.description import EventRule, Stream
-from tasks.servers.patterns import compile_pattern, found
+from tasks.servers.patterns import Pattern
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve
 from tasks.servers.rules import TOO_DEEP, About, Judge
 
@@ -65,14 +64,14 @@ class _Rule:
     code: str | None
     message: str | None
     events: frozenset[str]
-    pattern: re.Pattern[str] | None
+    pattern: Pattern | None
     pointer: Pointer | None
     values: frozenset[tuple[bool, Any]] | None
 
     def holds_for(self, event: _Event, answer: Answer) -> bool:
         if self.events and event.name not in self.events:
             return False
-        if self.pattern is not None and not found(self.pattern, answer.head):
+        if self.pattern is not None and not self.pattern.is_in(answer.head):
             return False
         return self.pointer is None or self._value_fits(answer.json, self.pointer)
 
@@ -90,7 +89,7 @@ def _compiled(rule: EventRule) -> _Rule:
         rule.code,
         rule.message,
         frozenset(when.event),
-        compile_pattern(when.text) if when.text is not None else None,
+        Pattern(when.text) if when.text is not None else None,
         None if when.pointer is None else parse(when.pointer),
         frozenset((isinstance(v, bool), v) for v in when.value) or None,
     )

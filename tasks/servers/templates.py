@@ -17,7 +17,7 @@ from urllib.parse import quote
 from dispatch.outcome import Kind
 from foundation import exact
 from tasks.servers.call import Call
-from tasks.servers.paths import check_path
+from tasks.servers.paths import MAX_LENGTH, check_path
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve
 
 SecretLookup = Callable[[str], str | None]
@@ -36,6 +36,7 @@ _FIELDS = {
 _SECRET_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _HEADER_VALUE = re.compile(r"[\x21-\x7e]([\x20-\x7e\t]*[\x21-\x7e])?")
 _HARMLESS = re.compile(r"[A-Za-z0-9_-]+")
+_LONGEST_HEADER = 8_000  # characters; usual servers take no more
 _MAX_DEPTH = 32
 _ENDPOINT = "endpoint"
 
@@ -249,7 +250,7 @@ class Path:
             path += text
         if not path.startswith("/"):  # behind an empty {{endpoint}}: it would go on with the name of the host
             raise _wrong_setup(f"the registered endpoint needs a path, for {path[:60]!r} follows it")
-        return _checked(path) if suspect else path
+        return _checked(path) if suspect or len(path) > MAX_LENGTH else path
 
 
 def _is_endpoint(part: str | Ref) -> bool:
@@ -293,6 +294,8 @@ class Headers:
 
 def _header_value(value: Any) -> str:
     text = as_text(value)
+    if len(text) > _LONGEST_HEADER:
+        raise _wrong_payload(f"a value is too long for a header, which has at most {_LONGEST_HEADER} characters")
     if not _HEADER_VALUE.fullmatch(text):
         raise _wrong_payload("a value has characters that cannot be put into a header")
     return text

@@ -55,4 +55,22 @@ DESCRIPTIONS = [
         (f"{CLIENT}test_a_connection_on_which_the_server_has_failed_is_not_reused",),
         still=f"{CLIENT}test_connections_are_kept",
     ),
+    Mutant(
+        "a harmless value makes a path of any length",
+        "memory",
+        "tasks/servers/templates.py",
+        "if suspect or len(path) > MAX_LENGTH else path",
+        "if suspect else path",
+        (f"{TEMPLATES}test_a_value_that_makes_a_path_too_long_is_a_wrong_payload",),
+        still=f"{TEMPLATES}test_what_was_put_in_is_not_looked_at_again",
+    ),
+    Mutant(
+        "a value makes a header of any length",
+        "memory",
+        "tasks/servers/templates.py",
+        "if len(text) > _LONGEST_HEADER:",
+        "if False:",
+        (f"{TEMPLATES}test_a_value_that_is_too_long_for_a_header_is_a_wrong_payload",),
+        still=f"{TEMPLATES}test_what_was_put_in_is_not_looked_at_again",
+    ),
 ]

@@ -232,3 +232,19 @@ def test_the_endpoint_stands_at_the_beginning_of_a_path(template):
 def test_the_endpoint_is_for_paths_alone():
     with pytest.raises(ValueError, match="not known here"):
         Body("{{endpoint}}", SUBMIT_SOURCES)
+
+
+@pytest.mark.parametrize("value", ["a" * 2_000, "ä" * 400])
+def test_a_value_that_makes_a_path_too_long_is_a_wrong_payload(value):
+    assert path("/x?q={{payload/q}}", {"q": "a" * 1_995}) == "/x?q=" + "a" * 1_995
+    with pytest.raises(TemplateError, match="at most 2000 characters") as refused:
+        path("/x?q={{payload/q}}", {"q": value})
+    assert refused.value.kind is Kind.FAILED
+
+
+def test_a_value_that_is_too_long_for_a_header_is_a_wrong_payload():
+    headers = Headers({"X-Prompt": "{{payload/prompt}}"}, SUBMIT_SOURCES)
+    assert len(headers.fill(values({"prompt": "a" * 8_000}))["X-Prompt"]) == 8_000
+    with pytest.raises(TemplateError, match="at most 8000 characters") as refused:
+        headers.fill(values({"prompt": "a" * 8_001}))
+    assert refused.value.kind is Kind.FAILED

@@ -306,6 +306,8 @@ def _ask_about(row: Withheld) -> None:
             outcome = speaker.status(Call(row.job_id, row.attempt, payload=None, deadline_s=_STATUS_S), row.remote_id)
             if outcome.kind in _ENDED:
                 draining.release_run(dispatcher(), row.job_id, row.attempt)
+            elif outcome.kind is Kind.PENDING and not outcome.code:
+                draining.note_running(dispatcher(), row)
     except (Misconfigured, SlotkeeperError) as error:
         log.warning("run_not_asked_about", job_id=row.job_id, error=str(error))
     finally:

@@ -34,6 +34,8 @@ log = structlog.get_logger(__name__)
 _OVERLONG_MARGIN_MS = 30_000
 # A server that only counts may have ended another run, of which its worker does not know yet.
 _QUIET_MARGIN_MS = 2_000
+# How long a server's word that a run goes on counts.  It is asked every 2 s.
+_TOLD_WITHIN_MS = 30_000
 
 
 # -- keeping ---------------------------------------------------------------------------------------------------
@@ -45,7 +47,6 @@ def keep(dispatcher: Dispatcher) -> int:
     read = withheld.read(dispatcher.store.database)
     rows = _by_fleet(dispatcher, read)
     _forget_gone(dispatcher, read)
-    _shorten(dispatcher, read)
     for fleet, its in rows.items():
         for row in [row for row in its if now_ms() >= row.until_ms]:
             log.warning("slot_withheld_too_long", slot=row.slot, job_id=row.job_id)
@@ -56,14 +57,6 @@ def keep(dispatcher: Dispatcher) -> int:
         with alone("keep", fleet=fleet):
             wrong += _keep(dispatcher, fleet, [lease for lease, _ in found], rows[fleet])
     return wrong
-
-
-def _shorten(dispatcher: Dispatcher, rows: Sequence[Withheld]) -> None:
-    """Where nothing tells the end of a run, withhold its slot no longer than runs of its model usually take."""
-    longest = {model: dispatcher.longest_usual_ms(model) for model in {row.model for row in rows}}
-    for row in rows:
-        if row.since_ms + longest[row.model] < row.until_ms:
-            withheld.shorten(dispatcher.store.database, row, row.since_ms + longest[row.model])
 
 
 def _forget_gone(dispatcher: Dispatcher, rows: Sequence[Withheld]) -> None:
@@ -144,12 +137,33 @@ def heed(
     """Let slots be used again whose runs the server's report does not show; answers how many."""
     gone = set(identity.compare(views(rows, report), report).stale)
     ended_ms = _process_ended_ms(dispatcher, server.name, report)
-    freed = 0
+    freed, untold = 0, list[Withheld]()
     for row in rows:
         is_gone = name_of(row) in gone or (ended_ms is not None and row.began_ms < ended_ms)
         if is_gone or _counted_out(dispatcher, report, row, jobs):
             freed += release(dispatcher, server.fleet, row)
+        elif not report.tells_what_runs and not _is_told_to_run(dispatcher, row):
+            untold.append(row)
+    _shorten(dispatcher, untold)
     return freed
+
+
+def _shorten(dispatcher: Dispatcher, rows: Sequence[Withheld]) -> None:
+    """Where nothing tells the end of a run, withhold its slot no longer than runs of its model usually take."""
+    longest = {model: dispatcher.longest_usual_ms(model) for model in {row.model for row in rows}}
+    for row in rows:
+        if row.since_ms + longest[row.model] < row.until_ms:
+            withheld.shorten(dispatcher.store.database, row, row.since_ms + longest[row.model])
+
+
+def note_running(dispatcher: Dispatcher, row: Withheld) -> None:
+    """Note that its server has told by the run's status that it goes on."""
+    seen_by(dispatcher).told_to_run[row.job_id, row.attempt] = now_ms()
+
+
+def _is_told_to_run(dispatcher: Dispatcher, row: Withheld) -> bool:
+    told_ms = seen_by(dispatcher).told_to_run.get((row.job_id, row.attempt))
+    return told_ms is not None and now_ms() - told_ms < _TOLD_WITHIN_MS
 
 
 def _process_ended_ms(dispatcher: Dispatcher, server: str, report: ServerReport) -> int | None:
@@ -207,6 +221,7 @@ def release(dispatcher: Dispatcher, fleet: str, row: Withheld) -> bool:
     if not withheld.forget(dispatcher.store.database, row.job_id, row.attempt):
         return False
     crash_at("withheld_forgotten")
+    seen_by(dispatcher).told_to_run.pop((row.job_id, row.attempt), None)
     dispatcher.free(draining_lease(fleet, row.job_id, row.attempt, row.slot), back=False)
     log.info("slot_let_go", slot=row.slot, job_id=row.job_id, reason=row.reason, withheld_ms=now_ms() - row.since_ms)
     return True

@@ -202,6 +202,44 @@ def test_a_server_that_does_not_say_what_it_runs_lets_go_of_nothing(one_slot, re
     assert stage.room.dump() == before and len(rows(stage)) == 1
 
 
+_TOOK_MS = 4 * SECOND
+_USUAL_MS = 3 * _TOOK_MS
+
+
+def _timed_out_where_runs_are_short(stage: Stage) -> None:
+    stage.submit()
+    task = stage.start()
+    stage.later(_TOOK_MS)
+    stage.settle(task)
+    _timed_out(stage)
+
+
+@pytest.mark.parametrize("report", [DOWN, ServerReport(True)], ids=["down", "says nothing"])
+def test_where_nothing_tells_the_end_of_a_run_its_slot_is_withheld_for_three_times_what_runs_take(one_slot, report):
+    stage = one_slot
+    _timed_out_where_runs_are_short(stage)
+    heed(stage, report)
+    stage.later(_USUAL_MS - 1)
+    draining.keep(stage.dispatcher)
+    assert len(rows(stage)) == 1
+    stage.later(1)
+    draining.keep(stage.dispatcher)
+    assert rows(stage) == []
+
+
+@pytest.mark.parametrize("tells", ["its id", "a count", "its status"])
+def test_a_slot_whose_server_tells_that_the_run_goes_on_is_withheld_for_longer_than_runs_take(one_slot, tells):
+    stage = one_slot
+    _timed_out_where_runs_are_short(stage)
+    stage.later(_USUAL_MS - SECOND)
+    if tells == "its status":
+        draining.note_running(stage.dispatcher, withheld.read(stage.database)[0])
+    heed(stage, {"its id": running("one"), "a count": ServerReport(True, 1)}.get(tells, ServerReport(True)))
+    stage.later(2 * SECOND)
+    draining.keep(stage.dispatcher)
+    assert len(rows(stage)) == 1
+
+
 def test_the_servers_own_end_of_a_run_frees_its_slot_whoever_ended_the_job(one_slot):
     """The deadline passed, and then the result came after all."""
     stage = one_slot

@@ -12,6 +12,8 @@ import pytest
 
 from dispatch.dispatcher import ActiveRun
 from dispatch.outcome import Kind, Outcome
+from dispatch.verdict import judge
+from jobs import withheld
 from jobs.states import State, Why
 from tasks import maintenance, runner, settlement
 from tasks.descriptions import server_for
@@ -19,12 +21,14 @@ from tasks.heartbeat import Watch
 from tasks.servers import Description, Live, Wires
 from tasks.servers.description import Cancel
 from tests.support.holding import HoldingServer
+from tests.support.scripted import refused_url
 from tests.support.stack import eventually
 from tests.support.stage import Stage
 from tests.support.starts import store_remote_id
-from upkeep import reconcile
-from upkeep.identity import YOUNG_MS
+from upkeep import draining, reconcile
+from upkeep.identity import YOUNG_MS, ServerReport
 
+_TELLS_NOTHING = ServerReport(True)
 sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 
@@ -145,6 +149,38 @@ def test_slot_1_whatever_ends_a_run_its_server_never_runs_two_in_one_slot(stage,
     task = stage.start()
     assert _run(stage, task) is State.COMPLETED
     assert server.at_once == 1 and len(server.runs) == 2
+
+
+@sqlite
+def test_a_slot_is_used_again_when_the_status_of_its_run_tells_the_end(stage, server) -> None:
+    server.hold("first")
+    first = _times_out(stage)
+    (row,) = withheld.read(stage.database)
+    maintenance._ask_about(row)
+    draining.heed(stage.dispatcher, stage.catalog.snapshot().servers["gpu"], _TELLS_NOTHING, [row], [])
+    assert withheld.read(stage.database) == [row], "its status tells that it goes on"
+    server.release(first)
+    eventually(lambda: not server.active, "the server's run ends")
+    maintenance._ask_about(row)
+    assert withheld.read(stage.database) == []
+
+
+@sqlite
+def test_a_slot_is_used_again_when_no_process_listens_at_its_servers_address(stage, monkeypatch) -> None:
+    monkeypatch.setattr(maintenance, "now_ms", lambda: stage.now)
+    monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
+    stage.catalog.register("zimg", "gpu", f"{refused_url()}/generate", 1, stage.now)
+    reconcile.refresh_fleet(stage.dispatcher, "zimg")
+    stage.submit(id="first")
+    task = stage.start()
+    outcome = Outcome(Kind.CANCELED)
+    verdict = judge(outcome, 0, 0, True, stage.dispatcher.catalog.model("zimg").config)
+    stage.dispatcher.settle(task, verdict, lingers="canceled")
+    stage.later(YOUNG_MS)
+    monkeypatch.setattr(maintenance, "_awaited", frozenset())
+    assert _look(stage) == 0, "nobody looks at the address of a server that no slot waits for"
+    monkeypatch.setattr(maintenance, "_awaited", frozenset({"gpu"}))
+    assert _look(stage) == 1 and withheld.read(stage.database) == []
 
 
 # -- a worker that is told to stop -------------------------------------------------------------------------------

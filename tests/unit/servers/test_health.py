@@ -98,3 +98,27 @@ def test_a_word_in_the_body_can_tell():
     ]
     kinds = [health({"status": word}, rules=rules).kind for word in ("READY", "BUSY", "DEFUNCT")]
     assert kinds == [HealthKind.UP, HealthKind.BUSY, HealthKind.DOWN]
+
+
+def test_a_rule_can_say_that_nothing_runs():
+    ready = {"if": {"pointer": "/status", "value": "READY"}, "then": "idle"}
+    found = health({"status": "READY"}, rules=[ready], running=False)
+    assert (found.kind, found.active_jobs, found.running_count) == (HealthKind.UP, 0, True)
+    busy = {"if": {"pointer": "/status", "value": "BUSY"}, "then": "busy"}
+    found = health({"status": "BUSY"}, rules=[ready, busy])
+    assert (found.kind, found.active_jobs) == (HealthKind.BUSY, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "started", "found"),
+    [
+        ({"at": "2026-11-24T10:00:00Z"}, {"pointer": "/at"}, "2026-11-24T10:00:00Z"),
+        ({"at": 17.5}, {"pointer": "/at"}, "17.5"),
+        ({"at": None}, {"pointer": "/at"}, None),
+        (b"process_start_time_seconds 1.7e9\nrunning 1\n", {"metric": "process_start_time_seconds"}, "1.7e9"),
+        (b"running 1\n", {"metric": "process_start_time_seconds"}, None),
+    ],
+)
+def test_what_tells_a_process_from_others_is_read(body, started, found):
+    active = {"metric": "running"} if isinstance(body, bytes) else {"pointer": "/active_jobs"}
+    assert health(body, started=started, active=active).started == found

@@ -108,6 +108,8 @@ def loads(text: bytes | str) -> Any:
 
 def dumps(value: Any, *, indent: bool = False) -> bytes:
     """JSON, compact unless it shall have a line for each value.  Raises TypeError, ValueError, RecursionError."""
+    if isinstance(value, Unparsed):
+        return value.text
     option = orjson.OPT_PASSTHROUGH_DATACLASS | (orjson.OPT_INDENT_2 if indent else 0)
     try:
         return orjson.dumps(value, default=_digits_of, option=option)

@@ -5,7 +5,7 @@ been told: the same verdict, the same guarded write.  The worker that still poll
 """
 
 from dispatch.outcome import Kind, Outcome
-from foundation import exact
+from foundation import exact, large_json
 from jobs import withheld
 from jobs.events import TYPES
 from jobs.record import Job
@@ -13,6 +13,7 @@ from jobs.states import State
 from tasks import callbacks
 from tasks.descriptions import Misconfigured, address_of, server_for
 from tasks.servers import Call
+from tasks.servers.pointers import resolve
 from tasks.settlement import settle
 from tasks.wiring import dispatcher
 from upkeep import draining, runs
@@ -52,10 +53,9 @@ def release(job: Job, body: bytes) -> bool:
 def _names_another(job: Job, body: bytes) -> bool:
     """Whether it is about another job of ours.  What a server calls its run by itself is its own affair."""
     try:
-        told = exact.loads(body)
+        named = resolve(large_json.read(body), ("job_id",))
     except ValueError:
         return False
-    named = told.get("job_id") if isinstance(told, dict) else None
     if not isinstance(named, str) or named in (job.id, job.remote_id) or not named.isprintable():
         return False
     return dispatcher().store.state_of(named) is not None

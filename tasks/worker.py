@@ -327,8 +327,10 @@ class Worker:
         if isinstance(outcome, Left):
             return await self._ended_elsewhere(run)
         config = self._config_of(run.active.run.job.model)
-        async with self._one_large_end if settlement.is_large(outcome) else nullcontext():
-            end = settlement.judged(run.active.run, outcome, config, canceling=run.canceling)
+        is_large = settlement.is_large(outcome)
+        judge = partial(settlement.judged, run.active.run, outcome, config, canceling=run.canceling)
+        async with self._one_large_end if is_large else nullcontext():
+            end = await self.engine.rarely(judge) if is_large else judge()
             moved = await (self._settle_behind(run, end) if end.passes_on else self._settle(run, end))
         return await self._ended_elsewhere(run) if moved is None else in_celerys_words(moved, outcome)
 

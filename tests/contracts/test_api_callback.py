@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 
 from dispatch.dispatcher import ActiveRun
+from dispatch.outcome import Kind, Outcome
 from dispatch.verdict import Verdict
+from foundation import exact, large_json
+from jobs import withheld
 from jobs.record import Run
 from jobs.states import State, Why
 from jobs.store import Error
-from tasks import callbacks, push
+from tasks import callbacks, push, settlement
 from tests.support.api import Api
 from tests.support.starts import store_remote_id, store_start
 
@@ -296,3 +299,29 @@ def test_a_push_that_names_another_job_of_ours_ends_nothing(api: Api, task: Acti
     assert api.job(task.run.job.id).state is State.RUNNING
     for own in (task.run.job.id, "what-the-server-calls-it"):
         assert _push(api, task.run.job.id, _token(task), {"job_id": own} | DONE).json["status"] == "completed"
+
+
+def test_a_large_push_is_not_made_into_objects(api: Api, task: ActiveRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    loads = exact.loads
+    monkeypatch.setattr(exact, "loads", lambda text: made.append(len(text)) or loads(text))
+    result = "[" + "[]," * 200_000 + "[]]"
+    body = f'{{"job_id":"{task.run.job.id}","status":"success","result":{result}}}'
+    header = {"Authorization": f"Bearer {_token(task)}"}
+    answer = api.client.post(
+        f"/tasks/callback/{task.run.job.id}", data=body, content_type="application/json", headers=header
+    )
+    assert answer.json["status"] == "completed"
+    assert api.job(task.run.job.id).result == result
+    assert max(made, default=0) <= large_json.LARGE
+
+
+def test_a_push_of_a_run_that_was_given_up_frees_its_slot(api: Api, task: ActiveRun) -> None:
+    job_id, waiting = task.run.job.id, api.submitted()
+    settlement.settle(task, Outcome(Kind.CANCELED, lingers=True), canceling=True)
+    assert api.job(job_id).state is State.CANCELED
+    assert _push(api, job_id, _token(task), {"status": "processing"}).json["status"] == "canceled"
+    assert withheld.of_run(api.database, job_id, task.run.attempt) is not None, "it goes on"
+    assert _push(api, job_id, _token(task)).json["status"] == "canceled"
+    assert withheld.of_run(api.database, job_id, task.run.attempt) is None
+    assert api.heard.offers[-1].job_id == waiting

@@ -17,7 +17,7 @@ from celery.exceptions import Ignore, Retry
 from database.db import Write
 from dispatch.dispatcher import ActiveRun
 from dispatch.outcome import Kind, Outcome
-from foundation import exact
+from foundation import exact, large_json
 from foundation.errors import RecordUnavailable
 from jobs.states import State, Why
 from routing.leases import Renewal
@@ -25,6 +25,7 @@ from tasks import inquiry, runner
 from tasks import worker as workers
 from tasks.heartbeat import Watch
 from tasks.inference import infer
+from tasks.servers import FILED_FROM
 from tasks.telling import JobFailed
 from tasks.worker import Worker
 from tests.faults.one_run import FakeServer, run
@@ -107,6 +108,21 @@ def test_the_slot_of_a_run_whose_server_has_answered_does_not_wait_for_the_recor
     run(stage)
     assert waits == [first, second] and server.asked == ["submit", "submit"]
     assert [stage.state(it) for it in (first, second)] == [State.COMPLETED] * 2
+
+
+def test_a_large_result_is_read_and_written_outside_the_loop(stage, worker, server):
+    read_by: list[str] = []
+
+    def read(size: int) -> bytes:
+        read_by.append(threading.current_thread().name)
+        return b'"' + b"x" * (size - 2) + b'"'
+
+    stage.register()
+    job_id = stage.submit()
+    server.answers = [Outcome(Kind.DONE, result=exact.Unparsed(exact.Later(FILED_FROM + 1, read), large_json.member))]
+    run(stage)
+    assert len(stage.job(job_id).result or "") == FILED_FROM + 1
+    assert read_by and "engine" not in read_by
 
 
 @pytest.mark.parametrize("outcome", [FAULT, Outcome(Kind.BUSY), Outcome(Kind.RETRY, code="timed_out", lingers=True)])

@@ -119,7 +119,8 @@ def _waiting_for(*blockers: Blocker) -> Explanation:
 
 def _delayed(job: Job) -> Explanation:
     if job.failures:
-        failed = f"attempt {job.attempts} failed ({job.error_code}), and it comes back to its place for the next"
+        said = f"{job.error_code}: {(job.error_message or '').rstrip('.')}"
+        failed = f"attempt {job.attempts} failed ({said}), and it comes back to its place for the next"
         return _waiting_for(Blocker("retry", failed, until_ms=job.due_ms))
     return _waiting_for(Blocker("not_before", "it was submitted for later", until_ms=job.due_ms))
 

@@ -6,9 +6,11 @@ from redis.exceptions import RedisError
 
 from admission import placement
 from dispatch.dispatcher import Dispatcher
+from insight import listing
 from insight.explain import Blocker, breaker_open, of_server, stopped
 from insight.load import Load, load_of
 from insight.servers import ServerStatus, standings, use_of
+from jobs.states import State
 from registry.catalog import Snapshot
 from registry.values import STOPPED, Server
 from routing.workers import Workers
@@ -20,7 +22,7 @@ _LOOKED_AT = 100  # waiting jobs of a model
 def why_idle(dispatcher: Dispatcher, workers: Workers, server: Server) -> tuple[Blocker, ...]:
     """What keeps it from jobs, what lasts longest first; nothing: it gets whatever comes."""
     catalog = dispatcher.catalog.snapshot()
-    found = list(_in_record(server, catalog))
+    found = [*_in_record(server, catalog), *_misconfigured(dispatcher, server)]
     try:
         return (*found, *_in_room(dispatcher, workers, server, catalog))
     except RedisError:
@@ -38,6 +40,16 @@ def _in_record(server: Server, catalog: Snapshot) -> Iterator[Blocker]:
         model = catalog.models.get(name)
         if model is not None and model.state in STOPPED:
             yield Blocker("model_paused", stopped("model", name, model), name)
+
+
+def _misconfigured(dispatcher: Dispatcher, server: Server) -> Iterator[Blocker]:
+    """Name models whose jobs wait for the next attempt, since the last could not run as they are configured."""
+    for name in sorted(server.endpoints):
+        waiting = listing.find(dispatcher.store.database, state=State.DELAYED, model=name, limit=_LOOKED_AT)
+        job = next((job for job in waiting if job.error_code == "misconfigured"), None)
+        if job is not None:
+            sentence = f"model {name!r}, or the address of its server, is configured wrongly: {job.error_message}"
+            yield Blocker("misconfigured", sentence, name)
 
 
 def _in_room(dispatcher: Dispatcher, workers: Workers, server: Server, catalog: Snapshot) -> Iterator[Blocker]:

@@ -237,7 +237,7 @@ def test_a_retry_says_when_it_is_due(timed_api: TimedApi) -> None:
     found, due_ms = api.explain(job_id), api.job(job_id).due_ms
     assert due_ms is not None and due_ms > T0 + 800 * SECOND
     assert (found["status"], _codes(found)) == ("delayed", ["retry"])
-    assert found["sentence"].startswith("It waits: attempt 1 failed (server_error)")
+    assert found["sentence"].startswith("It waits: attempt 1 failed (server_error: out of memory)")
     shown = api.client.get(f"/queue/jobs/{job_id}").json
     assert found["waits_for"][0]["until"] == shown["not_before"]
     assert found["sentence"].endswith("Z.") and " until 2027-01-15T08:1" in found["sentence"]

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from dispatch.outcome import Kind, Outcome
+from tasks import settlement
 from tasks.servers import presets
 from tasks.wiring import workers
 from tests.support.api import Api, TimedApi
@@ -95,6 +97,17 @@ def reasons(api: Api, server: str = "gpu1") -> list[str]:
 def test_a_server_that_nothing_keeps_from_jobs_waits_for_them(api: Api) -> None:
     api.register()
     assert reasons(api) == ["nothing_waits"]
+
+
+def test_a_server_whose_runs_find_nothing_at_its_address_says_so(api: Api) -> None:
+    api.register()
+    task = api.started()
+    outcome = Outcome(Kind.RETRY, code="misconfigured", message="the server answered 404: no such route")
+    settlement.settle(task, outcome, canceling=False)
+    assert reasons(api) == ["misconfigured", "nothing_waits"]
+    assert "404: no such route" in api.client.get("/admin/servers/gpu1/check").json["sentence"]
+    explained = api.client.get(f"/queue/jobs/{task.run.job.id}/explain").json["sentence"]
+    assert "attempt 1 failed (misconfigured: the server answered 404: no such route), and" in explained
 
 
 def test_a_server_that_is_paused_says_by_whom_and_why(api: Api) -> None:

@@ -101,8 +101,9 @@ def _print_probe(found: dict[str, Any], model: str) -> None:
         say(one_line(f"health: {json_text(said)}"))
     if found["outcome"]:
         say(one_line(f"the job: {json_text(found['outcome'])}"))
-    say()
-    _print_commands(model, "SERVER", found["preset"], found["endpoint"], 1)
+    if (found["outcome"] or {"kind": "done"})["kind"] == "done":
+        say()
+        _print_commands(model, "SERVER", found["preset"], found["endpoint"], 1)
 
 
 def _print_exchange(one: dict[str, Any]) -> None:

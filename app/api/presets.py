@@ -56,7 +56,8 @@ def probe_server(body: ProbeBody) -> dict[str, Any]:
     """Ask an address what kind of server answers there, and run a job on it if one is given.  Nothing is registered.
 
     The job is real: it uses the server as any other does, beside the dispatcher's own jobs.  What the paths of all
-    presets answer is looked at; each exchange is told, and which rule judged it.
+    presets answer is looked at; each exchange is told, and which rule judged it.  Where the server knows nothing of
+    what the surest preset asks for, the next one is tried.
     """
     check_endpoint(body.url, "url")
     if body.model is not None:
@@ -64,9 +65,18 @@ def probe_server(body: ProbeBody) -> dict[str, Any]:
     if body.preset is not None and body.preset not in presets.names():
         raise InvalidRequest("preset", f"there is no such preset; there is: {', '.join(presets.names())}")
     found = recognize(body.url)
-    preset = body.preset or found.preset
-    if preset is None or not found.is_there:
-        return _told(found, preset, None)
+    if not found.is_there:
+        return _told(found, body.preset, None)
+    tried: list[Heard] = []
+    for preset in [body.preset] if body.preset is not None else found.presets:
+        told = _tried(found, preset, body, tried)
+        if told["outcome"] is None or told["outcome"]["code"] != "misconfigured":
+            break  # Else the server does not know what the preset asks for, and has run nothing.
+    return told
+
+
+def _tried(found: Recognized, preset: str, body: ProbeBody, tried: list[Heard]) -> dict[str, Any]:
+    """Try a preset.  `tried`: what was heard from those tried before; this one's exchanges are added."""
     endpoint = endpoint_for(body.url, preset, found.model)
     secret = partial(vault.value_for, body.model) if body.model is not None else None
     with closing(Trial(endpoint, Description.model_validate(presets.get(preset)), secret)) as trial:
@@ -76,7 +86,8 @@ def probe_server(body: ProbeBody) -> dict[str, Any]:
         if outcome is not None:
             result = None if outcome.result is None else trial.shown(outcome.result)
             told = TrialView.of(outcome, result=result)
-        return _told(found, preset, endpoint, trial.heard, health=HealthReport.of(health), outcome=told)
+        tried += trial.heard
+        return _told(found, preset, endpoint, tried, health=HealthReport.of(health), outcome=told)
 
 
 def _told(

@@ -5,6 +5,7 @@ says of each answer which rule judged it.  Headers are never told, and secrets t
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypeVar
@@ -66,11 +67,15 @@ class Recognized:
     model: str | None = None  # a name that the server serves, if it tells
 
     @property
+    def presets(self) -> Sequence[str]:
+        """Those to try, the surest first; empty: nobody answers there."""
+        sure = [one.preset for one in self.candidates if one.weight >= _SURE]
+        return [*sure, GENERIC] if self.is_there else []
+
+    @property
     def preset(self) -> str | None:
-        """The one to try; None: nobody answers there."""
-        if not self.is_there:
-            return None
-        return self.candidates[0].preset if self.candidates and self.candidates[0].weight >= _SURE else GENERIC
+        """The first one to try; None: nobody answers there."""
+        return next(iter(self.presets), None)
 
 
 def recognize(url: str, deadline_s: float = 20.0) -> Recognized:

@@ -61,6 +61,22 @@ def test_an_unknown_server_is_recognized_and_tried(api: Api, cog: Scripted) -> N
     assert api.client.get("/admin/servers").json["servers"] == []
 
 
+def test_a_preset_whose_try_finds_nothing_gives_way_to_the_next(api: Api) -> None:
+    """A BentoML service tells of a task, and the address is that of a method that is none."""
+
+    def act(seen: Seen) -> bytes:
+        if seen.path == "/schema.json":
+            return answer({"type": "service", "routes": [{"route": "/task", "is_task": True}]})
+        return answer({"seen": seen.json}) if (seen.method, seen.path) == ("POST", "/generate") else answer({}, 404)
+
+    with Scripted(act) as there:
+        body = {"url": f"{there.url}/generate", "payload": {"prompt": "a cat"}}
+        found = api.client.post("/admin/servers/probe", json=body).json
+    assert [one["preset"] for one in found["candidates"]] == ["bentoml-task", "bentoml"]
+    assert (found["preset"], found["outcome"]["kind"]) == ("bentoml", "done")
+    assert [one["status"] for one in found["exchanges"] if one["step"] == "submit"] == [404, 200]
+
+
 def test_without_a_payload_no_job_is_run(api: Api, cog: Scripted) -> None:
     found = api.client.post("/admin/servers/probe", json={"url": cog.url}).json
     assert found["outcome"] is None

@@ -73,4 +73,13 @@ DESCRIPTIONS = [
         (f"{TEMPLATES}test_a_value_that_is_too_long_for_a_header_is_a_wrong_payload",),
         still=f"{TEMPLATES}test_what_was_put_in_is_not_looked_at_again",
     ),
+    Mutant(
+        "a preset whose try has found nothing is proposed",
+        "operators",
+        "app/api/presets.py",
+        """if told["outcome"] is None or told["outcome"]["code"] != "misconfigured":""",
+        "if told:",
+        (f"{PRESETS}test_a_preset_whose_try_finds_nothing_gives_way_to_the_next",),
+        still=f"{PRESETS}test_nobody_there_is_an_answer",
+    ),
 ]

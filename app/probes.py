@@ -13,8 +13,9 @@ from foundation.clock import TOLERATED_MS, clock
 from foundation.errors import SlotkeeperError
 from migrations import migrate
 from scripting.suitability import unsuited
+from tasks import ready
 from tasks.celery_app import celery
-from tasks.wiring import catalog, scripts
+from tasks.wiring import catalog, processes, scripts
 from tasks.wiring import database as record
 from upkeep import pulse
 
@@ -67,6 +68,26 @@ def maintenance() -> str | None:
     )
 
 
+def workers() -> str | None:
+    """Some can take jobs, and none has fallen silent."""
+    try:
+        return ready.of_workers(processes().all())
+    except RedisError:
+        return None  # It is said elsewhere.
+
+
+def secret() -> str | None:
+    """All processes have the same."""
+    try:
+        found = processes().all()
+    except RedisError:
+        return None  # It is said elsewhere.
+    if not (others := ready.of_another_secret(found)):
+        return None
+    which = f"{len(others)} of {len(found)} processes have another secret than this one"
+    return f"{which}.  Give all hosts the same SLOTKEEPER_SECRET."
+
+
 def clocks() -> str | None:
     """This host's clock, and Redis', go with the record's."""
     if abs(clock.skew_ms) > TOLERATED_MS:
@@ -93,5 +114,7 @@ ALL: Mapping[str, Callable[[], str | None]] = {
     "redis": redis,
     "broker": broker,
     "maintenance": maintenance,
+    "workers": workers,
+    "secret": secret,
     "clocks": clocks,
 }

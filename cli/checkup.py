@@ -431,16 +431,20 @@ def _compared(said: str) -> Iterator[Finding]:
     from redis.exceptions import RedisError
 
     from tasks.keyring import fingerprints
-    from tasks.wiring import scripts
+    from tasks.ready import of_another_secret
+    from tasks.wiring import processes, scripts
 
     try:
         known: Any = scripts().redis.get(scripts().keys.secret())
+        others = of_another_secret(processes().all())
     except RedisError:
         yield Finding("secret", "ok", f"{said}; whether others have the same is not known without Redis.")
         return
-    if known is not None and known.decode() not in fingerprints():
-        remedy = "Give all hosts the same SLOTKEEPER_SECRET; the one before goes into SLOTKEEPER_FORMER_SECRET."
-        yield Finding("secret", "fail", "It is not that of the other processes.", remedy)
+    remedy = "Give all hosts the same SLOTKEEPER_SECRET; the one before goes into SLOTKEEPER_FORMER_SECRET."
+    if others:
+        yield Finding("secret", "fail", f"It is not that of {', '.join(it.name for it in others)}.", remedy)
+    elif known is not None and known.decode() not in fingerprints():
+        yield Finding("secret", "fail", "It is not that of the processes before this one.", remedy)
     else:
         yield Finding("secret", "ok", f"{said}.")
 

@@ -37,7 +37,8 @@ class Process:
     """One that lives, or did so a minute ago.
 
     `role`: web, worker, maintenance, webhooks, relay, beat.  `facts`: what else it says of itself: `pid`, `version`,
-    `since_ms`, and a worker `runs` and `capacity`, `takes`, `canary_ms` (how long the last took) and `canary_age_ms`.
+    `since_ms`, `secret` (its fingerprint), and a worker `runs` and `capacity`, `takes`, `canary_ms` (how long the last
+    took) and `canary_age_ms`.
     """
 
     name: str

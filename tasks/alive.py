@@ -21,6 +21,7 @@ from foundation.home import private_folder
 from insight.processes import SAY_EVERY_S, Processes
 from jobs.record import now_ms
 from tasks import touched
+from tasks.keyring import fingerprints
 
 log = structlog.get_logger(__name__)
 
@@ -36,7 +37,14 @@ class Alive:
         self.role, self.host = role, socket.gethostname()
         self.name = f"{role}@{self.host}/{os.getpid()}"
         self._processes, self._facts = processes, facts
-        self._same = {"role": role, "host": self.host, "pid": os.getpid(), "version": _version(), "since_ms": now_ms()}
+        self._same = {
+            "role": role,
+            "host": self.host,
+            "pid": os.getpid(),
+            "version": _version(),
+            "since_ms": now_ms(),
+            "secret": fingerprints()[0],
+        }
         self._ended = threading.Event()
         self._file: Path | None = None
 

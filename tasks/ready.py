@@ -1,6 +1,7 @@
 """Whether this host's processes live, and whether they can work.  None: yes; else a sentence for people."""
 
 import socket
+from collections.abc import Sequence
 
 from redis.exceptions import RedisError
 
@@ -9,6 +10,7 @@ from routing.config import RoutingSettings
 from scripting.keys import Keys
 from scripting.scripts import Scripts, connect
 from tasks import touched
+from tasks.keyring import fingerprints
 from upkeep import pulse
 
 _CANARY_MS = 20_000
@@ -49,3 +51,22 @@ def problem(it: Process) -> str | None:
     if it.canary_age_ms > _CANARY_MS:
         return f"No canary has come through {it.name} for {it.canary_age_ms / 1000:.0f} s."
     return None
+
+
+def of_workers(found: Sequence[Process]) -> str | None:
+    """Return why jobs may wait, of all workers of an installation.  Anybody may read it, so it names no host."""
+    workers = [it for it in found if it.role == "worker"]
+    lives = [it for it in workers if it.lives]
+    if not lives:
+        return "No worker has said lately that it lives: jobs are accepted, and none starts."
+    if all(problem(it) for it in lives):
+        return "No worker can take jobs: they are accepted, and none starts.  `slotkeeper doctor` says why."
+    if silent := len(workers) - len(lives):
+        return f"{silent} of {len(workers)} workers are silent.  `slotkeeper processes` names them."
+    return None
+
+
+def of_another_secret(found: Sequence[Process]) -> list[Process]:
+    """Return the living processes that have another secret than this one: each refuses what the other has signed."""
+    own = fingerprints()
+    return [it for it in found if it.lives and it.facts.get("secret", own[0]) not in own]

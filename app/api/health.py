@@ -22,8 +22,8 @@ def live() -> dict[str, Any]:
 def ready() -> tuple[dict[str, Any], int]:
     """Say what this process can reach.
 
-    Without the database nothing can be accepted: 503.  Without Redis, the broker or maintenance jobs are accepted
-    and wait: 200, degraded.  Within a second all who ask get the same answer.
+    Without the database nothing can be accepted: 503.  Without Redis, the broker, maintenance or workers jobs are
+    accepted and wait: 200, degraded.  Within a second all who ask get the same answer.
     """
     parts = {name: Part.of(ok=why is None, why=why) for name, why in context().readiness.parts().items()}
     if not parts["database"]["ok"]:

@@ -5,18 +5,23 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 from app.readiness import Readiness
 from database.db import Database
+from insight.processes import SILENT_MS, Process
 from tasks import maintenance
-from tasks.wiring import scripts
+from tasks.keyring import fingerprints
+from tasks.ready import of_workers
+from tasks.wiring import processes, scripts
 from tests.support.api import Api, clear_wiring
 from tests.support.builders import T0, an_ended_job, at_once
 from tests.support.visitor import visitor
 from upkeep import ledger, pulse
+
+A_WORKER: dict[str, Any] = {"role": "worker", "host": "a", "canary_age_ms": 1_000}
 
 
 def test_an_unknown_address_is_a_problem(api: Api) -> None:
@@ -43,17 +48,54 @@ def test_a_fault_of_ours_shows_nothing_of_itself(api: Api, monkeypatch: pytest.M
 
 def test_a_whole_process_is_ready(api: Api) -> None:
     pulse.leave(scripts())
+    processes().say("worker@a/1", A_WORKER)
     answer = api.client.get("/health/ready")
     assert (answer.status_code, answer.json["status"]) == (200, "ok")
     assert all(part == {"ok": True, "why": None} for part in answer.json["parts"].values())
 
 
 def test_it_is_degraded_as_long_as_nobody_does_maintenance(api: Api) -> None:
+    processes().say("worker@a/1", A_WORKER)
     answer = api.client.get("/health/ready").json
     assert answer["status"] == "degraded" and "beat" in answer["parts"]["maintenance"]["why"]
     maintenance.sweep()
     api.client.application.extensions["slotkeeper"].readiness._until = 0
     assert api.client.get("/health/ready").json["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("workers", "why"),
+    [
+        ({}, "No worker has said lately"),
+        ({"worker@a/1": {"canary_age_ms": None}}, "No worker can take jobs"),
+        ({"worker@a/1": {"takes": False}, "worker@a/2": {"canary_age_ms": 30_000}}, "No worker can take jobs"),
+        ({"worker@a/1": {"takes": False}, "worker@a/2": {}}, None),
+    ],
+)
+def test_it_is_degraded_as_long_as_no_worker_can_take_jobs(
+    api: Api, workers: dict[str, dict[str, Any]], why: str | None
+) -> None:
+    for name, facts in workers.items():
+        processes().say(name, A_WORKER | facts)
+    answer = api.client.get("/health/ready")
+    assert answer.status_code == 200, "jobs are accepted"
+    said = answer.json["parts"]["workers"]["why"]
+    assert said is None if why is None else said.startswith(why)
+    assert "@a" not in answer.text, "anybody may read it"
+
+
+def test_it_is_degraded_when_one_of_two_workers_falls_silent(api: Api) -> None:
+    processes().say("worker@a/1", A_WORKER)
+    silent = Process("worker@b/1", "worker", "b", SILENT_MS, A_WORKER)
+    found = [*processes().all(), silent]
+    assert of_workers(found) == "1 of 2 workers are silent.  `slotkeeper processes` names them."
+
+
+def test_it_is_degraded_while_a_process_has_another_secret(api: Api) -> None:
+    for name, secret in {"worker@a/1": fingerprints()[0], "worker@b/1": "another"}.items():
+        processes().say(name, A_WORKER | {"secret": secret})
+    answer = api.client.get("/health/ready").json
+    assert answer["status"] == "degraded" and answer["parts"]["secret"]["why"].startswith("1 of 2 processes")
 
 
 def test_without_redis_it_is_ready_but_degraded(mortal_api: Api) -> None:

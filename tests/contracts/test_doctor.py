@@ -139,6 +139,12 @@ def test_a_secret_that_is_not_the_others_is_told(api: Api) -> None:
     assert [it.level for it in _said("secret")] == ["fail"]
 
 
+def test_a_living_process_with_another_secret_is_named(api: Api) -> None:
+    wiring.processes().say("worker@b/1", {"role": "worker", "host": "b", "secret": "another"})
+    (found,) = _said("secret")
+    assert found.level == "fail" and "worker@b/1" in found.said
+
+
 @pytest.mark.parametrize(
     "name, value, level, said",
     [

@@ -44,9 +44,13 @@ def close_breaker(fleet: str, kind: Literal["server", "model"], name: str) -> No
 
 def standings_of(fleets: list[str]) -> dict[str, ServerStatus]:
     """How each server of these fleets stands.  Raises RedisError."""
-    return {name: it for fleet in fleets for name, it in servers.standings(dispatcher().slots, fleet).items()}
+    slots = dispatcher().slots
+    return dispatcher().queues.while_here(
+        lambda: {name: it for fleet in fleets for name, it in servers.standings(slots, fleet).items()}
+    )
 
 
 def depths_of(fleets: list[str]) -> dict[str, Depths]:
     """What stands in each fleet's room; one that cannot be read is left out.  Raises RedisError: Redis is away."""
-    return rooms.depths_of(dispatcher().queues.scripts, fleets)
+    queues = dispatcher().queues
+    return queues.while_here(lambda: rooms.depths_of(queues.scripts, fleets))

@@ -4,6 +4,7 @@ It looks at the record first, then at the room: the record says whether the job 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -70,11 +71,8 @@ def explain(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanati
         return _delayed(job)
     if job.state is not State.QUEUED:
         return Explanation(_outside(job))
-    try:
-        if not dispatcher.queues.away:
-            return _in_room(dispatcher, estimates, job)
-    except RedisError:
-        dispatcher.queues.note_away()
+    with suppress(RedisError):
+        return dispatcher.queues.while_here(lambda: _in_room(dispatcher, estimates, job))
     return _waiting_for(Blocker("redis_away", "the waiting room cannot be reached; the job is safe in the record"))
 
 

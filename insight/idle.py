@@ -24,9 +24,8 @@ def why_idle(dispatcher: Dispatcher, workers: Workers, server: Server) -> tuple[
     catalog = dispatcher.catalog.snapshot()
     found = [*_in_record(server, catalog), *_misconfigured(dispatcher, server)]
     try:
-        return (*found, *_in_room(dispatcher, workers, server, catalog))
+        return (*found, *dispatcher.queues.while_here(lambda: [*_in_room(dispatcher, workers, server, catalog)]))
     except RedisError:
-        dispatcher.queues.note_away()
         sentence = "the waiting room cannot be reached, so nothing is offered; jobs are safe in the record"
         return (*found, Blocker("redis_away", sentence))
 

@@ -43,11 +43,9 @@ def lanes_of(dispatcher: Dispatcher, model: Model) -> tuple[list[Lane], bool]:
 
 
 def _with_facts(dispatcher: Dispatcher, model: Model, firsts: Sequence[tuple[Waiting, int]]) -> list[Lane]:
+    asked = [questions.status(dispatcher.queues, model.fleet, job) for job, _ in firsts]
     try:
-        if dispatcher.queues.away:
-            return [Lane(job, count) for job, count in firsts]
-        asked = [questions.status(dispatcher.queues, model.fleet, job) for job, _ in firsts]
-        facts = dispatcher.queues.ask(asked)
+        facts = dispatcher.queues.while_here(lambda: dispatcher.queues.ask(asked))
     except RedisError:
         return [Lane(job, count) for job, count in firsts]
     return [

@@ -130,9 +130,8 @@ def breakers_of(dispatcher: Dispatcher, models: Sequence[Model]) -> dict[str, tu
     """By model: state, until when, by what it was opened.  Nothing, while Redis is away."""
     asked = [questions.status(dispatcher.queues, model.fleet, _none_of(model), as_last=True) for model in models]
     with suppress(RedisError):
-        if not dispatcher.queues.away:
-            found = dispatcher.queues.ask(asked)
-            return {
-                model.name: (it.breaker, it.open_until_ms, it.open_why) for model, it in zip(models, found, strict=True)
-            }
+        found = dispatcher.queues.while_here(lambda: dispatcher.queues.ask(asked))
+        return {
+            model.name: (it.breaker, it.open_until_ms, it.open_why) for model, it in zip(models, found, strict=True)
+        }
     return {}

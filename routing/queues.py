@@ -1,7 +1,7 @@
 """The waiting room: lanes of queued jobs, and offers of the job whose turn it is."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
@@ -126,6 +126,16 @@ class Queues:
         """Redis does not answer; or, as `error` says, only this fleet's room is at fault."""
         alone = error is not None and not isinstance(error, ConnectionError | TimeoutError)
         self._away_until[fleet if alone else None] = time.monotonic() + _AWAY_S
+
+    def while_here(self, ask: Callable[[], T]) -> T:
+        """Return what `ask` returns.  Raises RedisError, also at once where Redis did not answer a moment ago."""
+        if self.away:
+            raise ConnectionError("Redis did not answer a moment ago")
+        try:
+            return ask()
+        except (ConnectionError, TimeoutError):
+            self.note_away()
+            raise
 
     def _is_away(self, whose: str | None) -> bool:
         return time.monotonic() < self._away_until.get(whose, 0.0)

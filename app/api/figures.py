@@ -7,6 +7,7 @@ from flask import Response, current_app
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from redis.exceptions import RedisError
 
+from app.admin import depths_of
 from app.auth import figures
 from app.context import dispatcher
 from app.openapi import blueprint, problems
@@ -14,7 +15,6 @@ from app.schemas import ModelPath
 from app.watched import ModelStats
 from foundation.errors import NotFound
 from insight import standings
-from upkeep.rooms import depths_of
 
 api = blueprint("figures", "Operation")
 
@@ -37,7 +37,7 @@ def stats(path: ModelPath) -> dict[str, Any]:
         raise NotFound("There is no such model; GET /admin/models lists them.", model=path.model)
     database, waiting = dispatcher().store.database, None
     with suppress(RedisError):
-        waiting = depths_of(dispatcher().queues.scripts, [model.fleet]).get(model.fleet)
+        waiting = depths_of([model.fleet]).get(model.fleet)
     queued, running = standings.work_of(database, model.name, known=waiting is not None)
     if waiting is not None:
         queued = waiting.waiting.get(model.name, 0)

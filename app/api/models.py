@@ -55,7 +55,7 @@ def get_model(path: ModelPath) -> dict[str, Any]:
     known = _known(path.model)
     load = None
     with suppress(RedisError):
-        load = load_of(dispatcher(), known)
+        load = dispatcher().queues.while_here(lambda: load_of(dispatcher(), known))
     found = dispatcher().catalog.snapshot()
     left = departures.left_of(database(), known.name) if found.is_leaving(known.name) else None
     return shape.model_detail(known, found, load, left)

@@ -62,5 +62,5 @@ def _next(job_id: str) -> Any:
 def _truths(known: Any) -> list[Any]:
     found: list[Any] = []
     with suppress(RedisError):
-        found = context().estimates.truths(known)
+        found = dispatcher().queues.while_here(lambda: context().estimates.truths(known))
     return [(words, it) for words, it in zip(_SIZES, found, strict=False) if it is not None]

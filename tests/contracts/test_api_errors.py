@@ -5,10 +5,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import pytest
 
+from app.factory import create_app
 from app.readiness import Readiness
 from database.db import Database
 from insight.processes import SILENT_MS, Process
@@ -315,6 +317,36 @@ def test_readiness_answers_within_a_second_though_a_part_accepts_and_never_answe
     assert (answer.status_code, parts[part]["ok"]) == (status, False)
     assert took_s < 3, "the parts' own time limits, one after another, are 6 s and more"
     assert parts["broker"]["ok"], "a part that answers is told as it is"
+
+
+def _accepted(listener: socket.socket) -> int:
+    """Accept the connections that wait, and return how many they are."""
+    listener.setblocking(False)
+    count = 0
+    with suppress(BlockingIOError):
+        while True:
+            listener.accept()[0].close()
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/page/servers", "/page/models/zimg", "/page/servers/gpu1", "/admin/servers", "/admin/models/zimg"]
+)
+def test_a_redis_that_never_answers_is_waited_for_once_by_each_page(
+    api: Api, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.register(slots=2)
+    api.submitted()
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        monkeypatch.setenv("SLOTKEEPER_REDIS_URL", f"redis://127.0.0.1:{listener.getsockname()[1]}/0")
+        monkeypatch.setenv("SLOTKEEPER_REDIS_TIMEOUT_S", "0.2")
+        clear_wiring()
+        client = create_app().test_client()
+        _accepted(listener)  # A process looks at its Redis when it starts.
+        assert client.get(path).status_code == 200
+        waits = _accepted(listener)
+    assert waits == 1, "each wait for an answer has a connection of its own"
 
 
 def test_a_look_that_fails_is_nobody_elses_answer() -> None:

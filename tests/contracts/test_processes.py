@@ -5,8 +5,10 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -274,3 +276,16 @@ def test_canaries_are_sent_at_intervals_and_to_their_own_worker(
     one.send_in_time()
     one.send_in_time()
     assert sent == ["canary.worker@host"]
+
+
+def test_a_worker_takes_canaries_only_once_its_consumer_can_receive(api: Api, worker: Worker) -> None:
+    """A broker that pushes delivers while the consumer is being set up, and a message without a callback ends it."""
+    due: list[Callable[[], object]] = []
+    consumed: list[str] = []
+    hub = SimpleNamespace(call_soon=lambda act, *args: due.append(partial(act, *args)))
+    consumer = SimpleNamespace(hostname="worker@host", hub=hub, add_task_queue=consumed.append)
+    canary.listen(Canary(worker.engine, wiring.workers()), consumer)
+    assert consumed == []
+    for act in due:
+        act()
+    assert consumed == ["canary.worker@host"]

@@ -63,6 +63,7 @@ def configure(level: int | str = logging.WARNING, form: Form = "console") -> Non
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
     )
     threading.excepthook = _thread_failed
+    logging.captureWarnings(True)
 
 
 class _StandardError(logging.StreamHandler[TextIO]):

@@ -11,7 +11,9 @@ from importlib import import_module
 import click
 from celery.bin.base import CLIContext
 
+from foundation import logs
 from tasks.celery_app import celery
+from tasks.config import TaskSettings
 
 _MODULES = {"worker": "celery.bin.worker", "beat": "celery.bin.beat", "flower": "flower.command"}
 
@@ -26,7 +28,9 @@ def program(name: str) -> click.Command:
 
 def run(words: Sequence[str]) -> None:
     """Be one of them until it ends; then this process does."""
-    context = CLIContext(app=celery, no_color=False, workdir=None)
+    settings = TaskSettings()
+    logs.configure(settings.log_level, settings.log_format)  # Celery warns before it asks for a way of logging.
+    context = CLIContext(app=celery, no_color=False, workdir=None, quiet=settings.log_format == "json")
     _Programs("tasks").main(list(words), prog_name="python -m tasks", obj=context, auto_envvar_prefix="CELERY")
 
 

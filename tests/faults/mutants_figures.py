@@ -161,7 +161,7 @@ FIGURES = [
         "routing/queues.py",
         "        except (ConnectionError, TimeoutError):\n            self.note_away()\n            raise\n",
         "        finally:\n            pass\n",
-        ("tests/contracts/test_api_errors.py::test_a_redis_that_never_answers_is_waited_for_once_by_each_page[/]",),
+        ("tests/contracts/test_api_errors.py::test_a_redis_that_never_answers_is_waited_for_once_by_each_page",),
         still="tests/contracts/test_api_errors.py::test_a_whole_process_is_ready",
     ),
     Mutant(

@@ -5,7 +5,7 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -121,6 +121,8 @@ def _trace() -> dict[str, str]:
 
 def _wait(jobs: list[Job]) -> list[Job]:
     api = client()
+    if len(jobs) == 1:
+        return [api.wait_for(jobs[0]["job_id"], notify=_saying_changes(jobs[0]))]
     return [api.wait_for(job["job_id"]) for job in _tracked(jobs, len(jobs), "ended")]
 
 
@@ -131,6 +133,28 @@ def _tracked(items: Any, count: int, what: str) -> Iterator[Any]:
     if count == 1 or not sys.stderr.isatty():
         return iter(items)
     return iter(track(items, what, total=count, console=console(stderr=True), transient=True))
+
+
+def _saying_changes(job: Job) -> Callable[[Job], None]:
+    """Say on standard error how a job stands, and return what says so again when that has changed."""
+    said = ""
+
+    def note(job: Job) -> None:
+        nonlocal said
+        now = _standing(job)
+        if now != said:
+            say(now, err=True)
+            said = now
+
+    note(job)
+    return note
+
+
+def _standing(job: Job) -> str:
+    error = job.get("last_error")
+    place = f"position {job['position']}" if job.get("position") else ""
+    failed = f"attempt {job['attempts']}: {error['code']}: {one_line(error['message'])}" if error else ""
+    return "  ".join(filter(None, [job["job_id"], job["status"], place, failed]))
 
 
 def _print_submitted(job: Job) -> None:
@@ -329,7 +353,9 @@ def print_jobs(jobs: list[Job], as_json: bool) -> None:
 def show_job(job_id: str, wait: bool, output: Path | None, as_json: bool) -> None:
     """Show a job and its result.  With --wait the exit status is 0 only if it has completed."""
     api = client()
-    job = api.wait_for(quoted(job_id)) if wait else api.get(f"/queue/jobs/{quoted(job_id)}")
+    job = api.get(f"/queue/jobs/{quoted(job_id)}")
+    if wait:
+        job = api.wait_for(quoted(job_id), notify=_saying_changes(job))
     if output is not None:
         save_result(job, output)
     if as_json:

@@ -10,6 +10,7 @@ import requests
 
 _TIMEOUT_S = 30.0
 _LONGEST_WAIT_S = 20.0
+_NOTIFY_EVERY_S = 2
 _PAUSE_S = 0.25  # before asking again what was answered sooner than asked for
 _AGAIN = (429, 503)
 _NO_KEY = "set SLOTKEEPER_KEY to a tenant's key; `slotkeeper tenants add NAME` on the API's machine makes one."
@@ -103,14 +104,19 @@ class Client:
             time.sleep(pause_s)
             wait_s = min(wait_s * 2, 15.0)
 
-    def wait_for(self, job_id: str, timeout_s: float | None = None) -> dict[str, Any]:
-        """The job once it has ended, or as it is after `timeout_s`."""
+    def wait_for(
+        self, job_id: str, timeout_s: float | None = None, notify: Callable[[dict[str, Any]], object] | None = None
+    ) -> dict[str, Any]:
+        """The job once it has ended, or as it is after `timeout_s`.  `notify`: gets the job every few seconds."""
+        longest_s = _LONGEST_WAIT_S if notify is None else _NOTIFY_EVERY_S
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            left_s = _LONGEST_WAIT_S if until is None else min(until - time.monotonic(), _LONGEST_WAIT_S)
+            left_s = longest_s if until is None else min(until - time.monotonic(), longest_s)
             job: dict[str, Any] = self.get(f"/queue/jobs/{job_id}", wait=max(left_s, 0))
             if has_ended(job) or (until is not None and time.monotonic() + _PAUSE_S > until):
                 return job
+            if notify is not None:
+                notify(job)
             time.sleep(_PAUSE_S)  # The API does not let everybody wait when too many do.
 
     def pages(self, path: str, items: str, limit: int, **params: Any) -> Iterator[dict[str, Any]]:

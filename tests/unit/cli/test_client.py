@@ -75,6 +75,25 @@ def test_the_key_is_shown_to_the_api(api: HTTPServer, monkeypatch: pytest.Monkey
     assert run("dlq", "list").output == "There are no such jobs.\n"
 
 
+def test_a_job_that_is_waited_for_says_its_id_first_and_each_change(api: HTTPServer) -> None:
+    error = {"code": "server_error", "message": "out of memory"}
+    stands: list[dict[str, Any]] = [
+        {"status": "queued", "position": 3},
+        {"status": "queued", "position": 3},
+        {"status": "delayed", "position": None, "attempts": 1, "last_error": error},
+        {"status": "completed", "position": None, "result": "a cat"},
+    ]
+    api.expect_ordered_request("/queue/submit").respond_with_json({"job_id": "1"} | stands[0])
+    for stand in stands:
+        api.expect_ordered_request("/queue/jobs/1").respond_with_json({"job_id": "1", "attempts": 0} | stand)
+    done = run("submit", "zimg", "--wait")
+    assert done.stderr.splitlines() == [
+        "1  queued  position 3",
+        "1  delayed  attempt 1: server_error: out of memory",
+    ]
+    assert done.stdout == "1  completed  a cat\n" and done.exit_code == 0
+
+
 def test_numbers_reach_the_api_as_they_were_written(api: HTTPServer) -> None:
     seen: list[bytes] = []
     receipt = {"job_id": "1", "status": "queued", "position": 1}

@@ -337,7 +337,7 @@ def _of_server(server: Any, snapshot: Any) -> Check:
 
     def check() -> Iterator[Finding]:
         from tasks.descriptions import speaker_of
-        from tasks.servers import HealthKind
+        from tasks.servers import HealthKind, Live, call_server
 
         speaker = speaker_of(snapshot, server)
         if speaker is None:
@@ -345,7 +345,7 @@ def _of_server(server: Any, snapshot: Any) -> Check:
                 said = "Its description cannot be used, so no job is sent there."
                 yield Finding(server.name, "fail", said, f"See `slotkeeper servers check {server.name}`.")
             return
-        health = speaker.health()
+        health = call_server(speaker, Live.health)
         where = f"It is registered at {speaker.endpoint}: see that it runs, and that this host reaches it."
         if health.kind is HealthKind.DOWN:
             yield Finding(server.name, "fail", f"Nobody answers its health check ({health.message}).", where)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
 from typing import Any
 
 import structlog
@@ -34,7 +35,7 @@ from tasks.config import EventSettings
 from tasks.descriptions import Misconfigured, server_for, speaker_of
 from tasks.ends import log_end
 from tasks.rounds import Asked, Rounds
-from tasks.servers import Call, HealthKind
+from tasks.servers import Call, HealthKind, Live, call_server
 from tasks.wiring import database, dispatcher, last_runs, lifetimes, scripts, teller, workers
 from upkeep import draining, ledger, pulse, reconcile, runs
 from upkeep.identity import ServerReport
@@ -265,7 +266,7 @@ def _report(server: ServerRow) -> ServerReport:
     speaker = speaker_of(dispatcher().catalog.snapshot(), server)
     if speaker is None:
         return ServerReport(up=True, asked_ms=asked_ms, endpoints=server.endpoints)
-    health = speaker.health()
+    health = call_server(speaker, Live.health)
     is_awaited = server.name in _awaited and health.kind in (HealthKind.DOWN, HealthKind.UNKNOWN)
     return ServerReport(
         up=health.kind is not HealthKind.DOWN,
@@ -303,7 +304,8 @@ def _ask_about(row: Withheld) -> None:
             return
         speaker = server_for(url, dispatcher().catalog.model(row.model), job.described_by)
         if speaker.description.mode in ("async", "auto"):
-            outcome = speaker.status(Call(row.job_id, row.attempt, payload=None, deadline_s=_STATUS_S), row.remote_id)
+            call = Call(row.job_id, row.attempt, payload=None, deadline_s=_STATUS_S)
+            outcome = call_server(speaker, partial(Live.status, call=call, remote_id=row.remote_id))
             if outcome.kind in _ENDED:
                 draining.release_run(dispatcher(), row.job_id, row.attempt)
             elif outcome.kind is Kind.PENDING and not outcome.code:

@@ -4,6 +4,8 @@ Whether the push shows the right token is for the door to check, before.  Everyt
 been told: the same verdict, the same guarded write.  The worker that still polls finds its run over.
 """
 
+from functools import partial
+
 from dispatch.outcome import Kind, Outcome
 from foundation import exact, large_json
 from jobs import withheld
@@ -12,7 +14,7 @@ from jobs.record import Job
 from jobs.states import State
 from tasks import callbacks
 from tasks.descriptions import Misconfigured, address_of, server_for
-from tasks.servers import Call
+from tasks.servers import Call, Live, call_server
 from tasks.servers.pointers import resolve
 from tasks.settlement import settle
 from tasks.wiring import dispatcher
@@ -36,7 +38,10 @@ def read(job: Job, body: bytes) -> Outcome | None:
         return None
     if not server.description.keeps_results and server.description.mode != "callback":
         return None  # The worker that polls is its one reader.
-    outcome = server.pushed(_call(job), job.remote_id, body)
+    call = _call(job)
+    outcome = server.pushed(call, job.remote_id, body)
+    if outcome.kind is Kind.DONE and server.description.result is not None:
+        outcome = call_server(server, partial(Live.result, call=call, remote_id=job.remote_id, outcome=outcome))
     return outcome if outcome.kind in _ENDS else None
 
 

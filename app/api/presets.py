@@ -1,7 +1,6 @@
 """Kinds of inference servers that are known by name, and what answers at an address."""
 
 from collections.abc import Sequence
-from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,7 @@ from foundation.errors import InvalidRequest, NotFound
 from tasks import vault
 from tasks.descriptions import is_behind
 from tasks.servers import Description, presets
+from tasks.servers.live import in_own_loop
 from tasks.servers.probe import Heard, Recognized, Trial, endpoint_for, recognize
 
 api = admin_blueprint("presets", "Kinds of servers", "/admin")
@@ -64,7 +64,7 @@ def probe_server(body: ProbeBody) -> dict[str, Any]:
         check_model_name(body.model)
     if body.preset is not None and body.preset not in presets.names():
         raise InvalidRequest("preset", f"there is no such preset; there is: {', '.join(presets.names())}")
-    found = recognize(body.url)
+    found = in_own_loop(partial(recognize, body.url))
     if not found.is_there:
         return _told(found, body.preset, None)
     tried: list[Heard] = []
@@ -79,15 +79,15 @@ def _tried(found: Recognized, preset: str, body: ProbeBody, tried: list[Heard]) 
     """Try a preset.  `tried`: what was heard from those tried before; this one's exchanges are added."""
     endpoint = endpoint_for(body.url, preset, found.model)
     secret = partial(vault.value_for, body.model) if body.model is not None else None
-    with closing(Trial(endpoint, Description.model_validate(presets.get(preset)), secret)) as trial:
-        health = trial.health()
-        outcome = None if body.payload is None else trial.run(body.payload, body.patience)
-        told = None
-        if outcome is not None:
-            result = None if outcome.result is None else trial.shown(outcome.result)
-            told = TrialView.of(outcome, result=result)
-        tried += trial.heard
-        return _told(found, preset, endpoint, tried, health=HealthReport.of(health), outcome=told)
+    trial = Trial(endpoint, Description.model_validate(presets.get(preset)), secret)
+    health = in_own_loop(trial.health)
+    told = None
+    if body.payload is not None:
+        outcome = in_own_loop(partial(trial.run, payload=body.payload, patience_s=body.patience))
+        result = None if outcome.result is None else trial.shown(outcome.result)
+        told = TrialView.of(outcome, result=result)
+    tried += trial.heard
+    return _told(found, preset, endpoint, tried, health=HealthReport.of(health), outcome=told)
 
 
 def _told(

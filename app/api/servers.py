@@ -26,6 +26,7 @@ from jobs.withheld import Withheld
 from registry import departures
 from registry.values import AdminState, Server
 from tasks.descriptions import speaker_of
+from tasks.servers import Live, call_server
 from tasks.wiring import catalog, database, workers
 from upkeep import draining, rooms
 from upkeep.reconcile import departures as upkeep
@@ -145,7 +146,7 @@ def check_server(path: ServerPath) -> dict[str, Any]:
     known = _known(path.server)
     reasons = why_idle(dispatcher(), workers(), known)
     speaker = speaker_of(dispatcher().catalog.snapshot(), known)
-    return server_check(known, reasons, None if speaker is None else speaker.health())
+    return server_check(known, reasons, None if speaker is None else call_server(speaker, Live.health))
 
 
 @api.delete(

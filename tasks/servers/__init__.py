@@ -1,15 +1,14 @@
 """tasks.servers: how to speak to an inference server.  One interpreter, servers are data.
 
 A Description says how to ask and how to read the answers; Description() is the slot protocol.
-Server speaks to one server by it and gives back Outcomes.  Knows requests, httptools, pydantic and
+Server speaks to one server by it and gives back Outcomes.  Knows httptools, pydantic and
 dispatch.outcome; never jobs, Redis, Celery, Flask or SQL (setup.cfg, importlinter).
 
   description  what can be said, checked when stored     defaults   the protocol as rules
   templates    values put into a request                 rules      an answer -> an Outcome
   plan         a description compiled                     health     an answer -> a Health
-  wire         one bounded HTTP exchange, in a thread     client     Server
-  wires        the same, in an event loop                 live       Server, spoken to from there
-  connection   one connection of those
+  wires        bounded HTTP exchanges, in an event loop   client     Server
+  connection   one connection of those                    live       Server, spoken to from there
   call         what goes into an exchange                 answers    what came back
   stream       an answer that comes in pieces          inspection  one that is large, in a process
   body         a large answer, in a file
@@ -22,10 +21,9 @@ from tasks.servers.body import FILED_FROM
 from tasks.servers.call import Call, Health, HealthKind
 from tasks.servers.client import Server
 from tasks.servers.description import DEFAULT, Description, for_model
-from tasks.servers.live import Live
+from tasks.servers.live import Live, call_server
 from tasks.servers.plan import Plan, compile_plan
 from tasks.servers.rules import TOO_DEEP
-from tasks.servers.wire import new_session
 from tasks.servers.wires import Wires
 
 __all__ = [
@@ -40,7 +38,7 @@ __all__ = [
     "Plan",
     "Server",
     "Wires",
+    "call_server",
     "compile_plan",
     "for_model",
-    "new_session",
 ]

@@ -35,11 +35,27 @@ class Break(StrEnum):
     UNSENDABLE = "unsendable"  # nothing was sent: no HTTP request can be made of this
 
 
+MAX_ANSWER_BYTES = 64 << 20
+"""Of one answer of a server."""
+MESSAGES = {
+    Break.CONNECT: "no connection to the server could be made",
+    Break.TIMEOUT: "the server gave no whole answer in time",
+    Break.RESET: "the connection broke before the whole answer was there",
+    Break.TOO_LARGE: f"the server's answer is larger than {MAX_ANSWER_BYTES >> 20} MiB: have the server store large "
+    "results, and answer with their URL",
+    Break.UNSENDABLE: "no HTTP request can be made of the address or the headers",
+}
+
+
 class Broken(NamedTuple):
     """An exchange without a (whole) answer."""
 
     how: Break
-    message: str  # says nothing about addresses or headers: they may hold secrets
+
+    @property
+    def message(self) -> str:
+        """Says nothing about addresses or headers: they may hold secrets."""
+        return MESSAGES[self.how]
 
 
 class Answer:

@@ -38,6 +38,16 @@ class Call(NamedTuple):
         return f"{self.job_id}-{self.attempt}"
 
 
+class Limits(NamedTuple):
+    """Bounds of one HTTP exchange."""
+
+    connect_s: float
+    read_s: float  # between two pieces of the answer; may be infinite
+    deadline: float  # time.monotonic() at which it all ends
+    max_bytes: int  # of the answer's body
+    listen_s: float = 0.0  # for how long the end of an exchange is observed that is given up
+
+
 class HealthKind(StrEnum):
     """What a health check can tell."""
 

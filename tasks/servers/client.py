@@ -2,23 +2,20 @@
 
 import re
 import time
-from collections.abc import Collection, Generator, Mapping
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
-
-import requests
 
 from dispatch.outcome import Kind, Outcome
 from foundation.addresses import secrets_in_url
-from tasks.servers.answers import Answer, Break, Broken
-from tasks.servers.call import MAX_DEADLINE_S, Call, Health, HealthKind
+from tasks.servers.answers import MAX_ANSWER_BYTES, Answer, Break, Broken
+from tasks.servers.call import MAX_DEADLINE_S, Call, Health, HealthKind, Limits
 from tasks.servers.description import DEFAULT, Description
 from tasks.servers.plan import Plan, Request, Step, compile_plan
 from tasks.servers.pointers import Pointer
 from tasks.servers.rules import About
 from tasks.servers.stream import Hearing, Tell, tell_nobody
 from tasks.servers.templates import SecretLookup, TemplateError, Values, to_json
-from tasks.servers.wire import MAX_ANSWER_BYTES, Limits, exchange, shared_session
 
 MAX_HEALTH_BYTES = 1024 * 1024
 
@@ -26,11 +23,9 @@ _CONTENT_TYPE = "Content-Type"
 _OURS = {"X-Source": "dispatcher"}
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}[!-~]{0,100}")
 
-T = TypeVar("T")
 
-
-class Ask(NamedTuple):
-    """One exchange that is wanted."""
+class HttpRequest(NamedTuple):
+    """One request, as a description makes it of a call."""
 
     method: str
     url: str
@@ -41,18 +36,15 @@ class Ask(NamedTuple):
     """Where the answer may be a stream."""
 
 
-Talk: TypeAlias = Generator[Ask, Answer | Broken, T]
-"""What is said to a server, one exchange after another, whoever carries them out; ends with what came of it."""
+Send: TypeAlias = Callable[[HttpRequest], Awaitable[Answer | Broken]]
+"""Sends one request, and returns what came of it."""
 
 
 class Server:
-    """One inference server.  Safe to share between threads; keep it, since building it compiles.
-
-    submit, status, cancel, pushed and health wait for the server; the talks of the same names do not, and are carried
-    out by whoever has a way to (live.py).
+    """One inference server, as its description says.  Safe to share between threads; keep it, since building it
+    compiles.  It has no connections: `send` carries out its requests, one after another (live.py).
 
     endpoint: the full URL a job is submitted to; other paths are below its scheme, host and port.
-    session: from new_session(); the process's own one by default.
     secret: looks secrets up by name.  What it gives is sent, never kept, logged or repeated.
     Raises ValueError for an endpoint that is no http(s) URL.  No method raises for what a server,
     a payload or a description can do: it all becomes an Outcome.
@@ -63,7 +55,6 @@ class Server:
         endpoint: str,
         description: Description | Plan = DEFAULT,
         *,
-        session: requests.Session | None = None,
         secret: SecretLookup | None = None,
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
@@ -71,7 +62,6 @@ class Server:
         self._path = urlsplit(self._endpoint).path.rstrip("/")
         self._secrets_of_endpoint = secrets_in_url(self._endpoint)
         self._plan = compile_plan(description) if isinstance(description, Description) else description
-        self._session = session
         self._secret = secret
         self._max_bytes = max_answer_bytes
 
@@ -96,19 +86,15 @@ class Server:
             return None
         return call.job_id if template == "{{job/id}}" else call.attempt_id
 
-    def submit(self, call: Call) -> Outcome:
-        """Hand the job over, once.
+    async def submit(self, call: Call, send: Send, tell: Tell = tell_nobody) -> Outcome:
+        """Hand the job over, once.  `tell` is given the pieces of a streamed answer as they come.
 
         UNREACHABLE: certainly nothing was sent, or a gateway said 502/504 (`bad_gateway`).
         UNKNOWN: it may be running there; do not send it again before that is known.
         """
-        return self._carry_out(self.submit_talk(call))
-
-    def submit_talk(self, call: Call, tell: Tell = tell_nobody) -> Talk[Outcome]:
-        """`tell` is given the pieces of a streamed answer as they come."""
         values = self._values(call, self.known_id(call))
         try:
-            outcome = yield from self._ask(self._plan.submit, values, _end_of(call), self._hearing(values, tell))
+            outcome = await self._ask(self._plan.submit, values, _end_of(call), send, self._hearing(values, tell))
         except TemplateError as error:
             return Outcome(error.kind, code=error.code, message=str(error))
         return outcome or Outcome(Kind.RETRY, code="bad_answer")
@@ -120,99 +106,93 @@ class Server:
         outcome = self._plan.submit.judge.outcome(reply, self._about(self._values(call, self.known_id(call))))
         return outcome is not None and outcome.kind not in (Kind.PENDING, Kind.UNKNOWN, Kind.UNREACHABLE)
 
-    def status(self, call: Call, remote_id: str) -> Outcome:
+    async def status(self, call: Call, remote_id: str, send: Send) -> Outcome:
         """Ask how the job is.  Whatever goes wrong with asking is PENDING: the caller holds the clock.
 
         If the description says so, a finished job's result is fetched here.  Reading it may destroy
         it on the server, so store it before anything else.
         """
-        return self._carry_out(self.status_talk(call, remote_id))
-
-    def status_talk(self, call: Call, remote_id: str) -> Talk[Outcome]:
         values, end = self._values(call, remote_id), _end_of(call)
         try:
-            outcome = yield from self._first_verdict(values, end)
-            return (yield from self._with_result(outcome, values, end))
+            outcome = await self._first_verdict(values, end, send)
+            return await self._with_result(outcome, values, end, send)
         except TemplateError as error:
             return Outcome(Kind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
 
-    def cancel(self, call: Call, remote_id: str | None = None) -> bool:
+    async def cancel(self, call: Call, remote_id: str | None, send: Send) -> bool:
         """Ask to give the job up; True if the server said yes.
 
         A yes is not a promise: whether it frees the slot stands in description.cancel.frees_slot.
         Without the server's id, the job's own is used, which it was told in X-Job-Id.
         """
-        return self._carry_out(self.cancel_talk(call, remote_id))
-
-    def cancel_talk(self, call: Call, remote_id: str | None) -> Talk[bool]:
         if self._plan.cancel is None:
             return False
         values = self._values(call, remote_id or self.known_id(call) or call.job_id)
         try:
-            outcome = yield from self._ask(self._plan.cancel, values, _end_of(call))
+            outcome = await self._ask(self._plan.cancel, values, _end_of(call), send)
         except TemplateError:
             return False
         return outcome is not None and outcome.kind is Kind.CANCELED
 
-    def pushed(
-        self, call: Call, remote_id: str | None, body: bytes, headers: Mapping[str, str] | None = None
-    ) -> Outcome:
+    def pushed(self, call: Call, remote_id: str | None, body: bytes) -> Outcome:
         """Read what the server pushed to the callback URL.  PENDING if it does not tell the end.
 
-        Whether the push carries the right token is for the caller to check, before.
+        Whether the push carries the right token is for the caller to check, before.  Where the description has a result
+        step, that is still to be fetched (`result`).
         """
         values = self._values(call, remote_id or self.known_id(call))
-        outcome = self._plan.callback.outcome(Answer(200, headers or {}, body), self._about(values))
+        outcome = self._plan.callback.outcome(Answer(200, {}, body), self._about(values))
+        return outcome or Outcome(Kind.PENDING, code="bad_answer", remote_id=values.remote_id)
+
+    async def result(self, call: Call, remote_id: str | None, outcome: Outcome, send: Send) -> Outcome:
+        """Fetch the result of a run of which a push said that it is done."""
+        values = self._values(call, remote_id or self.known_id(call))
         try:
-            return self._carry_out(self._with_result(outcome, values, _end_of(call)))
+            return await self._with_result(outcome, values, _end_of(call), send)
         except TemplateError as error:
             return Outcome(Kind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
 
-    def health(self) -> Health:
+    async def health(self, send: Send) -> Health:
         """The server's own report.  DOWN says that nobody answers, not that no job runs there."""
-        return self._carry_out(self.health_talk())
-
-    def health_talk(self) -> Talk[Health]:
         if self._plan.health is None:
             return Health(HealthKind.UNKNOWN, message="this server's description has no health check")
         request, judge = self._plan.health
         end = time.monotonic() + request.connect_s + min(request.read_s, 60.0)
         values = self._values(None, None)
         try:
-            reply = yield self._wanted(request, values, dict(_OURS), end, MAX_HEALTH_BYTES)
+            reply = await send(self._request(request, values, dict(_OURS), end, MAX_HEALTH_BYTES))
             if isinstance(reply, Broken) and reply.how is Break.RESET:
                 # Perhaps only a kept connection that the server was closing: ask once more.
-                reply = yield self._wanted(request, values, dict(_OURS), end, MAX_HEALTH_BYTES)
+                reply = await send(self._request(request, values, dict(_OURS), end, MAX_HEALTH_BYTES))
         except TemplateError as error:
             return Health(HealthKind.UNKNOWN, message=str(error))
         return judge.health(reply)
 
-    def _first_verdict(self, values: Values, end: float) -> Talk[Outcome]:
+    async def _first_verdict(self, values: Values, end: float, send: Send) -> Outcome:
         for step in self._plan.status:
-            outcome = yield from self._ask(step, values, end)
+            outcome = await self._ask(step, values, end, send)
             if outcome is not None:
                 return outcome
         return Outcome(Kind.PENDING, code="bad_answer", remote_id=values.remote_id)
 
-    def _with_result(self, outcome: Outcome | None, values: Values, end: float) -> Talk[Outcome]:
-        if outcome is None:
-            return Outcome(Kind.PENDING, code="bad_answer", remote_id=values.remote_id)
+    async def _with_result(self, outcome: Outcome, values: Values, end: float, send: Send) -> Outcome:
         if outcome.kind is not Kind.DONE or self._plan.result is None:
             return outcome
-        return (yield from self._ask(self._plan.result, values, end)) or outcome
+        return await self._ask(self._plan.result, values, end, send) or outcome
 
     def _hearing(self, values: Values, tell: Tell) -> Hearing | None:
         plan = self._plan.stream
         return None if plan is None else Hearing(plan, self._plan.submit.judge, lambda: self._about(values), tell)
 
-    def _ask(self, step: Step, values: Values, end: float, hearing: Hearing | None = None) -> Talk[Outcome | None]:
+    async def _ask(
+        self, step: Step, values: Values, end: float, send: Send, hearing: Hearing | None = None
+    ) -> Outcome | None:
         """One step, asked and judged.  Raises TemplateError; then nothing was sent."""
         assert values.call is not None
         headers = _job_headers(values.call)
         if step is self._plan.submit:
             headers |= _submit_headers(values.call)
-        ask = self._wanted(step.request, values, headers, end, self._max_bytes)
-        reply = yield (ask if hearing is None else ask._replace(hearing=hearing))
+        reply = await send(self._request(step.request, values, headers, end, self._max_bytes, hearing))
         if hearing is not None and hearing.is_stream:
             return hearing.outcome(reply)
         outcome = step.judge.outcome(reply, self._about(values))
@@ -222,19 +202,27 @@ class Server:
             or not step.judge.depends_on_health(reply, values.remote_id)
         ):
             return outcome
-        health = yield from self.health_talk()
+        health = await self.health(send)
         if health.kind not in (HealthKind.BUSY, HealthKind.DOWN):
             return outcome
         return Outcome(Kind.BUSY, code="busy", message=f"{outcome.message} (the health check says {health.kind})")
 
-    def _wanted(self, request: Request, values: Values, headers: dict[str, str], end: float, max_bytes: int) -> Ask:
+    def _request(
+        self,
+        request: Request,
+        values: Values,
+        headers: dict[str, str],
+        end: float,
+        max_bytes: int,
+        hearing: Hearing | None = None,
+    ) -> HttpRequest:
         url = self._endpoint if request.path is None else self._base + request.path.fill(values)
         body = self._body(request, values, headers)
         if request.headers is not None:
             headers |= request.headers.fill(values)
         listen_s = values.call.listen_s if values.call is not None and self._tells_end(request) else 0.0
         limits = Limits(request.connect_s, request.read_s, end, max_bytes, listen_s)
-        return Ask(request.method, url, headers, body, limits)
+        return HttpRequest(request.method, url, headers, body, limits, hearing)
 
     def _tells_end(self, request: Request) -> bool:
         """Whether the answer to a request comes when the run is over, however late."""
@@ -244,16 +232,6 @@ class Server:
             and self.description.mode in ("sync", "auto")
             and not submit.ends_on_disconnect
         )
-
-    def _carry_out(self, talk: Talk[T]) -> T:
-        """Wait for each exchange in turn."""
-        session = self._session or shared_session()
-        try:
-            ask = next(talk)
-            while True:
-                ask = talk.send(exchange(session, *ask))
-        except StopIteration as ended:
-            return ended.value
 
     def _body(self, request: Request, values: Values, headers: dict[str, str]) -> bytes | None:
         is_payload = request is self._plan.submit.request and request.body is None and request.method != "GET"

@@ -13,8 +13,14 @@ from typing import Any, Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from tasks.servers import wire
-
+# A server that closes an idle connection may do so in the very moment in which we send on it, and
+# then nobody can tell whether it has read the request.  What is closed already is found out before;
+# the rest is avoided by not reusing a connection that has been idle for about as long as common
+# servers allow (gunicorn 2 s, uvicorn and node 5 s).  What is left of the race is UNKNOWN.
+MAX_IDLE_S = 1.5
+# So does a server whose code has failed (uvicorn, under every FastAPI: a moment after a 500 that announces nothing),
+# and the slot's next job comes in that very moment.
+_FAILED_INSIDE = 500
 _LONGEST_HEAD = 256 * 1024  # bytes; as much may be said between pieces of a body, and behind it
 _LARGE = 64 * 1024  # bytes of a request's body that are not copied behind its head
 _LOOK_ONLY = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -81,7 +87,7 @@ class Connection(asyncio.Protocol):
     @property
     def is_old(self) -> bool:
         """Whether it has been idle for as long as a server may take to close it."""
-        return time.monotonic() - self._idle_since_s >= wire.MAX_IDLE_S
+        return time.monotonic() - self._idle_since_s >= MAX_IDLE_S
 
     @property
     def is_fit(self) -> bool:
@@ -134,7 +140,7 @@ class Connection(asyncio.Protocol):
 
     def _conclude(self) -> None:
         asking, self._asking = self._asking, None
-        stays = self._may_stay and not self._is_spoiled and not self.unsent and self._status != wire.FAILED_INSIDE
+        stays = self._may_stay and not self._is_spoiled and not self.unsent and self._status != _FAILED_INSIDE
         if not stays:
             self.close()
         if asking is None:

@@ -1,14 +1,17 @@
-"""A server spoken to from an event loop: what `Server` says, carried out without waiting in a thread."""
+"""A server spoken to in an event loop: what `Server` says, sent by the loop's connections."""
 
 import asyncio
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeAlias, TypeVar
+
+import uvloop
 
 from dispatch.outcome import Kind, Outcome
 from foundation.addresses import refuses
 from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.body import FILED_FROM
 from tasks.servers.call import Call, Health
-from tasks.servers.client import Server, Talk
+from tasks.servers.client import HttpRequest, Server
 from tasks.servers.description import Description
 from tasks.servers.inspection import inspect
 from tasks.servers.stream import Piece, Tell, tell_nobody
@@ -23,8 +26,12 @@ _DEATH_SHOWS_S = (0.0, 0.02, 0.03, 0.05, 0.1, 0.2, 0.4)  # between looks
 _CUT = Outcome(Kind.UNKNOWN, code="cut_short", message="The call was cut short.")
 
 
+class _Cut(Exception):
+    """The answer to the submit is not waited for any more."""
+
+
 class Live:
-    """One run's talk with its server.  `tell` is given what the server says while it is at it."""
+    """One run's requests to its server.  `tell` is given what the server says while it is at it."""
 
     __slots__ = ("_is_cut", "_server", "_submit", "_tell", "_wires", "abandoned", "is_broken")
 
@@ -44,22 +51,28 @@ class Live:
 
     async def submit(self, call: Call) -> Outcome:
         """As Server.submit; UNKNOWN also if it is cut before the answer is there."""
-        talk = self._server.submit_talk(call, self._tell)
         try:
-            ask = next(talk)
-            while not self._is_cut:
-                self._submit = self._wires.begin(*ask)
-                reply = await self._submit.reply
-                if self._submit.is_abandoned:
-                    self.abandoned = self._submit.reply
-                self.is_broken = isinstance(reply, Broken) and reply.how is Break.RESET and not self._is_cut
-                if not self._is_cut:
-                    ask = talk.send(await self._inspected(reply))
-        except StopIteration as ended:
-            return ended.value
+            return await self._server.submit(call, self._send_submit, self._tell)
+        except _Cut:
+            return _CUT
         finally:
             self._submit = None
-        return _CUT
+
+    async def _send_submit(self, request: HttpRequest) -> Answer | Broken:
+        """Raises _Cut."""
+        if self._is_cut:
+            raise _Cut
+        self._submit = self._wires.begin(*request)
+        reply = await self._submit.reply
+        if self._submit.is_abandoned:
+            self.abandoned = self._submit.reply
+        self.is_broken = isinstance(reply, Broken) and reply.how is Break.RESET and not self._is_cut
+        if self._is_cut:
+            raise _Cut
+        return await self._inspected(reply)
+
+    async def _send(self, request: HttpRequest) -> Answer | Broken:
+        return await self._inspected(await self._wires.begin(*request).reply)
 
     async def _inspected(self, reply: Answer | Broken) -> Answer | Broken:
         """An answer that would keep all threads waiting is read in a process of its own."""
@@ -105,21 +118,37 @@ class Live:
         return await asyncio.to_thread(refuses, self._server.endpoint)
 
     async def status(self, call: Call, remote_id: str) -> Outcome:
-        outcome = await self._carry_out(self._server.status_talk(call, remote_id))
+        outcome = await self._server.status(call, remote_id, self._send)
         if outcome.progress is not None:
             self._tell(Piece(progress=outcome.progress))
         return outcome
 
     async def cancel(self, call: Call, remote_id: str | None = None) -> bool:
-        return await self._carry_out(self._server.cancel_talk(call, remote_id))
+        return await self._server.cancel(call, remote_id, self._send)
 
     async def health(self) -> Health:
-        return await self._carry_out(self._server.health_talk())
+        return await self._server.health(self._send)
 
-    async def _carry_out(self, talk: Talk[T]) -> T:
+    async def result(self, call: Call, remote_id: str | None, outcome: Outcome) -> Outcome:
+        return await self._server.result(call, remote_id, outcome, self._send)
+
+
+def in_own_loop(act: Callable[[Wires], Coroutine[Any, Any, T]]) -> T:
+    """Run `act` from a thread that has no event loop: in one of its own, whose connections are closed at the end.
+
+    For calls that are rare: a server's health is asked less often than connections are kept.
+    """
+
+    async def carry_out() -> T:
+        wires = Wires(asyncio.get_running_loop())
         try:
-            ask = next(talk)
-            while True:
-                ask = talk.send(await self._inspected(await self._wires.begin(*ask).reply))
-        except StopIteration as ended:
-            return ended.value
+            return await act(wires)
+        finally:
+            wires.close()
+
+    return uvloop.run(carry_out())
+
+
+def call_server(server: Server, act: Callable[[Live], Coroutine[Any, Any, T]]) -> T:
+    """Call a server from a thread that has no event loop, such as `call_server(server, Live.health)`."""
+    return in_own_loop(lambda wires: act(Live(server, wires)))

@@ -4,28 +4,25 @@
 says of each answer which rule judged it.  Headers are never told, and secrets that stand in a text are masked.
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, TypeVar
-
-import requests
+from typing import Any
 
 from dispatch.outcome import Kind, Outcome
 from foundation.addresses import secrets_in_url
 from tasks.servers import presets
 from tasks.servers.answers import NOT_JSON, Answer, Broken, clean
-from tasks.servers.call import Call, Health
-from tasks.servers.client import Ask, Server, Talk, split_endpoint
+from tasks.servers.call import Call, Health, Limits
+from tasks.servers.client import HttpRequest, Send, Server, split_endpoint
 from tasks.servers.defaults import cancel_rules, health_rules, poll_rules, result_rules, submit_rules
 from tasks.servers.description import Description, HealthRule, Rule
 from tasks.servers.pointers import MISSING, parse, resolve
 from tasks.servers.rules import CompiledRule, compile_rule
 from tasks.servers.templates import SecretLookup, to_json
-from tasks.servers.wire import Limits, exchange, new_session
-
-T = TypeVar("T")
+from tasks.servers.wires import Wires
 
 GENERIC = "generic-sync"
 _SURE = 3  # the weight of signs from which on a preset is proposed
@@ -78,27 +75,26 @@ class Recognized:
         return next(iter(self.presets), None)
 
 
-def recognize(url: str, deadline_s: float = 20.0) -> Recognized:
+async def recognize(url: str, wires: Wires, deadline_s: float = 20.0) -> Recognized:
     """Look at the paths by which presets' servers can be known.  Raises ValueError for what is no http(s) URL."""
     _, base = split_endpoint(url)
     end = time.monotonic() + deadline_s
     heard, candidates, is_there = [], dict[str, Candidate](), False
-    with new_session(1) as session:
-        for path, signs in groupby(_signs(), key=lambda one: one[1].path):
-            reply, told = _look(session, base, path, end)
-            heard.append(told)
-            if isinstance(reply, Broken):
-                if not is_there and told.status is None and reply.how == "connect":
-                    break  # Nobody listens: every other path would say the same.
-                continue
-            is_there = True
-            for preset, sign in signs:
-                if compile_rule(_as_rule(sign)).holds_for(reply, None):
-                    known = candidates.get(preset)
-                    weight = sign.weight + (known.weight if known else 0)
-                    candidates[preset] = Candidate(preset, weight, f"GET {path} answered as its servers do")
-        found = tuple(sorted(candidates.values(), key=lambda one: (-one.weight, one.preset)))
-        model = _model(session, base, found[0].preset, end) if found else None
+    for path, signs in groupby(_signs(), key=lambda one: one[1].path):
+        reply, told = await _look(wires, base, path, end)
+        heard.append(told)
+        if isinstance(reply, Broken):
+            if not is_there and told.status is None and reply.how == "connect":
+                break  # Nobody listens: every other path would say the same.
+            continue
+        is_there = True
+        for preset, sign in signs:
+            if compile_rule(_as_rule(sign)).holds_for(reply, None):
+                known = candidates.get(preset)
+                weight = sign.weight + (known.weight if known else 0)
+                candidates[preset] = Candidate(preset, weight, f"GET {path} answered as its servers do")
+    found = tuple(sorted(candidates.values(), key=lambda one: (-one.weight, one.preset)))
+    model = await _model(wires, base, found[0].preset, end) if found else None
     return Recognized(is_there, found, tuple(heard), model)
 
 
@@ -120,18 +116,18 @@ def _as_rule(sign: presets.Sign) -> HealthRule:
     return HealthRule(when=sign.when, then="up")
 
 
-def _look(session: requests.Session, base: str, path: str, end: float) -> tuple[Answer | Broken, Heard]:
+async def _look(wires: Wires, base: str, path: str, end: float) -> tuple[Answer | Broken, Heard]:
     limits = Limits(_CONNECT_S, _READ_S, min(end, time.monotonic() + _CONNECT_S + _READ_S), _MOST_BYTES)
     started = time.monotonic()
-    reply = exchange(session, "GET", base + path, {"X-Source": "dispatcher"}, None, limits)
+    reply = await wires.begin("GET", base + path, {"X-Source": "dispatcher"}, None, limits).reply
     return reply, _heard("look", f"GET {path}", reply, started)
 
 
-def _model(session: requests.Session, base: str, preset: str, end: float) -> str | None:
+async def _model(wires: Wires, base: str, preset: str, end: float) -> str | None:
     place = presets.about(preset).model
     if place is None:
         return None
-    reply, _ = _look(session, base, place.path, end)
+    reply, _ = await _look(wires, base, place.path, end)
     if isinstance(reply, Broken) or reply.json is NOT_JSON:
         return None
     found = resolve(reply.json, parse(place.pointer))
@@ -149,34 +145,29 @@ class Trial:
     _secrets: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._session = new_session(1)
         self._secrets.update(secrets_in_url(self.endpoint))
-        self._server = Server(self.endpoint, self.description, session=self._session, secret=self._remembered)
+        self._server = Server(self.endpoint, self.description, secret=self._remembered)
 
-    def health(self) -> Health:
+    async def health(self, wires: Wires) -> Health:
         """Ask how the server is."""
-        return self._follow(self._server.health_talk(), _Steps(self.description, "health"), None)
+        return await self._server.health(self._listening(wires, "health"))
 
-    def run(self, payload: Any, patience_s: float) -> Outcome:
+    async def run(self, wires: Wires, payload: Any, patience_s: float) -> Outcome:
         """Run one job as a worker would, for `patience_s` at most; then ask the server to give it up."""
         call = Call(f"probe-{time.time_ns():x}", 1, payload, deadline_s=patience_s)
         end = time.monotonic() + patience_s
-        outcome = self._follow(self._server.submit_talk(call), _Steps(self.description, "submit"), None)
+        outcome = await self._server.submit(call, self._listening(wires, "submit"))
         remote_id = outcome.remote_id
         while outcome.kind is Kind.PENDING and remote_id and time.monotonic() < end:
-            time.sleep(min(_POLL_S, max(end - time.monotonic(), 0)))
-            talk = self._server.status_talk(call, remote_id)
-            outcome = self._follow(talk, _Steps(self.description, "status"), remote_id)
+            await asyncio.sleep(min(_POLL_S, max(end - time.monotonic(), 0)))
+            outcome = await self._server.status(call, remote_id, self._listening(wires, "status", remote_id))
         if outcome.kind in (Kind.PENDING, Kind.UNKNOWN) and self.description.cancel is not None:
-            self._follow(self._server.cancel_talk(call, remote_id), _Steps(self.description, "cancel"), remote_id)
+            await self._server.cancel(call, remote_id, self._listening(wires, "cancel", remote_id))
         return outcome
 
     def shown(self, value: Any) -> str:
         """A value for people: short, and without secrets."""
         return clean(value if isinstance(value, str) else to_json(value).decode(), self._secrets)
-
-    def close(self) -> None:
-        self._session.close()
 
     def _remembered(self, name: str) -> str | None:
         found = self.secret(name) if self.secret else None
@@ -184,24 +175,26 @@ class Trial:
             self._secrets.add(found)
         return found
 
-    def _follow(self, talk: Talk[T], steps: "_Steps", asked: str | None) -> T:
-        """Carry a talk out, and keep what is said."""
-        try:
-            ask = next(talk)
-            while True:
-                started = time.monotonic()
-                reply = exchange(self._session, *ask)
-                self.heard.append(self._told(ask, reply, started, steps, asked))
-                ask = talk.send(reply)
-        except StopIteration as ended:
-            return ended.value
+    def _listening(self, wires: Wires, first_step: str, asked: str | None = None) -> Send:
+        """Return what sends the requests of a step, and of those that follow from it, and keeps what is heard."""
+        steps = _Steps(self.description, first_step)
 
-    def _told(self, ask: Ask, reply: Answer | Broken, started: float, steps: "_Steps", asked: str | None) -> Heard:
-        path = ask.url.partition("//")[2].partition("/")[2]
+        async def send(request: HttpRequest) -> Answer | Broken:
+            started = time.monotonic()
+            reply = await wires.begin(*request).reply
+            self.heard.append(self._told(request, reply, started, steps, asked))
+            return reply
+
+        return send
+
+    def _told(
+        self, request: HttpRequest, reply: Answer | Broken, started: float, steps: "_Steps", asked: str | None
+    ) -> Heard:
+        path = request.url.partition("//")[2].partition("/")[2]
         step, rule, means = steps.judge(reply, asked)
-        sent = None if ask.body is None else self.shown(ask.body.decode("utf-8", "replace"))
-        request = self.shown(f"{ask.method} /{path}")
-        return _heard(step, request, reply, started, sent=sent, rule=rule, means=means, secrets=self._secrets)
+        sent = None if request.body is None else self.shown(request.body.decode("utf-8", "replace"))
+        line = self.shown(f"{request.method} /{path}")
+        return _heard(step, line, reply, started, sent=sent, rule=rule, means=means, secrets=self._secrets)
 
 
 class _Steps:

@@ -1,8 +1,8 @@
-"""Exchanges of one event loop: what `wire` does in a thread, for as many servers at once as there are.
+"""The HTTP client of an event loop: its exchanges, and the connections that are kept for the next.
 
-What is promised is the same: never retried, never redirected, bounded in time and size, and exact about whether the
-request can have reached the server.  A kept connection that the server has closed meanwhile is found out before
-anything leaves by it, and another is taken.
+An exchange is never retried, never redirected, bounded in time and size, and exact about whether the request can have
+reached the server.  A kept connection that the server has closed meanwhile is found out before anything leaves by it,
+and another is taken.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import zlib
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
@@ -24,13 +24,15 @@ import requests
 from aiohappyeyeballs import start_connection
 from requests.utils import get_auth_from_url
 
-from tasks.servers import wire
+from tasks.servers import connection as connections
 from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.body import Body
+from tasks.servers.call import Limits
 from tasks.servers.connection import Connection
 from tasks.servers.stream import Hearing
-from tasks.servers.wire import MESSAGES, STREAM_GRACE_S, Limits
 
+_STREAM_GRACE_S = 0.5
+"""How long after its end a stream's connection may take to come to its own, and be used again."""
 _LOOK_EVERY = 4  # times within `read_s` it is looked whether anything has moved
 _OTHER_FAMILY_S = 0.25  # after which a name's next address is tried beside one that does not answer
 _JUDGED_BY = 64 * 1024  # bytes of an answer that nobody waits for
@@ -55,7 +57,7 @@ class _Target(NamedTuple):
 
 
 class Exchange:
-    """One question under way.  `reply` is a future for what `wire.exchange` answers."""
+    """One question under way.  `reply` is a future for an Answer, or for how it broke."""
 
     __slots__ = (
         "_body",
@@ -113,7 +115,7 @@ class Exchange:
             self._listening.cancel()
         self._deadline.cancel()
         self._deadline = self._wires.loop.call_later(self._limits.listen_s, self.break_off, Break.TIMEOUT)
-        waiting.set_result(Broken(how, MESSAGES[how]))
+        waiting.set_result(Broken(how))
 
     def send(self, connection: Connection, words: "_Words") -> None:
         """The request leaves by this connection."""
@@ -127,7 +129,7 @@ class Exchange:
             self._connection.close()
         if self.connecting is not None:
             self.connecting.cancel()
-        self._finish(Broken(how, MESSAGES[how]))
+        self._finish(Broken(how))
 
     # -- called by the connection ----------------------------------------------------------------------------
 
@@ -184,7 +186,7 @@ class Exchange:
             self.break_off(Break.RESET)
         elif hearing.is_over and not was_over:
             self._stop_looking()
-            self._looking = self._wires.loop.call_later(STREAM_GRACE_S, self.break_off, Break.RESET)
+            self._looking = self._wires.loop.call_later(_STREAM_GRACE_S, self.break_off, Break.RESET)
 
     def _listen_on(self, hearing: Hearing) -> None:
         """Give up when only signs of life come."""
@@ -240,7 +242,6 @@ class Wires:
         self._open: set[Connection] = set()
         self._idle: dict[Origin, list[Connection]] = defaultdict(list)  # that which was used last is the last
         self._tidying: asyncio.TimerHandle | None = None
-        self._tls: ssl.SSLContext | None = None
         self.one_inspection = asyncio.Lock()  # of a large answer: together they would take the memory of all
 
     def begin(
@@ -252,7 +253,10 @@ class Wires:
         limits: Limits,
         hearing: Hearing | None = None,
     ) -> Exchange:
-        """Ask once, as `wire.exchange`.  The request has left, or is waiting for its connection, when this returns."""
+        """Ask once.  The request has left, or is waiting for its connection, when this returns.
+
+        A stream is given to `hearing` as it comes.
+        """
         exchange = Exchange(self, limits, hearing)
         self._under_way.add(exchange)
         if limits.deadline <= time.monotonic():
@@ -302,7 +306,7 @@ class Wires:
         found = await self.loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         connected = await start_connection(found, happy_eyeballs_delay=_OTHER_FAMILY_S, loop=self.loop)
         make = partial(Connection, connected, partial(self._keep, origin), partial(self._drop, origin))
-        tls, name = (self._tls_context(), host) if scheme == "https" else (None, None)
+        tls, name = (_tls_context(), host) if scheme == "https" else (None, None)
         try:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _, connection = await self.loop.create_connection(make, sock=connected, ssl=tls, server_hostname=name)
@@ -327,7 +331,7 @@ class Wires:
     def _keep(self, origin: Origin, connection: Connection) -> None:
         self._idle[origin].append(connection)
         if self._tidying is None:
-            self._tidying = self.loop.call_later(wire.MAX_IDLE_S, self._tidy)
+            self._tidying = self.loop.call_later(connections.MAX_IDLE_S, self._tidy)
 
     def _tidy(self) -> None:
         """Close what has been idle for too long."""
@@ -338,7 +342,7 @@ class Wires:
             if not idle:
                 del self._idle[origin]
         if self._idle:
-            self._tidying = self.loop.call_later(wire.MAX_IDLE_S, self._tidy)
+            self._tidying = self.loop.call_later(connections.MAX_IDLE_S, self._tidy)
 
     def _drop(self, origin: Origin, connection: Connection) -> None:
         """It is closed."""
@@ -346,11 +350,13 @@ class Wires:
         if connection in self._idle.get(origin, ()):
             self._idle[origin].remove(connection)
 
-    def _tls_context(self) -> ssl.SSLContext:
-        if self._tls is None:
-            self._tls = ssl.create_default_context(cafile=certifi.where())
-            self._tls.set_alpn_protocols(["http/1.1"])
-        return self._tls
+
+@cache
+def _tls_context() -> ssl.SSLContext:
+    """Of all loops of this process: to load the authorities takes longer than a handshake."""
+    context = ssl.create_default_context(cafile=certifi.where())
+    context.set_alpn_protocols(["http/1.1"])
+    return context
 
 
 @lru_cache(maxsize=256)

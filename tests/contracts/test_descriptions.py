@@ -18,6 +18,7 @@ from tasks.descriptions import Misconfigured, Unfit, merged, server_for, whole
 from tasks.servers import Call, Description, presets
 from tasks.wiring import catalog, database
 from tests.support.api import Api
+from tests.support.blocking import Blocking
 from tests.support.scripted import Scripted, answer
 from tests.support.starts import store_remote_id, store_start
 
@@ -377,7 +378,9 @@ def test_what_was_stored_speaks_as_it_was_checked(api):
     _put(api, {"description": {"submit": {"path": "/v2/run", "body": {"input": "{{payload}}"}, "result": "/out"}}})
     model = api.dispatcher.catalog.refresh().models["zimg"]
     with Scripted(lambda _: answer({"status": "done", "out": 7})) as there:
-        outcome = server_for(there.url, model, model.described_by).submit(Call("j", 1, {"n": 1}, deadline_s=5))
+        outcome = Blocking(server_for(there.url, model, model.described_by)).submit(
+            Call("j", 1, {"n": 1}, deadline_s=5)
+        )
         assert (there.seen[0].path, there.seen[0].json) == ("/v2/run", {"input": {"n": 1}})
     assert (outcome.kind, outcome.result) == (Kind.DONE, 7)
 
@@ -389,6 +392,16 @@ def test_a_push_about_a_result_that_is_read_once_is_left_to_the_worker(api, keep
     task = api.started()
     outcome = push.read(api.job(task.run.job.id), b'{"status": "done", "result": 1}')
     assert (outcome and outcome.kind) == read
+
+
+def test_the_result_of_a_run_that_a_push_ends_is_fetched_where_it_stands(api):
+    result = {"path": "/result/{{id}}", "result": "/out"}
+    _version(api, mode="callback", given_id="{{job/id}}", result=result)
+    with Scripted(lambda _: answer({"out": 7})) as there:
+        api.register("zimg", "gpu0", endpoint=there.url + "/generate")
+        job = api.job(api.started().run.job.id)
+        outcome = push.read(job, b'{"status": "done"}')
+    assert (outcome and outcome.result, [seen.path for seen in there.seen]) == (7, [f"/result/{job.id}"])
 
 
 def test_an_editor_has_a_schema_that_takes_what_can_be_stored(api):

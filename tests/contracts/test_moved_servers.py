@@ -11,7 +11,7 @@ from jobs.states import State, Why
 from jobs.store import Error, Store
 from routing.leases import Renewal
 from tasks import descriptions, maintenance
-from tasks.servers import Health, HealthKind, Server
+from tasks.servers import Health, HealthKind
 from tests.support.builders import T0, a_queued_job
 from tests.support.stage import Stage
 from tests.support.starts import store_remote_id, store_start
@@ -135,7 +135,7 @@ def test_a_report_names_the_addresses_of_the_server_that_was_asked(
     stage.register()
     asked = stage.catalog.snapshot().servers["gpu"]
     monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
-    monkeypatch.setattr(Server, "health", lambda _: Health(HealthKind.UP, job_ids=frozenset()))
+    monkeypatch.setattr(maintenance, "call_server", lambda *_: Health(HealthKind.UP, job_ids=frozenset()))
     assert maintenance._report(asked).endpoints == {"zimg": OLD}
 
 

@@ -15,6 +15,7 @@ from tasks.servers import Call
 from tasks.servers.answers import clean
 from tasks.wiring import catalog, database
 from tests.support.api import Api
+from tests.support.blocking import Blocking
 from tests.support.scripted import Scripted, answer
 
 VALUE = 'the "very" \\secret/ !'
@@ -167,7 +168,7 @@ def test_a_changed_secret_is_sent_without_a_new_start(api):
     _configure(api)
     model = api.dispatcher.catalog.refresh().models["zimg"]
     with Scripted(lambda _: answer({"status": "done"})) as there:
-        server = server_for(there.url, model, model.described_by)
+        server = Blocking(server_for(there.url, model, model.described_by))
         server.submit(Call("j", 1, {}, deadline_s=5))
         _set(api, value="second-value")
         api.dispatcher.catalog.refresh()
@@ -179,7 +180,7 @@ def test_a_secret_that_is_away_costs_a_retry_and_is_named(api):
     _set(api, models=None)
     _configure(api)
     model = api.dispatcher.catalog.refresh().models["zimg"]
-    server = server_for("http://127.0.0.1:9/", model, model.described_by)
+    server = Blocking(server_for("http://127.0.0.1:9/", model, model.described_by))
     with database().engine.begin() as connection:
         connection.execute(table.delete())
     api.dispatcher.catalog._snapshot = None
@@ -200,7 +201,9 @@ def test_what_a_server_repeats_of_a_secret_is_told_to_nobody(api, error):
     _configure(api)
     model = api.dispatcher.catalog.refresh().models["zimg"]
     with Scripted(lambda _: answer({"error": error}, 500)) as there:
-        message = server_for(there.url, model, model.described_by).submit(Call("j", 1, {}, deadline_s=5)).message
+        message = (
+            Blocking(server_for(there.url, model, model.described_by)).submit(Call("j", 1, {}, deadline_s=5)).message
+        )
     assert "***" in message and "very" not in message
 
 
@@ -210,5 +213,9 @@ def test_a_poll_that_repeats_what_the_submit_sent_tells_it_to_nobody(api):
     model = api.dispatcher.catalog.refresh().models["zimg"]
     said = {"status": "failed", "error": f"bad key {VALUE}"}
     with Scripted(lambda _: answer(said)) as there:
-        message = server_for(there.url, model, model.described_by).status(Call("j", 1, None, deadline_s=5), "r").message
+        message = (
+            Blocking(server_for(there.url, model, model.described_by))
+            .status(Call("j", 1, None, deadline_s=5), "r")
+            .message
+        )
     assert message.endswith("bad key ***")

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dispatch.outcome import Kind, Outcome
-from tasks.servers import Call, Description, HealthKind, Server, compile_plan, for_model, new_session
+from tasks.servers import Call, Description, HealthKind, Server, compile_plan, for_model
+from tests.support.blocking import Blocking
 from tests.support.scripted import Scripted, Seen, answer
 
 JOB = Call("job-1", 1, {"prompt": "a cat"}, callback_url="http://me/cb", deadline_s=5.0)
@@ -314,8 +315,8 @@ def run() -> Iterator[Callable[[Imitation, str], Outcome]]:
     """Submits a job to the imitation, polls once if it was taken on, and tells what came of it."""
 
     def one(imitation: Imitation, situation: str) -> Outcome:
-        with Scripted(lambda seen: imitation.says(situation, seen)) as there, new_session(1) as session:
-            server = Server(there.url + imitation.endpoint, compile_plan(imitation.description), session=session)
+        with Scripted(lambda seen: imitation.says(situation, seen)) as there:
+            server = Blocking(Server(there.url + imitation.endpoint, compile_plan(imitation.description)))
             outcome = server.submit(JOB)
             if outcome.kind is Kind.PENDING:
                 assert outcome.remote_id
@@ -370,8 +371,8 @@ def test_the_result_of_another_job_is_not_taken(imitation, run):
 
 @pytest.mark.parametrize("imitation", [i for i in IMITATIONS if i.description.health], ids=str)
 def test_a_healthy_server_is_up_with_its_count(imitation):
-    with Scripted(lambda _seen: imitation.healthy) as there, new_session(1) as session:
-        health = Server(there.url + imitation.endpoint, imitation.description, session=session).health()
+    with Scripted(lambda _seen: imitation.healthy) as there:
+        health = Blocking(Server(there.url + imitation.endpoint, imitation.description)).health()
     assert (health.kind, health.active_jobs) == (HealthKind.UP, imitation.running_jobs)
 
 
@@ -380,14 +381,14 @@ def test_a_server_that_breaks_off_leaves_the_outcome_unknown(imitation):
     def hang_up(sock: Any) -> None:
         raise ConnectionAbortedError
 
-    with Scripted(lambda _seen: hang_up) as there, new_session(1) as session:
-        server = Server(there.url + imitation.endpoint, imitation.description, session=session)
+    with Scripted(lambda _seen: hang_up) as there:
+        server = Blocking(Server(there.url + imitation.endpoint, imitation.description))
         assert server.submit(JOB).kind is Kind.UNKNOWN
 
 
 def test_cogs_busy_health_is_not_death():
-    with Scripted(lambda _seen: answer({"status": "BUSY"})) as there, new_session(1) as session:
-        assert Server(there.url, COG, session=session).health().kind is HealthKind.BUSY
+    with Scripted(lambda _seen: answer({"status": "BUSY"})) as there:
+        assert Blocking(Server(there.url, COG)).health().kind is HealthKind.BUSY
 
 
 def test_cog_pushes_because_it_cannot_be_polled():
@@ -403,11 +404,8 @@ def test_cog_pushes_because_it_cannot_be_polled():
         },
         callback={"rules": [{"if": {"pointer": "/status", "value": "succeeded"}, "then": "done"}], "result": "/output"},
     )
-    with (
-        Scripted(lambda _seen: answer({"id": "job-1-1", "status": "starting"}, 202)) as there,
-        new_session(1) as session,
-    ):
-        server = Server(there.url, pushing, session=session)
+    with Scripted(lambda _seen: answer({"id": "job-1-1", "status": "starting"}, 202)) as there:
+        server = Blocking(Server(there.url, pushing))
         taken = server.submit(JOB)
         assert taken == Outcome(Kind.PENDING, remote_id="job-1-1")
         assert there.seen[0].json["webhook"] == "http://me/cb" and there.seen[0].headers["prefer"] == "respond-async"

@@ -49,9 +49,9 @@ DESCRIPTIONS = [
     Mutant(
         "a connection on which the server has failed is used again",
         "an answer is never lost for a connection that was about to close",
-        "tasks/servers/wire.py",
-        "FAILED_INSIDE = 500",
-        "FAILED_INSIDE = 0",
+        "tasks/servers/connection.py",
+        "_FAILED_INSIDE = 500",
+        "_FAILED_INSIDE = 0",
         (f"{CLIENT}test_a_connection_on_which_the_server_has_failed_is_not_reused",),
         still=f"{CLIENT}test_connections_are_kept",
     ),

@@ -317,8 +317,8 @@ RUN = [
         "a call that was cut is judged as the server's own end of it",
         "SLOT-1",
         "tasks/servers/live.py",
-        "                if not self._is_cut:\n                    ask",
-        "                if self._wires:\n                    ask",
+        "        if self._is_cut:\n            raise _Cut\n        return",
+        "        return",
         ("tests/unit/servers/test_client.py::test_a_call_that_is_cut_ends_at_once_and_leaves_the_outcome_unknown",),
     ),
     Mutant(

@@ -11,15 +11,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
 from dispatch.outcome import Kind, Outcome
-from tasks.servers import Call, Description, HealthKind, Server, new_session, presets
+from tasks.servers import Call, Description, HealthKind, Server, presets
+from tasks.servers.live import in_own_loop
 from tasks.servers.probe import recognize
 from tests.live.servers import Live, installed, started, wanted
+from tests.support.blocking import Blocking, Loop
 
 pytestmark = [pytest.mark.live_servers, pytest.mark.timeout(600)]
 
@@ -28,7 +31,7 @@ pytestmark = [pytest.mark.live_servers, pytest.mark.timeout(600)]
 class Running:
     live: Live
     url: str
-    server: Server
+    server: Blocking
 
     @property
     def endpoint(self) -> str:
@@ -49,9 +52,9 @@ class Running:
 @pytest.fixture(scope="module", params=wanted(), ids=str)
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     live: Live = request.param
-    with started(live, installed(live.package)) as url, new_session(4) as session:
+    with started(live, installed(live.package)) as url, Loop() as loop:
         description = Description.model_validate(live.described or presets.get(live.preset))
-        yield Running(live, url, Server(url + live.path, description, session=session))
+        yield Running(live, url, Blocking(Server(url + live.path, description), loop))
 
 
 def test_a_job_is_done_with_its_result(running: Running):
@@ -102,7 +105,7 @@ def test_a_run_can_be_canceled(running: Running):
 def test_it_is_recognized(running: Running):
     if not running.live.recognized:
         pytest.skip("it shows no sign of what it is")
-    found = recognize(running.url)
+    found = in_own_loop(partial(recognize, running.url))
     # A BentoML service that has a task, too, shows signs of both.
     assert running.live.preset in (found.preset, *(one.preset for one in found.candidates))
     assert urlsplit(running.url).port

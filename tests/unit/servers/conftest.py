@@ -1,22 +1,14 @@
-"""Scripted servers, and the two ways to speak to one: in the calling thread, and in an event loop."""
+"""Scripted servers, and an event loop that speaks to them."""
 
-import asyncio
-import threading
-from collections.abc import Callable, Coroutine, Iterator
+import socket
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
-import requests
 
-from tasks.servers import Live, Server, Wires, new_session
+from tasks.servers import Server
+from tests.support.blocking import Blocking, Loop
 from tests.support.scripted import Act, Scripted, Seen
-
-
-@pytest.fixture
-def session() -> Iterator[requests.Session]:
-    with new_session(pool_size=4) as session:
-        yield session
 
 
 @pytest.fixture
@@ -26,50 +18,25 @@ def scripted() -> Iterator[Callable[[Callable[[Seen], Act]], Scripted]]:
         yield lambda act: stack.enter_context(Scripted(act))
 
 
-class Loop:
-    """An event loop in a thread of its own, with its wires."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self.wires = Wires(self._loop)
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def wait_for(self, act: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(act, self._loop).result(60)
-
-    def soon(self, act: Callable[[], object]) -> None:
-        self._loop.call_soon_threadsafe(act)
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self.wires.close)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+@pytest.fixture
+def silent_address() -> Iterator[int]:
+    """A port of 127.0.0.2 whose queue of connections is full, so that none is made."""
+    with ExitStack() as stack:
+        port = stack.enter_context(socket.create_server(("127.0.0.2", 0), backlog=0)).getsockname()[1]
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.2", port))
+        yield port
 
 
 @pytest.fixture
 def loop() -> Iterator[Loop]:
-    found = Loop()
-    yield found
-    found.close()
+    with Loop() as found:
+        yield found
 
 
-class Through:
-    """A Server that is spoken to in an event loop, with a face like one that is not."""
-
-    def __init__(self, server: Server, loop: Loop) -> None:
-        self.server, self.loop = server, loop
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in ("submit", "status", "cancel", "health"):
-            return getattr(self.server, name)
-        return lambda *args: self.loop.wait_for(getattr(Live(self.server, self.loop.wires), name)(*args))
-
-
-@pytest.fixture(params=["in a thread", "in a loop"])
-def ours(request: pytest.FixtureRequest, session: requests.Session) -> Callable[..., Any]:
-    """Makes a server that is spoken to in one of the two ways."""
-    if request.param == "in a thread":
-        return lambda *args, **more: Server(*args, session=session, **more)
-    loop = request.getfixturevalue("loop")
-    return lambda *args, **more: Through(Server(*args, **more), loop)
+@pytest.fixture
+def ours(loop: Loop) -> Callable[..., Blocking]:
+    """Makes a server that is called in an event loop."""
+    return lambda *args, **more: Blocking(Server(*args, **more), loop)

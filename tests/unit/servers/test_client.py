@@ -3,13 +3,13 @@ import json
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
-import requests
 
 from dispatch.outcome import Kind, Outcome
 from foundation import exact, large_json
-from tasks.servers import Call, Description, HealthKind, Live, Server, wire
+from tasks.servers import Call, Description, HealthKind, Live, Server, connection
 from tests.support.scripted import Scripted, always, answer, hang_up, refused_url, reset
 
 DONE = {"status": "success", "result": {"image": "x"}}
@@ -25,7 +25,7 @@ def a_call(**more) -> Call:
 def serving(scripted, ours):
     """A server that acts so, and our side of it."""
 
-    def start(act, description=None, **more) -> tuple[Server, Scripted]:
+    def start(act, description=None, **more) -> tuple[Any, Scripted]:
         server = scripted(act)
         return ours(server.url + "/generate", description or Description(), **more), server
 
@@ -139,12 +139,9 @@ def test_a_host_without_an_address_is_unreachable(ours):
     assert ours("http://nowhere.invalid:1/x").submit(a_call()).kind is Kind.UNREACHABLE
 
 
-def test_a_connection_that_takes_too_long_is_unreachable(ours, monkeypatch):
-    def create_connection(*_args, **_kwargs):
-        raise TimeoutError
-
-    monkeypatch.setattr("urllib3.util.connection.create_connection", create_connection)
-    assert ours("http://127.0.0.1:1/x").submit(a_call()).kind is Kind.UNREACHABLE
+def test_a_connection_that_takes_too_long_is_unreachable(ours, silent_address):
+    description = described(submit={"connect_s": 0.1})
+    assert ours(f"http://127.0.0.2:{silent_address}/x", description).submit(a_call()).kind is Kind.UNREACHABLE
 
 
 def test_a_tls_handshake_that_fails_is_unreachable(scripted, ours):
@@ -262,20 +259,6 @@ def test_a_large_payload_may_take_longer_than_connecting(serving):
     assert server.submit(a_call(payload="x" * 60_000_000, deadline_s=20)).kind is Kind.DONE
 
 
-def test_each_read_gets_what_is_left_of_the_time(monkeypatch):
-    near, far = socket.socketpair()
-    with near, far:
-        reader = wire._DeadlineReader(near)
-        monkeypatch.setattr(wire._state, "deadline", time.monotonic() + 5)
-        far.sendall(b"ab")
-        assert reader.readinto(bytearray(1)) == 1
-        assert 0 < near.gettimeout() <= 5
-        monkeypatch.setattr(wire._state, "deadline", time.monotonic() - 1)
-        with pytest.raises(TimeoutError):  # although there is a byte to read
-            reader.readinto(bytearray(1))
-        reader.close()
-
-
 def test_what_cannot_be_written_as_a_request_costs_a_retry_and_is_not_sent(serving):
     server, there = serving(always(answer(DONE)))
     outcome = server.submit(a_call(callback_url="http://me/\u4e2d"))
@@ -286,18 +269,6 @@ def test_what_cannot_be_written_as_a_request_costs_a_retry_and_is_not_sent(servi
 def test_an_endless_deadline_is_a_long_one(serving):
     server, _ = serving(always(answer(DONE)))
     assert server.submit(a_call(deadline_s=float("inf"))).kind is Kind.DONE
-
-
-def test_a_forked_process_shares_no_connection_with_its_parent():
-    parents = wire.shared_session()
-    assert wire.shared_session() is parents
-    wire._forget_shared_session()  # what os.fork does in the child
-    assert wire.shared_session() is not parents
-
-
-def test_a_session_that_is_not_ours_is_taken_to_have_sent():
-    outcome = Server(refused_url(), session=requests.Session()).submit(a_call())
-    assert outcome.kind is Kind.UNKNOWN
 
 
 # -- what comes back -------------------------------------------------------------------------------
@@ -377,8 +348,6 @@ def test_a_large_result_within_the_bound_is_read(serving):
 
 def test_a_worker_reads_an_answer_above_4_mib_in_a_process_of_its_own(serving, monkeypatch):
     server, _ = serving(always(answer({"status": "done", "result": ["x" * 5_000_000]})))
-    if isinstance(server, Server):
-        pytest.skip("a thread keeps no loop waiting")
     monkeypatch.setattr(large_json, "read", lambda _: pytest.fail("read in this process"))
     result = server.submit(a_call()).result
     assert isinstance(result, exact.Unparsed) and result.size == len(result.text) == 5_000_004
@@ -429,7 +398,7 @@ def test_a_connection_on_which_the_server_has_failed_is_not_reused(serving):
 def test_a_connection_idle_for_long_is_not_reused(serving, monkeypatch):
     server, there = serving(always(answer(DONE)))
     server.submit(a_call())
-    monkeypatch.setattr(wire, "MAX_IDLE_S", 0.0)
+    monkeypatch.setattr(connection, "MAX_IDLE_S", 0.0)
     server.submit(a_call())
     assert [seen.connection for seen in there.seen] == [1, 2]
 
@@ -442,7 +411,6 @@ def test_a_kept_connection_that_dies_under_a_submit_leaves_the_outcome_unknown(s
 
 
 def test_a_refusal_after_an_exchange_is_still_unreachable(scripted, ours):
-    # The thread remembers whether it has sent: of this exchange, not of the last one.
     assert ours(scripted(always(answer(DONE))).url).submit(a_call()).kind is Kind.DONE
     assert ours(refused_url()).submit(a_call()).kind is Kind.UNREACHABLE
 
@@ -453,7 +421,7 @@ def test_half_read_answers_do_not_spoil_the_next_one(serving):
     assert server.submit(a_call(payload=0)).kind is Kind.DONE
 
 
-def test_threads_share_a_server(serving):
+def test_a_server_is_shared(serving):
     server, _ = serving(lambda seen: answer({"status": "done", "result": seen.json}))
     results: dict[int, object] = {}
 

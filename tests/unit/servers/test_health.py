@@ -65,7 +65,7 @@ def test_a_refused_health_tells_by_its_status(status, kind):
 
 @pytest.mark.parametrize(("how", "kind"), [("timeout", "busy"), ("connect", "down"), ("reset", "down")])
 def test_a_broken_health_tells_by_how_it_broke(how, kind):
-    assert health_judge(HealthStep()).health(Broken(Break(how), "no")).kind == kind
+    assert health_judge(HealthStep()).health(Broken(Break(how))).kind == kind
 
 
 def test_a_list_can_be_counted_and_its_elements_name_the_jobs():

@@ -1,10 +1,13 @@
 """A server that nobody knows: which preset its answers speak for, and what is told of a job that is tried on it."""
 
+from functools import partial
+
 import pytest
 
 from dispatch.outcome import Kind
 from tasks.servers import Description, HealthKind, presets
-from tasks.servers.probe import GENERIC, Trial, endpoint_for, recognize
+from tasks.servers.live import in_own_loop
+from tasks.servers.probe import GENERIC, Recognized, Trial, endpoint_for, recognize
 from tests.support.scripted import Seen, always, answer, refused_url
 
 ENDPOINTS = [
@@ -26,13 +29,17 @@ ENDPOINTS = [
 ]
 
 
+def looked_at(url: str) -> Recognized:
+    return in_own_loop(partial(recognize, url))
+
+
 def only(path: str, body: object):
     return lambda seen: answer(body) if seen.path == path else answer({"detail": "Not Found"}, 404)
 
 
 @pytest.mark.parametrize(("preset", "path", "body"), ENDPOINTS, ids=[name for name, *_ in ENDPOINTS])
 def test_a_server_is_recognized_by_what_it_answers(preset, path, body, scripted):
-    found = recognize(scripted(only(path, body)).url)
+    found = looked_at(scripted(only(path, body)).url)
     assert (found.is_there, found.preset) == (True, preset)
     assert found.candidates[0].because == f"GET {path} answered as its servers do"
 
@@ -40,7 +47,7 @@ def test_a_server_is_recognized_by_what_it_answers(preset, path, body, scripted)
 def test_llama_cpp_is_no_kserve(scripted):
     """Its /v1/models has a list of objects in `models` beside OpenAI's `data`."""
     body = {"models": [{"name": "cat", "model": "cat"}], "object": "list", "data": [{"id": "cat"}]}
-    found = recognize(scripted(only("/v1/models", body)).url)
+    found = looked_at(scripted(only("/v1/models", body)).url)
     assert found.preset == "openai-chat"
     assert "kserve-v1" not in {one.preset for one in found.candidates}
 
@@ -52,18 +59,18 @@ def test_presets_without_signs_are_known():
 
 
 def test_a_server_that_shows_no_sign_may_be_a_plain_one(scripted):
-    found = recognize(scripted(always(answer(b"hello"))).url)
+    found = looked_at(scripted(always(answer(b"hello"))).url)
     assert (found.is_there, found.preset) == (True, GENERIC)
 
 
 def test_nobody_is_asked_twice_where_nobody_listens():
-    found = recognize(refused_url())
+    found = looked_at(refused_url())
     assert (found.is_there, found.preset, len(found.heard)) == (False, None, 1)
 
 
 def test_each_path_is_asked_once(scripted):
     there = scripted(always(answer({}, 404)))
-    recognize(there.url)
+    looked_at(there.url)
     paths = [seen.path for seen in there.seen]
     assert len(paths) == len(set(paths))
     assert {seen.method for seen in there.seen} == {"GET"}
@@ -96,8 +103,8 @@ def tried(there, preset, **more):
 
 def test_a_job_is_tried_as_a_worker_would_and_each_answer_names_its_rule(scripted):
     trial = tried(scripted(_bento), "bentoml-task")
-    assert trial.health().kind is HealthKind.UP
-    outcome = trial.run({"prompt": "a cat"}, 10)
+    assert in_own_loop(trial.health).kind is HealthKind.UP
+    outcome = in_own_loop(partial(trial.run, payload={"prompt": "a cat"}, patience_s=10))
     assert (outcome.kind, outcome.result) == (Kind.DONE, {"image": "x"})
     told = [(one.step, one.request.split("?")[0], one.means, one.rule.split(":")[0]) for one in trial.heard]
     assert told == [
@@ -115,7 +122,7 @@ def test_of_a_list_of_status_steps_each_is_told_by_its_own_rules(scripted):
         return answer({}) if "history" in seen.path else answer({"queue_running": [], "queue_pending": []})
 
     trial = tried(scripted(act), "comfyui")
-    assert trial.run({"3": {}}, 10).kind is Kind.LOST
+    assert in_own_loop(partial(trial.run, payload={"3": {}}, patience_s=10)).kind is Kind.LOST
     assert [one.rule.split(":")[0] for one in trial.heard] == ["default", "status[0].rules[2]", "status[1].rules[1]"]
 
 
@@ -124,14 +131,14 @@ def test_a_job_that_takes_too_long_is_given_up_and_the_server_is_told(scripted):
         return answer({"status": "processing", "job_id": "j1"})
 
     there = scripted(act)
-    assert tried(there, "slot-protocol").run({}, 0.3).kind is Kind.PENDING
+    assert in_own_loop(partial(tried(there, "slot-protocol").run, payload={}, patience_s=0.3)).kind is Kind.PENDING
     assert there.seen[-1].path == "/cancel/j1"
 
 
 def test_a_secret_is_sent_and_never_told(scripted):
     there = scripted(lambda seen: answer({"error": f"no such key: {seen.headers['authorization']}"}, 401))
     trial = tried(there, "runpod-endpoint", secret={"RUNPOD_API_KEY": "rpa_not_a_key"}.get)
-    outcome = trial.run({"prompt": "a cat"}, 5)
+    outcome = in_own_loop(partial(trial.run, payload={"prompt": "a cat"}, patience_s=5))
     assert there.seen[0].headers["authorization"] == "Bearer rpa_not_a_key"
     assert "rpa_not_a_key" not in repr(trial.heard) + repr(outcome)
     assert "***" in trial.heard[0].answer
@@ -139,5 +146,5 @@ def test_a_secret_is_sent_and_never_told(scripted):
 
 def test_an_exchange_that_breaks_off_is_told_too():
     trial = Trial(refused_url() + "/generate", Description())
-    assert trial.run({}, 1).kind is Kind.UNREACHABLE
+    assert in_own_loop(partial(trial.run, payload={}, patience_s=1)).kind is Kind.UNREACHABLE
     assert (trial.heard[0].status, trial.heard[0].means) == (None, "unreachable")

@@ -8,7 +8,6 @@ from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.description import DEFAULT, Description, for_model
 from tasks.servers.plan import compile_plan
 from tasks.servers.rules import TOO_DEEP, About
-from tasks.servers.wire import MESSAGES
 
 DEFAULT_PLAN = compile_plan(DEFAULT)
 
@@ -188,17 +187,17 @@ def test_the_echo_can_be_switched_off():
     [(Break.CONNECT, Kind.UNREACHABLE), (Break.TIMEOUT, Kind.UNKNOWN), (Break.RESET, Kind.UNKNOWN)],
 )
 def test_only_a_connection_never_made_is_certainly_not_sent(how, kind):
-    assert submitted(Broken(how, "no")).kind is kind
+    assert submitted(Broken(how)).kind is kind
 
 
 def test_a_request_that_cannot_be_sent_costs_a_retry_as_the_configuration_may_be_mended():
-    outcome = submitted(Broken(Break.UNSENDABLE, "no"))
+    outcome = submitted(Broken(Break.UNSENDABLE))
     assert (outcome.kind, outcome.code) == (Kind.RETRY, "misconfigured")
 
 
 @pytest.mark.parametrize("asked", [submitted, polled])
 def test_an_answer_above_the_limit_is_final_and_names_the_remedy(asked):
-    outcome = asked(Broken(Break.TOO_LARGE, MESSAGES[Break.TOO_LARGE]))
+    outcome = asked(Broken(Break.TOO_LARGE))
     assert (outcome.kind, outcome.code) == (Kind.FAILED, "answer_too_large")
     assert "64 MiB" in outcome.message and "answer with their URL" in outcome.message
 
@@ -266,12 +265,12 @@ def test_a_failing_poll_is_still_pending(status):
 
 @pytest.mark.parametrize("how", [Break.CONNECT, Break.TIMEOUT, Break.RESET, Break.UNSENDABLE])
 def test_a_broken_poll_is_still_pending(how):
-    outcome = polled(Broken(how, "no"))
+    outcome = polled(Broken(how))
     assert (outcome.kind, outcome.remote_id) == (Kind.PENDING, "srv-1")
 
 
 def test_a_result_too_large_to_be_polled_is_not_polled_for_ever():
-    assert polled(Broken(Break.TOO_LARGE, "no")).code == "answer_too_large"
+    assert polled(Broken(Break.TOO_LARGE)).code == "answer_too_large"
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"{}", b'{"status":"strange"}', b'{"status":"done","result":NaN}'])
@@ -359,8 +358,8 @@ def test_a_text_answer_is_a_result_only_if_described_so():
 
 def test_a_connection_error_can_mean_something_else():
     description = with_rules({"if": {"connection": ["timeout"]}, "then": "retry", "code": "freed"})
-    assert submitted(Broken(Break.TIMEOUT, "no"), description).code == "freed"
-    assert submitted(Broken(Break.RESET, "no"), description).kind is Kind.UNKNOWN
+    assert submitted(Broken(Break.TIMEOUT), description).code == "freed"
+    assert submitted(Broken(Break.RESET), description).kind is Kind.UNKNOWN
 
 
 def test_a_rule_about_an_answer_is_not_about_a_connection_error_nor_the_reverse():
@@ -368,7 +367,7 @@ def test_a_rule_about_an_answer_is_not_about_a_connection_error_nor_the_reverse(
         {"if": {"connection": "reset"}, "then": "retry"}, {"if": {"status": [200, 500]}, "then": "busy"}
     )
     assert submitted(reply(b"", 500), description).kind is Kind.BUSY
-    assert submitted(Broken(Break.TIMEOUT, "no"), description).kind is Kind.UNKNOWN
+    assert submitted(Broken(Break.TIMEOUT), description).kind is Kind.UNKNOWN
 
 
 def test_next_asks_for_the_next_step():

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tasks.servers import connection, wire
+from tasks.servers import connection
 from tasks.servers.answers import Answer, Break, Broken
+from tasks.servers.call import Limits
 from tasks.servers.connection import _LONGEST_HEAD
-from tasks.servers.wire import Limits
 from tasks.servers.wires import Exchange, _any_target, _form, _head, _target
 from tests.support.scripted import always, answer, hang_up
 
@@ -344,23 +344,17 @@ def test_a_large_request_arrives_whole(scripted, ask):
 # -- connections ------------------------------------------------------------------------------------------------
 
 
-def test_the_next_address_of_a_name_is_tried_while_one_does_not_answer(scripted, ask, loop, monkeypatch):
+def test_the_next_address_of_a_name_is_tried_while_one_does_not_answer(
+    scripted, ask, loop, monkeypatch, silent_address
+):
     server = scripted(always(answer(b"x")))
-    with socket.create_server(("127.0.0.2", 0), backlog=0) as silent:
-        port = silent.getsockname()[1]
-        full = [socket.socket() for _ in range(4)]
-        for it in full:  # Its line is full, so it does not answer.
-            it.setblocking(False)
-            it.connect_ex(("127.0.0.2", port))
-        kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+    kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
 
-        async def two(*_: object, **__: object) -> list[Any]:
-            return [(*kind, ("127.0.0.2", port)), (*kind, ("127.0.0.1", server.port))]
+    async def two(*_: object, **__: object) -> list[Any]:
+        return [(*kind, ("127.0.0.2", silent_address)), (*kind, ("127.0.0.1", server.port))]
 
-        monkeypatch.setattr(loop.wires.loop, "getaddrinfo", two)
-        assert ask(f"http://name.test:{server.port}", connect_s=5.0).body == b"x"
-        for it in full:
-            it.close()
+    monkeypatch.setattr(loop.wires.loop, "getaddrinfo", two)
+    assert ask(f"http://name.test:{server.port}", connect_s=5.0).body == b"x"
 
 
 def test_an_exchange_that_is_cut_while_it_connects_sends_nothing(scripted, loop):
@@ -413,7 +407,7 @@ def test_connections_that_have_been_idle_for_long_are_closed(scripted, ask, loop
         sock.recv(1)
         closed.set()
 
-    monkeypatch.setattr(wire, "MAX_IDLE_S", 0.01)
+    monkeypatch.setattr(connection, "MAX_IDLE_S", 0.01)
     assert ask(scripted(always(act)).url).body == b"x"
     assert closed.wait(10)
 

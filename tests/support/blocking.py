@@ -1,0 +1,49 @@
+"""Servers that a test calls from its own thread."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Self
+
+from tasks.servers import Live, Server, Wires, call_server
+
+
+class Loop:
+    """An event loop in a thread of its own, with its wires.  Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self.wires = Wires(self._loop)
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def wait_for(self, act: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(act, self._loop).result(60)
+
+    def soon(self, act: Callable[[], object]) -> None:
+        self._loop.call_soon_threadsafe(act)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self.wires.close)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+
+class Blocking:
+    """A Server whose calls return when they are answered: in `loop`, or each in a loop of its own."""
+
+    def __init__(self, server: Server, loop: Loop | None = None) -> None:
+        self.server, self.loop = server, loop
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("submit", "status", "cancel", "health", "result"):
+            return getattr(self.server, name)
+        return lambda *args: self._call(lambda live: getattr(live, name)(*args))
+
+    def _call(self, act: Callable[[Live], Coroutine[Any, Any, Any]]) -> Any:
+        if self.loop is None:
+            return call_server(self.server, act)
+        return self.loop.wait_for(act(Live(self.server, self.loop.wires)))

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from reference_server.engine import Health, Run, State
-from reference_server.wire import Response
+from reference_server.http_server import Response
 
 RETRY_AFTER_S = 1
 

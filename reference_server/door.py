@@ -18,9 +18,9 @@ from reference_server.engine import (
     Stopping,
 )
 from reference_server.exact import loads
+from reference_server.http_server import Request, Response
 from reference_server.push import usable
 from reference_server.runner import Runner
-from reference_server.wire import Request, Response
 
 MAX_ID_CHARS = 200
 

@@ -9,7 +9,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from reference_server import answers
-from reference_server.wire import Request, Response
+from reference_server.http_server import Request, Response
 
 _JSON = "application/json"
 

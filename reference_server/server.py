@@ -17,11 +17,11 @@ from reference_server import answers
 from reference_server.door import Door
 from reference_server.engine import Engine, Memory
 from reference_server.guard import Guard
+from reference_server.http_server import HttpServer
 from reference_server.journal import Journal
 from reference_server.model import Function, TargetError, adapt, load, streams, takes_context
 from reference_server.push import Pusher
 from reference_server.runner import Runner
-from reference_server.wire import HttpServer
 
 CANCEL_GRACE_S = 1.0  # after the grace, for runs that heed a cancel
 RESERVED = re.compile(r"/(health$|status(/|$)|cancel(/|$))")

@@ -12,8 +12,6 @@ from foundation.addresses import masked_url
 from insight import servers as insight
 from insight.load import Load
 from insight.overtaking import PRIORITIES, longest_overtaking_s, longest_wait
-from jobs.names import ClosedName
-from jobs.record import now_ms
 from jobs.withheld import Withheld
 from registry import catalog as registered
 from registry.catalog import Snapshot
@@ -35,11 +33,11 @@ def plain(attribute: str | float) -> str | float | list[str]:
     return attribute.split(",") if isinstance(attribute, str) and "," in attribute else attribute
 
 
-def departing(it: Server) -> dict[str, Any] | None:
-    """Of a server that is being removed or renamed."""
+def leaving_of(it: Server) -> dict[str, Any] | None:
+    """Of a server that is being removed."""
     if it.leaving_ms is None:
         return None
-    return Leaving.of(since=time(it.leaving_ms), by=it.leaving_by, becomes=it.becomes, left=None)
+    return Leaving.of(since=time(it.leaving_ms), by=it.leaving_by, left=None)
 
 
 def removal(model: str, catalog: Snapshot, left: Mapping[str, int] | None) -> dict[str, Any] | None:
@@ -47,7 +45,7 @@ def removal(model: str, catalog: Snapshot, left: Mapping[str, int] | None) -> di
     if not catalog.is_leaving(model):
         return None
     closed = catalog.closed[model]
-    return Leaving.of(since=time(closed.changed_ms), by=closed.changed_by, becomes=None, left=left and dict(left))
+    return Leaving.of(since=time(closed.changed_ms), by=closed.changed_by, left=left and dict(left))
 
 
 class StateView(Answer):
@@ -63,27 +61,16 @@ class StateView(Answer):
 
 
 class Leaving(Answer):
-    """Something is being removed or renamed: it takes nothing new, and goes when what it has is over."""
+    """Something is being removed: it takes nothing new, and goes when what it has is over."""
 
     since: Time
     by: str | None
-    becomes: str | None = Field(description="The name that it gets; null: it is removed.")
     left: dict[str, int] | None = Field(description="Jobs that have not ended, by state; null: not counted here.")
-
-
-class FormerName(Answer, shows=ClosedName):
-    """A name that a model had."""
-
-    name: str
-    until: Time | None = Field(description="Until when submits under it are taken; null: for good.")
 
 
 class ServerView(StateView, shows=Server):
     server: Annotated[str, Read("name")]
-    formerly: str | None = Field(description="Its last name before this one.")
-    leaving: Annotated[Leaving | None, Read(departing)] = Field(
-        description="null: it is neither being removed nor renamed."
-    )
+    leaving: Annotated[Leaving | None, Read(leaving_of)] = Field(description="null: it is not being removed.")
     fleet: str
     slots: int
     weight: float
@@ -176,7 +163,6 @@ class ModelView(StateView, shows=registered.Model):
     model_type: Annotated[str, Read("config.model_type")]
     policy: Annotated[str, Read("config.policy")]
     servers: Annotated[list[str], GIVEN]
-    former_names: Annotated[list[FormerName], GIVEN]
     leaving: Annotated[Leaving | None, GIVEN] = Field(description="null: it is not being removed.")
     slots: Annotated[int, GIVEN] = Field(description="Of servers that are online.")
     waiting: Annotated[int | None, GIVEN] = Field(description="null: Redis is away.")
@@ -278,10 +264,8 @@ def model_detail(
 
 def _in_catalog(it: registered.Model, catalog: Snapshot, left: Mapping[str, int] | None) -> dict[str, Any]:
     """What the catalog says of a model."""
-    now = now_ms()
     return {
         "servers": sorted(found.name for found in catalog.servers.values() if it.name in found.endpoints),
-        "former_names": [FormerName.of(one) for one in catalog.former_names(it.name) if one.stands_for(now)],
         "leaving": removal(it.name, catalog, left),
         "slots": catalog.slots_of(it.name),
     }

@@ -20,8 +20,8 @@ PREFIX = "act."
 ACTS = frozenset(
     {
         *("job.cancel", "job.retry", "job.delete"),
-        *("server.register", "server.remove", "server.rename", "server.keep", "server.reset", "server.release"),
-        *("model.remove", "model.rename", "model.keep", "model.end_former_name"),
+        *("server.register", "server.remove", "server.keep", "server.reset", "server.release"),
+        *("model.remove", "model.keep"),
         *("defaults.set", "defaults.remove"),
         *("model.configure", "tenant.add", "tenant.change", "tenant.rotate", "tenant.remove"),
         *("webhook_secret.rotate", "secret.set", "secret.remove", "callback.replay"),

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from cli import departures, standing
+from cli import removal, standing
 from cli.common import (
     client,
     json_option,
@@ -24,7 +24,7 @@ from client.terminal import console, one_line, say
 
 _WATCH_JOBS = 12
 # Told in a sentence, or shown with the configuration.
-_NOT_OF_MODEL = ("former_names", "leaving", "load", "longest_overtaking_s", "longest_wait", "model_type", "work_s")
+_NOT_OF_MODEL = ("leaving", "load", "longest_overtaking_s", "longest_wait", "model_type", "work_s")
 
 
 @click.group()
@@ -261,10 +261,10 @@ def register_server(
 def remove_server(server: str, drain: bool, force: bool, as_json: bool) -> None:
     """Forget it.  Its models stay."""
     params = {name: "true" for name, wanted in (("drain", drain), ("force", force)) if wanted}
-    departures.say_departure(departures.remove("servers", server, params), "removed", as_json)
+    removal.say_removal(removal.remove("servers", server, params), as_json)
 
 
-departures.add_to(servers, "server")
+servers.add_command(removal.keep_command("server"))
 
 
 @click.group()
@@ -313,10 +313,8 @@ def show_model(model: str, as_json: bool) -> None:
 def _print_model(found: dict[str, Any]) -> None:
     load = found["load"] or {}
     print_facts({**found, **load, "servers": ", ".join(found["servers"])}, _NOT_OF_MODEL)
-    for former in found.get("former_names", ()):
-        say(one_line(f"Submits under {former['name']} are taken for it until {former['until'] or 'further notice'}."))
     if found.get("leaving"):
-        say(one_line(f"It is being removed; left: {departures.left(found['leaving']['left'])}."))
+        say(one_line(f"It is being removed; left: {removal.left(found['leaving']['left'])}."))
     say(found["longest_wait"])
     if load.get("work_s"):
         say(f"What waits at present is about {load['work_s']:g} s of work for its slots.")
@@ -371,10 +369,10 @@ def reset_model(model: str) -> None:
 def remove_model(model: str, drain: bool, as_json: bool) -> None:
     """Remove it with its configuration and all that was learned of it; its ended jobs stay readable."""
     params = {"drain": "true"} if drain else {}
-    departures.say_departure(departures.remove("models", model, params), "removed", as_json)
+    removal.say_removal(removal.remove("models", model, params), as_json)
 
 
-departures.add_to(models, "model")
+models.add_command(removal.keep_command("model"))
 
 
 @click.command()

@@ -27,7 +27,6 @@ from dispatch.verdict import Verdict
 from foundation.crash import crash_at
 from foundation.errors import Conflict, InvalidJob, JobNotFound, TooMany, UnknownModel
 from jobs import run_times, withheld
-from jobs.names import NameClosed
 from jobs.record import Accepted, NewJob, Run, Waiting, now_ms
 from jobs.states import FINAL, State, Why
 from jobs.store import Error, Moved, Store
@@ -139,20 +138,12 @@ class Dispatcher:
             return receipt._replace(position=self._enter(entering)) if receipt.accepted.comes_in else receipt
 
     def _accept(self, asked: Sequence[Submission], tenant: Tenant | None, committing: _Committing) -> list[Receipt]:
-        """Write them down; once more with the catalog as it is, if a model was closed or renamed since it was read."""
         self.catalog.snapshot()  # With it the common time is heard.
-        try:
-            return self._write_down(asked, tenant, committing)
-        except NameClosed:
-            self.catalog.refresh()
-            return self._write_down(asked, tenant, committing)
-
-    def _write_down(self, asked: Sequence[Submission], tenant: Tenant | None, committing: _Committing) -> list[Receipt]:
         now = now_ms()
         new = []
         for index, one in enumerate(asked):
             with naming(index):
-                new.append(prepare(one, self.catalog.meant(one.model, now), self._check_url, now))
+                new.append(prepare(one, self.catalog.model(one.model), self._check_url, now))
         notices = self._admit(new, tenant, now)
         accepted = self.store.submit(new, now, committing(new, now))
         return [self._receipt(*parts, now) for parts in zip(new, accepted, notices, strict=True)]
@@ -187,7 +178,6 @@ class Dispatcher:
         by_fleet: dict[str, list[Waiting]] = defaultdict(list)
         for job in waiting:
             model = snapshot.models.get(job.model)
-            # Else the sweep brings it in; of one that was renamed just now by its new name.
             if model is not None and not self.queues.is_away(model.fleet):
                 by_fleet[model.fleet].append(job)
         for fleet, jobs in by_fleet.items():

@@ -60,8 +60,8 @@ class Estimates:
     def withdrawn(self, fleet: str, model: str, job_ids: Sequence[str]) -> None:
         self._forecasts.forget(fleet, model, *job_ids)
 
-    def renamed(self, fleet: str, model: str, to: str | None) -> None:
-        self._forecasts.move(fleet, model, to)
+    def removed(self, fleet: str, model: str) -> None:
+        self._forecasts.remove(fleet, model)
 
     def earliest_ms(self, model: Model, position: Position, now_ms: int) -> int | None:
         slots = self._fleet.snapshot().slots_of(model.name)

@@ -162,13 +162,10 @@ class Forecasts:
         """These jobs will not start: they were canceled, or their deadline passed."""
         self._scripts.redis.hdel(self._scripts.keys.forecast(fleet, model), *(_JOB + job_id for job_id in job_ids))
 
-    def move(self, fleet: str, model: str, to: str | None) -> None:
-        """What is known of a model goes with its name; None: it is gone, and all of it is forgotten."""
-        key, redis = self._scripts.keys.forecast(fleet, model), self._scripts.redis
-        if to is None:
-            redis.unlink(key)
-        elif redis.exists(key):
-            redis.rename(key, self._scripts.keys.forecast(fleet, to))
+    def remove(self, fleet: str, model: str) -> None:
+        """Delete all that is known of a removed model."""
+        key = self._scripts.keys.forecast(fleet, model)
+        self._scripts.redis.unlink(key)
         self._known.pop(key, None)
 
     # -- reading -----------------------------------------------------------------------------------------------

@@ -195,11 +195,9 @@ closed_models = Table(
     metadata,
     Column("name", Text, primary_key=True),
     Column("because", Text, nullable=False),
-    Column("now_called", Text),
-    Column("until_ms", BigInteger),  # renamed: until when submits under it are taken for the new name; null: for good
     Column("changed_by", Text),
     Column("changed_ms", BigInteger, nullable=False),
-    CheckConstraint(one_of("because", ["removing", "removed", "renamed"]), name="because"),
+    CheckConstraint(one_of("because", ["removing", "removed"]), name="because"),
 )
 
 # How many jobs were accepted, in parts to be added up.  On PostgreSQL a trigger (migration 0007) adds a part with each

@@ -395,7 +395,7 @@ class Store:
         def unit(tx: Transaction) -> Waiting | None:
             if (row := self._transitions(tx, [step])[0]) is None:
                 return None
-            row = row._replace(model=names.revived(tx, job_id, row.model))
+            names.check_open(tx, job_id, row.model)
             note(tx, model=row.model, tenant=row.tenant)
             return _waiting(row)
 

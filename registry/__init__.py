@@ -3,9 +3,8 @@
     catalog      models, their configuration, servers       config       what can be configured for a model
     cache        the catalog as processes use it: a copy    policies     whose turn it is, and what is said of it
     descriptions how servers are spoken to                  secrets      what descriptions name, sealed
-    departures   models and servers removed and renamed     defaults     of kinds of models, and of all
+    removal      models and servers removed                 defaults     of kinds of models, and of all
     tenants      who may come in                            rotations    webhook secrets
-    names        of models: closed, given away, opened
     values       what has been registered, as values        tables       its tables
     steady_time  the time that processes agree on, in a record on SQLite
     visits       to the page, ended by a log-out

@@ -54,27 +54,11 @@ class CatalogCache:
         return self._catalog.version()
 
     def model(self, name: str) -> Model:
-        """The model that is called, or was called so when a job of it was read.
-
-        Raises UnknownModel, after a second look for one that was registered just now.
-        """
+        """Return the model; raises UnknownModel, after a second look for one that was registered just now."""
         found = self.snapshot().model(name) or self.refresh().model(name)
         if found is None:
             raise UnknownModel("model", _unknown(name, self.snapshot().models))
         return found
-
-    def meant(self, name: str, now_ms: int) -> Model:
-        """The model that a submit at this moment means: a former name is taken for as long as it was said.
-
-        Raises UnknownModel.
-        """
-        found = self.model(name)
-        if found.name == name:
-            return found
-        closed = self.snapshot().closed.get(name)
-        if closed is None or closed.stands_for(now_ms):
-            return found
-        raise UnknownModel("model", closed.refusal())
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:

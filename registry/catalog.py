@@ -24,12 +24,13 @@ from database.prepared import Prepared
 from foundation.addresses import masked_url
 from foundation.clock import clock
 from foundation.errors import Conflict, NotFound, RecordUnavailable
+from jobs import names
 from jobs.counters import count
 from jobs.models import counters, jobs
-from jobs.names import ClosedName, all_of
+from jobs.names import ClosedName
 from jobs.record import storable
 from jobs.states import ACTIVE, State
-from registry import defaults, descriptions, names
+from registry import defaults, descriptions
 from registry.config import ModelConfig, understood
 from registry.defaults import Defaults, Source
 from registry.secrets import Secret, replace_seal
@@ -134,18 +135,8 @@ class Snapshot:
     def has(self, server: str, model: str) -> bool:
         return server in self.servers and model in self.models
 
-    def current(self, model: str) -> str:
-        """What a model is called now that was called so when a job of it was read; the same, if nothing is known."""
-        closed = self.closed.get(model)
-        return model if model in self.models or closed is None else closed.now_called or model
-
     def model(self, name: str) -> Model | None:
-        """The model of this name, or that had it; None: there is none."""
-        return self.models.get(name) or self.models.get(self.current(name))
-
-    def former_names(self, model: str) -> list[ClosedName]:
-        """Those that it had, the first first."""
-        return sorted((it for it in self.closed.values() if it.now_called == model), key=lambda it: it.changed_ms)
+        return self.models.get(name)
 
     def is_leaving(self, model: str) -> bool:
         """Whether it is being removed."""
@@ -153,7 +144,6 @@ class Snapshot:
 
     def described_by(self, server: str, model: str) -> str | None:
         """The version by which this server is spoken to for this model; None: by the slot protocol."""
-        model = self.current(model)
         if server in self.servers and (own := self.servers[server].overrides.get(model)):
             return descriptions.named_in(own)
         return self.models[model].described_by if model in self.models else None
@@ -161,7 +151,7 @@ class Snapshot:
     def endpoint(self, server: str, model: str) -> str | None:
         """The server's address for this model; None: it serves no such model."""
         found = self.servers.get(server)
-        return None if found is None else found.endpoints.get(self.current(model))
+        return None if found is None else found.endpoints.get(model)
 
     def slots_of(self, model: str) -> int:
         """Slots, of servers that stand online, on which this model can run."""
@@ -209,7 +199,7 @@ class Catalog:
             model_rows = connection.execute(select(models)).all()
             server_rows = connection.execute(select(servers)).all()
             tenant_rows = connection.execute(select(tenant_states)).all()
-            named, closed = secrets_of(connection), all_of(connection)
+            named, closed = secrets_of(connection), names.all_of(connection)
             known = defaults.all_of(connection)
             served = defaultdict[str, list[Row]](list)
             for row in connection.execute(select(endpoints)):
@@ -259,14 +249,13 @@ class Catalog:
                 declared["attributes"] = _together(tx, server, attributes, special)
             known = tx.connection.execute(select(models.c.fleet).where(models.c.name == model)).scalar()
             if known is None:
-                names.take(tx, model, now_ms)
+                names.reopen(tx, model)
                 tx.connection.execute(insert(models), {"name": model, "fleet": fleet, "created_ms": now_ms})
             elif known != fleet:
                 tx.connection.execute(update(models).where(models.c.name == model).values(fleet=fleet))
             changed = update(servers).where(servers.c.name == server).values(**declared).returning(servers)
             row = tx.connection.execute(changed).first()
             if row is None:
-                _check_that_nobody_gets(tx, server)
                 new = insert(servers).values(name=server, fleet=fleet, created_ms=now_ms, **declared).returning(servers)
                 row = tx.connection.execute(new).one()
             serves = (endpoints.c.server == server) & (endpoints.c.model == model)
@@ -341,7 +330,7 @@ class Catalog:
             changed = update(models).where(models.c.name == model).values(overrides=text).returning(models)
             row = tx.connection.execute(changed).first()
             if row is None:
-                names.take(tx, model, now_ms)
+                names.reopen(tx, model)
                 fleet = _new_fleet(tx, model)
                 new = (
                     insert(models).values(name=model, fleet=fleet, overrides=text, created_ms=now_ms).returning(models)
@@ -478,19 +467,9 @@ def _meeting_fleet(tx: Transaction, model: str, server: str) -> str:
 
 
 def _new_fleet(tx: Transaction, model: str) -> str:
-    """A fleet of a new model's own.  One that was renamed may have left its first name to the fleet that it is in."""
+    """Return a name for a new model's fleet.  A removed model of this name may have left its fleet to others."""
     taken = set(tx.connection.execute(select(models.c.fleet)).scalars())
     return next(name for name in chain([model], (f"{model}.{n}" for n in count_from(2))) if name not in taken)
-
-
-def _check_that_nobody_gets(tx: Transaction, server: str) -> None:
-    other = tx.connection.execute(select(servers.c.name).where(servers.c.becomes == server)).scalar()
-    if other is not None:
-        raise Conflict(
-            f"Server {other!r} gets the name {server!r} when its runs have ended; register under another name, or "
-            f"call that off: DELETE /admin/servers/{other}/removal.",
-            server=server,
-        )
 
 
 def _check_that_nothing_runs_elsewhere(tx: Transaction, server: str, fleet: str) -> None:
@@ -588,8 +567,6 @@ def _server(row: Row, served: Sequence[Row]) -> Server:
         row.changed_by,
         row.changed_ms,
         {it.model: orjson.loads(it.overrides) for it in served if it.overrides != "{}"},
-        row.formerly,
         row.leaving_ms,
         row.leaving_by,
-        row.becomes,
     )

@@ -48,12 +48,11 @@ def replace_seal(tx: Transaction, it: Secret, sealed: str) -> bool:
     return tx.connection.execute(update(secrets).where(same).values(sealed=sealed)).rowcount == 1
 
 
-def scope_otherwise(tx: Transaction, model: str, to: str | None) -> None:
-    """Secrets that were for `model` are for `to`; None: a model that gets its name one day shall not have them."""
+def drop_from_scopes(tx: Transaction, model: str) -> None:
+    """Take a model out of the scopes of secrets: another that gets its name one day shall not have them."""
     for it in all_of(tx.connection).values():
         if it.models is not None and model in it.models:
-            scope = it.models - {model} | ({to} if to is not None else set())
-            text = orjson.dumps(sorted(scope)).decode()
+            text = orjson.dumps(sorted(it.models - {model})).decode()
             tx.connection.execute(update(secrets).where(secrets.c.name == it.name).values(models=text))
 
 

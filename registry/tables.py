@@ -39,10 +39,8 @@ servers = Table(
     Column("attributes", Text, nullable=False, server_default="{}"),  # JSON: text -> text or number
     Column("weight", Float, nullable=False, server_default="1"),
     *_admin_state(),
-    Column("formerly", Text),  # its last name before this one
-    Column("leaving_ms", BigInteger),  # since when it takes no more, so that it can be removed or renamed
+    Column("leaving_ms", BigInteger),  # since when it takes no new runs, because it is being removed
     Column("leaving_by", Text),
-    Column("becomes", Text),  # leaving: the name that it gets; null: it is removed
     CheckConstraint("slots > 0", name="slots"),
     CheckConstraint("weight > 0 AND weight <= 1000", name="weight"),
 )

@@ -39,10 +39,8 @@ class Server:
     changed_by: str | None = None
     changed_ms: int | None = None
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # model -> how it is spoken to for that
-    formerly: str | None = None  # its last name before this one
-    leaving_ms: int | None = None  # since when it takes no more, so that it can be removed or renamed
+    leaving_ms: int | None = None  # since when it takes no new runs, because it is being removed
     leaving_by: str | None = None
-    becomes: str | None = None  # leaving: the name that it gets; None: it is removed
 
     @property
     def takes_jobs(self) -> bool:

@@ -13,8 +13,8 @@ class Observer(Protocol):
     def withdrawn(self, fleet: str, model: str, job_ids: Sequence[str]) -> None:
         """These jobs wait no more and will not start: they were canceled, or their deadline passed."""
 
-    def renamed(self, fleet: str, model: str, to: str | None) -> None:
-        """A model has another name; None: it is gone."""
+    def removed(self, fleet: str, model: str) -> None:
+        """A model was removed."""
 
     def learn(self) -> None:
         """Work up what was noted.  Called when nobody waits."""

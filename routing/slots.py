@@ -32,12 +32,6 @@ class _Server(NamedTuple):
     slots: int
 
 
-class _Renamed(NamedTuple):
-    kind: Literal["server", "model"]
-    was: str
-    name: str
-
-
 class SlotScripts(Protocol):
     """What lua/ does with slots: a script each."""
 
@@ -48,7 +42,6 @@ class SlotScripts(Protocol):
         record: str,
         version: int,
         servers: Sequence[_Server],
-        renamed: Sequence[_Renamed],
         rules: Mapping[str, str],
     ) -> Command[Synced]: ...
     def resort(self, fleet: str, *, limit: int) -> Command[int]: ...
@@ -84,7 +77,6 @@ class Slots:
             record=catalog.record,
             version=catalog.version,
             servers=servers,
-            renamed=_renamed(fleet, catalog),
             rules=_rules(fleet, catalog),
         )
 
@@ -120,14 +112,6 @@ def entry(server: Server) -> str:
     attributes = "".join(f"@{name}={attribute_text(value)}\n" for name, value in sorted(server.attributes.items()))
     state = server.state if server.leaving_ms is None else AdminState.DRAINING
     return f"{state} {server.slots} {server.weight!r}\n{models}{attributes}"
-
-
-def _renamed(fleet: str, catalog: Snapshot) -> list[_Renamed]:
-    """Former names of what stands in a fleet."""
-    found = [_Renamed("server", it.formerly, it.name) for it in catalog.servers_of(fleet) if it.formerly]
-    for model in catalog.models_of(fleet):
-        found += [_Renamed("model", it.name, model) for it in catalog.former_names(model)]
-    return found
 
 
 def _rules(fleet: str, catalog: Snapshot) -> dict[str, str]:

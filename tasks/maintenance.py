@@ -39,7 +39,7 @@ from tasks.servers import Call, HealthKind, Live, call_server
 from tasks.wiring import database, dispatcher, last_runs, lifetimes, scripts, teller, workers
 from upkeep import draining, ledger, pulse, reconcile, runs
 from upkeep.identity import ServerReport
-from upkeep.reconcile import departures
+from upkeep.reconcile import removal
 
 log = structlog.get_logger(__name__)
 
@@ -121,10 +121,10 @@ def reap_killed() -> None:
 @_task("watch_runs", 2)
 def watch_runs() -> None:
     """Every 2 s: end runs that exceed their longest time although their workers do not; give slots that drain their
-    leases again where Redis has lost them; go on with models and servers that are removed or renamed."""
+    leases again where Redis has lost them; go on with removals of models and servers."""
     draining.end_overlong(dispatcher())
     draining.keep(dispatcher())
-    departures.go_on(dispatcher())
+    removal.go_on(dispatcher())
 
 
 @_task("check_servers", 2)

@@ -306,7 +306,7 @@ class Worker:
             return True
 
     def _config_of(self, model: str) -> ModelConfig:
-        """Of a model that may have been renamed since the run began.  A model is not removed while it has runs."""
+        """Return a model's configuration.  A model is not removed while it has runs."""
         found = self._ways.find(Snapshot.model, model)
         return found.config if found is not None else self.dispatcher.catalog.model(model).config
 

@@ -11,23 +11,23 @@ from app import registry_answers as shape
 from app.admin import admin_blueprint, bring_to_redis, close_breaker, depths_of
 from app.auth import tenant
 from app.context import dispatcher
-from app.departures import DepartQuery, DepartureView, FormerNamePath, RenameModelBody
 from app.describing import described
 from app.errors import know_fields
 from app.kinds import DescriptionSchema
 from app.openapi import described as told
 from app.openapi import problems
 from app.registry_answers import ConfigView, ModelDetail, ModelList, ModelView
+from app.removal import RemovalQuery, RemovalView
 from app.schemas import ConfigBody, ModelPath, StateBody
 from foundation.errors import NotFound
 from insight.load import load_of
 from jobs.record import now_ms
-from registry import departures
+from registry import removal
 from registry.catalog import Model
 from registry.values import AdminState
 from tasks.servers import Description
 from tasks.wiring import catalog, database
-from upkeep.reconcile.departures import follow_model
+from upkeep.reconcile.removal import follow_model
 from upkeep.rooms import Depths
 
 api = admin_blueprint("models", "Models", "/admin")
@@ -57,7 +57,7 @@ def get_model(path: ModelPath) -> dict[str, Any]:
     with suppress(RedisError):
         load = dispatcher().queues.while_here(lambda: load_of(dispatcher(), known))
     found = dispatcher().catalog.snapshot()
-    left = departures.left_of(database(), known.name) if found.is_leaving(known.name) else None
+    left = removal.left_of(database(), known.name) if found.is_leaving(known.name) else None
     return shape.model_detail(known, found, load, left)
 
 
@@ -78,55 +78,33 @@ def change_model(path: ModelPath, body: StateBody) -> dict[str, Any]:
 @api.delete(
     "/models/<path:model>",
     responses={
-        200: DepartureView,
-        202: told(DepartureView, "It takes no new jobs, and goes when the last has ended"),
+        200: RemovalView,
+        202: told(RemovalView, "It takes no new jobs, and goes when the last has ended"),
         **problems(404, 409, 415, 422),
     },
 )
-def remove_model(path: ModelPath, query: DepartQuery) -> tuple[dict[str, Any], int]:
+def remove_model(path: ModelPath, query: RemovalQuery) -> tuple[dict[str, Any], int]:
     """Remove a model: its configuration, its place on its servers, and what was learned of it.
 
     With jobs that have not ended it is 409, which says how many; or, with `drain`, it takes no new ones, and goes when
     the last has ended.  Ended jobs stay readable under its name; dead ones cannot be queued again.
     """
     by = tenant().name
-    found = departures.remove_model(database(), _known(path.model).name, now_ms(), by, drain=query.drain)
+    found = removal.remove_model(database(), _known(path.model).name, now_ms(), by, drain=query.drain)
     if found.is_over:
-        follow_model(dispatcher(), found, path.model)
+        follow_model(dispatcher(), found)
     else:
         bring_to_redis(found.fleet)
-    return DepartureView.of(found), 200 if found.is_over else 202
+    return RemovalView.of(found), 200 if found.is_over else 202
 
 
 @api.delete("/models/<path:model>/removal", responses={200: ModelView, **problems(404, 415)})
 def keep_model(path: ModelPath) -> dict[str, Any]:
     """Call a removal off: the model takes jobs again."""
     known = _known(path.model)
-    departures.keep_model(database(), known.name)
+    removal.keep_model(database(), known.name)
     bring_to_redis(known.fleet)
     return _shown(_known(known.name))
-
-
-@api.post("/models/<path:model>/rename", responses={200: ModelView, **problems(400, 404, 409, 413, 415, 422)})
-def rename_model(path: ModelPath, body: RenameModelBody) -> dict[str, Any]:
-    """Give a model another name, while its jobs wait and run: they keep their places, and end as if nothing had been.
-
-    Submits under the old name are taken for `former_name_s`.  Jobs that have ended stay under the name that they had.
-    """
-    check_model_name(body.to, "to")
-    now, keeps_s = now_ms(), body.former_name_s
-    until_ms = None if keeps_s is None else now + round(keeps_s * 1000)
-    found = departures.rename_model(database(), path.model, body.to, now, tenant().name, former_until_ms=until_ms)
-    follow_model(dispatcher(), found, path.model)
-    return _shown(_known(body.to))
-
-
-@api.delete("/models/<path:model>/former-names/<path:former>", responses={204: None, **problems(404, 415)})
-def end_former_name(path: FormerNamePath) -> tuple[str, int]:
-    """Take no more submits under a former name, which may then be another model's."""
-    departures.end_former_name(database(), path.model, path.former, now_ms())
-    bring_to_redis(_known(path.model).fleet)
-    return "", 204
 
 
 @api.get("/model-configs/<path:model>", responses={200: ConfigView, **problems(404)})

@@ -11,11 +11,11 @@ from app.addresses import check_endpoint
 from app.admin import admin_blueprint, bring_to_redis, close_breaker, depths_of, standings_of
 from app.auth import tenant
 from app.context import dispatcher
-from app.departures import DepartServerQuery, DepartureView, RenameBody
 from app.describing import described as described_by
 from app.kinds import ServerCheck, server_check
 from app.openapi import described, problems
 from app.registry_answers import FleetView, ListedServer, ServerList, ServerStatus, ServerView, WithheldSlot
+from app.removal import RemovalView, ServerRemovalQuery
 from app.schemas import RegisterBody, ReleaseBody, ServerPath, StateBody
 from audit import acts
 from foundation.errors import Conflict, NotFound
@@ -23,13 +23,13 @@ from insight import servers as insight
 from insight.idle import why_idle
 from jobs.record import now_ms
 from jobs.withheld import Withheld
-from registry import departures
+from registry import removal
 from registry.values import AdminState, Server
 from tasks.descriptions import speaker_of
 from tasks.servers import Live, call_server
 from tasks.wiring import catalog, database, workers
 from upkeep import draining, rooms
-from upkeep.reconcile import departures as upkeep
+from upkeep.reconcile import removal as upkeep
 
 api = admin_blueprint("servers", "Servers", "/admin")
 
@@ -152,12 +152,12 @@ def check_server(path: ServerPath) -> dict[str, Any]:
 @api.delete(
     "/servers/<path:server>",
     responses={
-        200: DepartureView,
-        202: described(DepartureView, "It gets nothing new, and goes when its runs have ended"),
+        200: RemovalView,
+        202: described(RemovalView, "It gets nothing new, and goes when its runs have ended"),
         **problems(404, 409, 415, 422),
     },
 )
-def remove_server(path: ServerPath, query: DepartServerQuery) -> tuple[dict[str, Any], int]:
+def remove_server(path: ServerPath, query: ServerRemovalQuery) -> tuple[dict[str, Any], int]:
     """Forget a server.  Its models stay, and their jobs wait for another.
 
     While it runs something, or withholds slots, it is 409; or, with `drain`, it gets nothing new, and goes when that
@@ -165,43 +165,20 @@ def remove_server(path: ServerPath, query: DepartServerQuery) -> tuple[dict[str,
     their jobs nothing.
     """
     name, by = _known(path.server).name, tenant().name
-    found = departures.remove_server(database(), name, now_ms(), by, drain=query.drain, force=query.force)
+    found = removal.remove_server(database(), name, now_ms(), by, drain=query.drain, force=query.force)
     if found.is_over:
-        upkeep.follow_server(dispatcher(), found, name)
+        upkeep.follow_server(dispatcher(), found)
         upkeep.end_runs_of(dispatcher(), found.lost)
     else:
         bring_to_redis(found.fleet)
-    return DepartureView.of(found), 200 if found.is_over else 202
-
-
-@api.post(
-    "/servers/<path:server>/rename",
-    responses={
-        200: DepartureView,
-        202: described(DepartureView, "It gets nothing new, and its name when its runs have ended"),
-        **problems(400, 404, 409, 413, 415, 422),
-    },
-)
-def rename_server(path: ServerPath, body: RenameBody) -> tuple[dict[str, Any], int]:
-    """Give a server another name; what is known of it stays.
-
-    At once if nothing runs there.  Else it gets nothing new, and its name when its runs have ended.
-    """
-    check_model_name(body.to, "to")
-    name = _known(path.server).name
-    found = departures.rename_server(database(), name, body.to, now_ms(), tenant().name)
-    try:
-        found = upkeep.end_leaving(dispatcher(), name, found.fleet) or found
-    except RedisError:  # Maintenance does it when Redis is there again.
-        dispatcher().catalog.refresh()
-    return DepartureView.of(found), 200 if found.is_over else 202
+    return RemovalView.of(found), 200 if found.is_over else 202
 
 
 @api.delete("/servers/<path:server>/removal", responses={200: ServerView, **problems(404, 415)})
 def keep_server(path: ServerPath) -> dict[str, Any]:
-    """Call a removal or a renaming off: the server gets jobs again."""
+    """Call a removal off: the server gets jobs again."""
     known = _known(path.server)
-    departures.keep_server(database(), known.name)
+    removal.keep_server(database(), known.name)
     bring_to_redis(known.fleet)
     return ServerView.of(_known(known.name))
 

@@ -6,7 +6,7 @@ frame        what stands around every screen             render       templates,
 plots        small plots as SVG
 screens      all of them together
 overview     how all models stand                        models       one of them
-servers      all of them, and one                        departures   models and servers that are removed or renamed
+servers      all of them, and one                        removal      removals of models and servers
 jobs         the list, and the life of one               batches      jobs that came together
 dead         jobs that wait for a person                 tenants      who may hold and send what
 webhooks     who is told, and what was given up          settings     those in force

@@ -49,7 +49,6 @@ SAID = {
     "reset": "The server counts as well: its breaker is closed, and its cooldown is over.",
     "removed": "It is removed.",
     "leaving": "It takes nothing new, and the rest follows when what is left there has ended.",
-    "renamed": "It has its new name.",
     "kept": "Called off: it gets jobs again.",
 }
 

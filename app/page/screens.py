@@ -6,18 +6,18 @@ from app.page import (
     audit,
     batches,
     dead,
-    departures,
     entrance,
     jobs,
     models,
     overview,
+    removal,
     servers,
     settings,
     tenants,
     webhooks,
 )
 
-SCREENS = (overview, models, servers, departures, jobs, batches, dead, tenants, webhooks, audit, settings)
+SCREENS = (overview, models, servers, removal, jobs, batches, dead, tenants, webhooks, audit, settings)
 
 
 def register(app: Flask) -> None:

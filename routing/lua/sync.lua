@@ -4,15 +4,13 @@
     record: text        its identity
     version: int        of the catalog; an older one than the copy's changes nothing
     servers: [{name: text, entry: text, slots: int}]
-    renamed: [{kind: "server" | "model", was: text, name: text}]      former names of what is there
     rules: {text: text}      by field, see lib/rules
   Returns
     answer: "synced" | "stale" | "foreign"
     newest: int         version of the copy
       foreign: the room is another record's, and is closed until it is filled from this one
   A slot that holds a lease keeps it until it is released
-  What runs have shown of a server or model goes with it to its new name.  A room that knows a model by its former name,
-  or in which jobs wait by a name that is no model's here any more, is closed: the record knows their names of today
+  A room in which jobs wait by a name that is no model's here any more is closed, and filled anew from the record
   Lanes that a changed rule concerns get their new keys from resort, and classes that other kinds of servers may run
   now their groups: it has to be called until none is left
   Clock Redis TIME    Cost O(slots log slots); O(accounts + classes) after a change    Upholds LEASE-1, SLOT-2 ]]
@@ -47,52 +45,13 @@ local function forget_servers(gone)
   end
 end
 
-local function rename(was, now_called)
-  if redis.call("EXISTS", was) == 1 and redis.call("EXISTS", now_called) == 0 then
-    redis.call("RENAME", was, now_called)
-  end
-end
-
--- What runs have shown stays with whom it was shown of.
-local function carry(it)
-  rename(stats_key(it.kind, it.was), stats_key(it.kind, it.name))
-  rename(STATS .. ":failed:" .. it.kind .. ":" .. it.was, STATS .. ":failed:" .. it.kind .. ":" .. it.name)
-  if it.kind == "server" then
-    local failures = redis.call("HGET", META, "failures:" .. it.was)
-    if failures then redis.call("HSET", META, "failures:" .. it.name, failures) end
-    return
-  end
-  for _, server in ipairs(redis.call("HKEYS", SERVERS)) do
-    local stats = stats_key("server", server)
-    local mean = redis.call("HGET", stats, "run_ms:" .. it.was)
-    if mean then
-      redis.call("HDEL", stats, "run_ms:" .. it.was)
-      redis.call("HSET", stats, "run_ms:" .. it.name, mean)
-    end
-    if redis.call("HGET", stats, "loaded") == it.was then redis.call("HSET", stats, "loaded", it.name) end
-  end
-end
-
--- Those of `renamed` whom this room knows by their former name alone.
-local function known_by_former_name(index, prefix, kind)
-  local found = {}
-  for _, it in ipairs(renamed) do
-    local was = it.kind == kind and redis.call("HEXISTS", index, prefix .. it.was) == 1
-    if was and redis.call("HEXISTS", index, prefix .. it.name) == 0 then found[#found + 1] = it end
-  end
-  return found
-end
-
-local function is_waited_for(model) return tonumber(redis.call("HGET", META, "waiting:" .. model) or "0") > 0 end
-
--- Whether jobs wait by a former name, or by one that has just gone from here: who put them in knew no other yet.
--- By now it may mean a model of another fleet.
+-- Whether jobs wait under a model that has just gone from here: a process whose catalog was old put them in.
+-- By now its name may mean a model of another fleet.
 local function has_strays(changed)
-  local names = {}
-  for _, it in ipairs(renamed) do names[it.kind == "model" and it.was or ""] = true end
-  for rule in pairs(changed) do names[string.match(rule, "^model (.*)$") or ""] = true end
-  for name in pairs(names) do
-    if is_waited_for(name) and redis.call("HEXISTS", RULES, "model " .. name) == 0 then return true end
+  for rule in pairs(changed) do
+    local model = string.match(rule, "^model (.*)$")
+    local waiting = model and tonumber(redis.call("HGET", META, "waiting:" .. model) or "0") or 0
+    if waiting > 0 and redis.call("HEXISTS", RULES, rule) == 0 then return true end
   end
   return false
 end
@@ -157,9 +116,6 @@ if newest > version then return { "stale", newest } end
 
 redis.call("HSET", META, "catalog", version)
 if record ~= "" then redis.call("HSET", META, "record", record) end
-for _, it in ipairs(known_by_former_name(SERVERS, "", "server")) do carry(it) end
-local models_renamed = known_by_former_name(RULES, "model ", "model")
-for _, it in ipairs(models_renamed) do carry(it) end
 local gone = {}
 for _, server in ipairs(redis.call("HKEYS", SERVERS)) do gone[server] = true end
 redis.call("DEL", SERVERS)
@@ -211,7 +167,7 @@ if next(changed) then
   end
 end
 write_fields()
-if #models_renamed > 0 or has_strays(changed) then
+if has_strays(changed) then
   redis.call("HDEL", META, "epoch")
   redis.call("HSET", META, "lost", "1")
 end

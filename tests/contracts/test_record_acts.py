@@ -12,8 +12,8 @@ from foundation.errors import NotFound, RecordUnavailable
 from jobs.states import State, Why
 from outbox import removal
 from outbox.ageing import Ageing
-from registry import departures
 from registry.catalog import Catalog
+from registry.removal import remove_server
 from registry.rotations import Rotations
 from registry.secrets import Secret
 from registry.tenants import Tenant, Tenants
@@ -41,7 +41,7 @@ def test_each_act_of_an_operator_is_one_event_with_who_from_where_and_by_which_d
         catalog.configure("zimg", {"max_retries": 5}, T0)
         catalog.set_secret(Secret("HF", None, "sealed", "eve", T0))
         catalog.remove_secret("HF")
-        departures.remove_server(database, "gpu1", T0, "eve")
+        remove_server(database, "gpu1", T0, "eve")
         tenants.add(Tenant("acme", admin=False), T0)
         Rotations(database).rotate("acme", T0)
         tenants.remove("acme")
@@ -89,7 +89,7 @@ def test_what_is_refused_or_finds_nothing_is_no_act(database, store):
         assert store.end_waiting(job.id, Why.CANCEL_REQUESTED, T0, note=_note("job.cancel", job)) is None
         assert store.revive(job.id, T0, _note("job.retry", job)) is None
         with pytest.raises(NotFound):
-            departures.remove_server(database, "gpu1", T0, "eve")
+            remove_server(database, "gpu1", T0, "eve")
         with pytest.raises(NotFound):
             Catalog(database).set_model_state("none", "paused")
         with pytest.raises(NotFound):

@@ -12,7 +12,7 @@ from database.db import Database
 from foundation.clock import Clock
 from foundation.errors import Conflict, NotFound
 from jobs.states import ACTIVE, FINAL, State
-from registry import departures
+from registry import removal
 from registry.catalog import Catalog
 from registry.config import ModelConfig
 from registry.tables import metadata, models
@@ -34,7 +34,7 @@ def tenants(database: Database) -> Tenants:
 
 
 def remove(catalog: Catalog, server: str) -> None:
-    departures.remove_server(catalog.database, server, T0, "", force=True)
+    removal.remove_server(catalog.database, server, T0, "", force=True)
 
 
 # -- servers ---------------------------------------------------------------------------------------------------

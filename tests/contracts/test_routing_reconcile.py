@@ -8,7 +8,7 @@ from admission import questions
 from dispatch.dispatcher import ActiveRun
 from jobs.record import Job, Waiting
 from jobs.states import State, Why
-from registry import departures
+from registry import removal
 from routing.leases import Renewal
 from tests.support.builders import CALLBACK, at_once, row_of
 from tests.support.stage import LEASE_MS, OFFER_MS, SECOND, UP_AND_IDLE, YEAR, Stage
@@ -279,7 +279,7 @@ def test_on_another_server_a_job_is_run_anew(stage):
     reconcile.reap(stage.dispatcher)
     stage.told.offers.clear()
     stage.lose_redis()
-    departures.remove_server(stage.database, "a", stage.now, "", force=True)
+    removal.remove_server(stage.database, "a", stage.now, "", force=True)
     stage.register(1, server="b")
     reconcile.sweep(stage.dispatcher)
     again = stage.start()

@@ -182,14 +182,12 @@ def screens(it: Installation) -> dict[str, str]:
         "model": "/page/models/zimg",
         "paused-model": "/page/models/idle",
         "remove-model": "/page/remove/models/idle",
-        "rename-model": "/page/rename/models/zimg",
         "batches": "/page/batches",
         "batch": f"/page/batches/{it.batch}",
         "cancel-batch": f"/page/batches/{it.batch}/cancel",
         "servers": "/page/servers",
         "server": "/page/servers/zimg-fast",
         "remove-server": "/page/remove/servers/zimg-fast",
-        "rename-server": "/page/rename/servers/zimg-fast",
         "dead": "/page/dead",
         "tenants": "/page/tenants",
         "webhooks": "/page/webhooks",
@@ -276,7 +274,7 @@ def test_axe_finds_no_violation_on_any_screen(walk: dict[str, Look], theme: str)
     assert {name: look.violations[theme] for name, look in walk.items() if look.violations[theme]} == {}
 
 
-@pytest.mark.parametrize("name", ["overview", "waiting", "dead", "paused-model", "webhook", "batch", "rename-model"])
+@pytest.mark.parametrize("name", ["overview", "waiting", "dead", "paused-model", "webhook", "batch", "remove-model"])
 def test_the_keyboard_reaches_every_action(operator: Page, installation: Installation, name: str) -> None:
     operator.goto(screens(installation)[name])
     every = "a[href], button:not([disabled]), input:not([type=hidden]), select, summary"
@@ -359,11 +357,6 @@ def test_all_of_it_works_without_script(chromium: Browser, installation: Install
     expect(page.get_by_role("status")).to_contain_text("Its jobs that waited are canceled")
     installation.call("PUT", "/admin/model-configs/short-lived")
     page.goto("/page/models/short-lived")
-    page.get_by_role("link", name="Rename…").click()
-    page.get_by_label("Its new name").fill("zimg")
-    page.get_by_role("button", name="Rename it").click()
-    expect(page.get_by_role("alert")).to_contain_text("zimg")
-    page.get_by_role("link", name="Leave it").click()
     page.get_by_role("link", name="Remove…").click()
     page.get_by_role("button", name="Remove it").click()
     expect(page.get_by_role("status")).to_contain_text("It is removed.")

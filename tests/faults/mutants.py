@@ -37,7 +37,6 @@ from tests.faults.mutants_acts import ACTS
 from tests.faults.mutants_away import AWAY
 from tests.faults.mutants_batches import BATCHES
 from tests.faults.mutants_celery import CELERY
-from tests.faults.mutants_departures import DEPARTURES
 from tests.faults.mutants_descriptions import DESCRIPTIONS
 from tests.faults.mutants_door import DOOR
 from tests.faults.mutants_events import EVENTS
@@ -53,6 +52,7 @@ from tests.faults.mutants_offers import OFFERS
 from tests.faults.mutants_page import PAGE
 from tests.faults.mutants_receivers import RECEIVERS
 from tests.faults.mutants_record import KEPT
+from tests.faults.mutants_removal import REMOVAL
 from tests.faults.mutants_rest import REST
 from tests.faults.mutants_rights import RIGHTS
 from tests.faults.mutants_room import ROOM
@@ -83,7 +83,7 @@ MUTANTS = [
     *ACTS,
     *DOOR,
     *DESCRIPTIONS,
-    *DEPARTURES,
+    *REMOVAL,
     *REFERENCE_SERVER,
     *SPOKEN,
     *RUN,

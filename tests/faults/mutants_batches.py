@@ -74,10 +74,10 @@ BATCHES = [
     Mutant(
         "a server is removed under its runs although nobody said so",
         "page",
-        "app/page/departures.py",
+        "app/page/removal.py",
         'force=_says("force")',
         "force=True",
-        ("tests/contracts/test_page_departures.py::test_a_server_with_a_run_is_drained_which_can_be_called_off",),
-        still="tests/contracts/test_page_departures.py::test_a_server_on_which_nothing_runs_is_removed_at_once",
+        ("tests/contracts/test_page_removal.py::test_a_server_with_a_run_is_drained_which_can_be_called_off",),
+        still="tests/contracts/test_page_removal.py::test_a_server_on_which_nothing_runs_is_removed_at_once",
     ),
 ]

@@ -50,11 +50,11 @@ MOVED = [
     Mutant(
         "the removal of a server is charged to its jobs",
         "operators",
-        "upkeep/reconcile/departures.py",
+        "upkeep/reconcile/removal.py",
         "job.id, job.attempt, Why.SERVER_UNREACHABLE, now",
         "job.id, job.attempt, Why.SERVER_LOST, now",
         (
-            "tests/contracts/test_routing_departures.py::"
+            "tests/contracts/test_routing_removal.py::"
             "test_runs_of_a_server_that_is_removed_by_force_are_lost_and_run_again_elsewhere",
         ),
         _BEFORE,

@@ -200,13 +200,12 @@ class Room:
         self.open()
         return self
 
-    def sync(self, *servers: Server, version: int | None = None, renamed: Sequence[tuple[str, str, str]] = ()) -> str:
+    def sync(self, *servers: Server, version: int | None = None) -> str:
         self.version = self.version + 1 if version is None else version
         self.servers = servers
         args = [arg for server in servers for arg in server.args]
         rules = [text for rule in self.rules.items() for text in rule]
-        former = [len(renamed), *(text for one in renamed for text in one)]
-        answer = self.run("sync", RECORD, self.version, len(servers), *args, *former, *rules)[0]
+        answer = self.run("sync", RECORD, self.version, len(servers), *args, *rules)[0]
         while self.run("resort", 7):
             pass
         return answer

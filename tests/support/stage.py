@@ -87,7 +87,7 @@ class Stage:
             "upkeep.reconcile.reaper",
             "upkeep.reconcile.servers",
             "upkeep.reconcile.timekeeping",
-            "upkeep.reconcile.departures",
+            "upkeep.reconcile.removal",
             "insight.invariants",
             "insight.estimates",
             "upkeep.draining",

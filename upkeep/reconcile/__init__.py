@@ -4,7 +4,7 @@
     timekeeping.py  due times, deadlines, retention
     reaper.py       leases whose holder is gone
     servers.py      what the servers say of themselves
-    departures.py   models and servers that are removed or renamed
+    removal.py      removals of models and servers
 
 Every function may run twice at once, late, or not at all for a while: each act in it is guarded by itself.
 """

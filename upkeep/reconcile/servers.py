@@ -63,7 +63,7 @@ def heed_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport], *,
     for fleet, trouble in rooms.troubled(dispatcher.slots.scripts, list(found)).items():
         for server, report in found[fleet]:
             with alone("heed_report", server=server.name):
-                jobs, lingering = _sent_there(dispatcher, running[server.name], server, report), withheld[server.name]
+                jobs, lingering = _sent_there(running[server.name], server, report), withheld[server.name]
                 freed += draining.heed(dispatcher, server, report, lingering, jobs)
                 stale = _stale_leases(dispatcher, server.name, jobs, report)
                 freed += sum(free_stale_lease(dispatcher, job) for job in stale if (server.name, job.id) in silent)
@@ -93,16 +93,15 @@ def suspects(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> lis
     found: list[Job] = []
     running = _by_server(dispatcher)
     for server, report in _known(dispatcher, reports):
-        jobs = _sent_there(dispatcher, running[server.name], server, report)
+        jobs = _sent_there(running[server.name], server, report)
         found += _stale_leases(dispatcher, server.name, jobs, report)
     return found
 
 
-def _sent_there(dispatcher: Dispatcher, jobs: Sequence[Job], server: Server, report: ServerReport) -> list[Job]:
+def _sent_there(jobs: Sequence[Job], server: Server, report: ServerReport) -> list[Job]:
     """Runs of this server that were sent to the address that made the report: it knows of no other."""
-    endpoints, current = report.endpoints or server.endpoints, dispatcher.catalog.snapshot().current
-    asked = {model: place_of(url) for model, url in endpoints.items()}
-    return [job for job in jobs if job.sent_to is None or place_of(job.sent_to) == asked.get(current(job.model))]
+    asked = {model: place_of(url) for model, url in (report.endpoints or server.endpoints).items()}
+    return [job for job in jobs if job.sent_to is None or place_of(job.sent_to) == asked.get(job.model)]
 
 
 def _by_place(running: Mapping[str, list[Job]]) -> defaultdict[Place, list[Job]]:

@@ -1,4 +1,4 @@
-"""Commands that remove and rename: what they ask for, and what they say."""
+"""Commands that remove: what they ask for, and what they say."""
 
 from typing import Any
 
@@ -42,23 +42,6 @@ def test_a_server_that_is_removed_by_force_says_what_is_lost(api: HTTPServer) ->
     lost = {**DONE, "name": "gpu1", "lost": ["j1", "j2"]}
     api.expect_request("/admin/servers/gpu1", "DELETE", query_string="force=true").respond_with_json(lost)
     assert "Lost runs, whose jobs run again elsewhere: j1, j2." in _run("servers", "remove", "gpu1", "--force").stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "seconds"), [((), 86_400), (("--former-name-for", "5"), 5), (("--former-name-for-good",), None)]
-)
-def test_a_model_is_renamed_and_its_former_name_taken_for_as_long_as_is_said(
-    api: HTTPServer, options: tuple[str, ...], seconds: float | None
-) -> None:
-    body = {"to": "flux", "former_name_s": seconds}
-    api.expect_request("/admin/models/zimg/rename", "POST", json=body).respond_with_json({})
-    assert _run("models", "rename", "zimg", "flux", *options).stdout == "zimg is called flux now.\n"
-
-
-def test_a_server_is_renamed(api: HTTPServer) -> None:
-    renamed = {**DONE, "name": "gpu2"}
-    api.expect_request("/admin/servers/gpu1/rename", "POST", json={"to": "gpu2"}).respond_with_json(renamed)
-    assert _run("servers", "rename", "gpu1", "gpu2").stdout == "gpu1 is called gpu2.\n"
 
 
 def test_a_removal_is_called_off(api: HTTPServer) -> None:

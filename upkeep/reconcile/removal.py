@@ -1,4 +1,4 @@
-"""Models and servers that are removed or renamed: what the record began is ended, and Redis follows.
+"""Removals of models and servers: what the database began is ended, and Redis follows.
 
 Whatever was cut in between is ended by the next turn: each asks the record anew what is to be done, and a room follows
 the catalog by itself (lua/sync.lua).
@@ -16,8 +16,8 @@ from jobs.record import Job, now_ms
 from jobs.states import Why
 from jobs.store import Error
 from jobs.withheld import Withholding
-from registry import departures
-from registry.departures import Departure
+from registry import removal
+from registry.removal import Removal
 from routing.leases import Lease
 from upkeep import rooms
 from upkeep.each import alone
@@ -26,15 +26,15 @@ from upkeep.reconcile.room import refresh_fleet
 log = structlog.get_logger(__name__)
 
 
-def go_on(dispatcher: Dispatcher) -> list[Departure]:
-    """End the removals and renamings that nothing is in the way of any more; answers those."""
+def go_on(dispatcher: Dispatcher) -> list[Removal]:
+    """End the removals that nothing is in the way of any more; returns those."""
     snapshot = dispatcher.catalog.refresh()
-    ended: list[Departure] = []
+    ended: list[Removal] = []
     for name, closed in snapshot.closed.items():
         if closed.because is Because.REMOVING:
             with alone("remove_model", model=name):
-                if (it := departures.end_removal(dispatcher.store.database, name, now_ms())) is not None:
-                    follow_model(dispatcher, it, name)
+                if (it := removal.end_removal(dispatcher.store.database, name, now_ms())) is not None:
+                    follow_model(dispatcher, it)
                     ended.append(it)
     for server in snapshot.servers.values():
         if server.leaving_ms is not None:
@@ -45,43 +45,43 @@ def go_on(dispatcher: Dispatcher) -> list[Departure]:
     return ended
 
 
-def follow_model(dispatcher: Dispatcher, it: Departure, was: str) -> None:
-    """Bring Redis to what the record says of a model that was removed, or renamed from `was`."""
+def follow_model(dispatcher: Dispatcher, it: Removal) -> None:
+    """Remove from Redis what concerns a model that was removed."""
     try:
         catalog = dispatcher.catalog.refresh()
-        dispatcher.observer.renamed(it.fleet, was, None if it.name == was else it.name)
+        dispatcher.observer.removed(it.fleet, it.name)
         if it.fleet in catalog.fleets():
             refresh_fleet(dispatcher, it.fleet)
         else:
             rooms.forget_gone(dispatcher.slots.scripts, catalog.fleets())
     except RedisError as error:  # The sweep brings it, and forgets rooms that are gone.
-        log.warning("departure_postponed", model=was, error=str(error))
-    log.info("model_removed" if it.name == was else "model_renamed", model=was, name=it.name)
+        log.warning("removal_postponed", model=it.name, error=str(error))
+    log.info("model_removed", model=it.name)
 
 
-def end_leaving(dispatcher: Dispatcher, server: str, fleet: str) -> Departure | None:
-    """Remove or rename a server that is leaving, if none of its slots is held or offered; None: not yet."""
+def end_leaving(dispatcher: Dispatcher, server: str, fleet: str) -> Removal | None:
+    """Remove a server that is leaving, if none of its slots is held or offered; None: not yet."""
     refresh_fleet(dispatcher, fleet)  # Before the look: from now on nothing is offered there.
     leases = dispatcher.leases.all_of([fleet])
     if fleet not in leases or any(it.server == server for it, _ in leases[fleet]):
         return None
-    found = departures.end_leaving(dispatcher.store.database, server)
+    found = removal.end_leaving(dispatcher.store.database, server)
     if found is None:
         return None
-    follow_server(dispatcher, found, server)
+    follow_server(dispatcher, found)
     return found
 
 
-def follow_server(dispatcher: Dispatcher, it: Departure, was: str) -> None:
-    """Bring Redis to what the record says of a server that was removed, or renamed from `was`."""
+def follow_server(dispatcher: Dispatcher, it: Removal) -> None:
+    """Remove from Redis what concerns a server that was removed."""
     try:
         refresh_fleet(dispatcher, it.fleet)
         catalog = dispatcher.catalog.snapshot()
         if it.fleet not in catalog.fleets():
             rooms.forget_gone(dispatcher.slots.scripts, catalog.fleets())
     except RedisError as error:
-        log.warning("departure_postponed", server=was, error=str(error))
-    log.info("server_removed" if it.name == was else "server_renamed", server=was, name=it.name)
+        log.warning("removal_postponed", server=it.name, error=str(error))
+    log.info("server_removed", server=it.name)
 
 
 def end_lost(dispatcher: Dispatcher) -> int:

@@ -1,4 +1,4 @@
-"""Removing and renaming models and servers: what hangs on them, what will happen, and the calling off."""
+"""Removing models and servers: what hangs on them, what will happen, and the calling off."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,19 +9,15 @@ from pydantic import ValidationError
 from app.api import models as models_api
 from app.api import servers as servers_api
 from app.context import dispatcher
-from app.departures import DepartQuery, DepartServerQuery, FormerNamePath, RenameBody, RenameModelBody
 from app.page.entrance import screen, told_of
 from app.page.render import rendered, segment
 from app.page.visitor import form
+from app.removal import RemovalQuery, ServerRemovalQuery
 from app.schemas import ModelPath, ServerPath
 from foundation.errors import NotFound, SlotkeeperError
 from jobs.record import Job
-from registry import departures
+from registry import removal
 from tasks.wiring import database
-
-_FOR_GOOD = ""
-_KEEPS = (("86400", "are taken for a day"), ("604800", "for a week"), (_FOR_GOOD, "for good"), ("0", "are refused"))
-
 
 # -- models ------------------------------------------------------------------------------------------------
 
@@ -31,63 +27,23 @@ def ask_to_remove_model(model: str, wrong: str = "") -> Any:
     told = models_api.get_model(ModelPath(model=model))
     catalog = dispatcher().catalog.snapshot()
     idle = {name for name in told["servers"] if set(catalog.servers[name].endpoints) == {model}}
-    left = departures.left_of(database(), model)
+    left = removal.left_of(database(), model)
     return rendered("remove_model.html", model=told, left=left, idle=idle, wrong=wrong)
 
 
 @screen("/page/remove/models/<path:model>", method="POST", admin=True)
 def remove_model(model: str) -> Any:
     def act() -> Any:
-        answer, _ = models_api.remove_model(ModelPath(model=model), DepartQuery(drain=_says("drain")))
+        answer, _ = models_api.remove_model(ModelPath(model=model), RemovalQuery(drain=_says("drain")))
         return redirect("/?said=removed" if answer["state"] == "done" else f"{_of_model(model)}?said=leaving", 303)
 
     return _done(act, lambda wrong: ask_to_remove_model(model=model, wrong=wrong))
-
-
-@screen("/page/rename/models/<path:model>", admin=True)
-def ask_to_rename_model(model: str, wrong: str = "") -> Any:
-    told, left = models_api.get_model(ModelPath(model=model)), departures.left_of(database(), model)
-    to, kept = form().get("to", ""), form().get("former_name_s", _KEEPS[0][0])
-    return rendered(
-        "rename.html",
-        kind="models",
-        name=model,
-        left=left,
-        servers=told["servers"],
-        to=to,
-        keeps=_KEEPS,
-        kept=kept,
-        wrong=wrong,
-    )
-
-
-@screen("/page/rename/models/<path:model>", method="POST", admin=True)
-def rename_model(model: str) -> Any:
-    def act() -> Any:
-        asked = {"to": form().get("to", "").strip(), "former_name_s": _keeps_s(form().get("former_name_s", _FOR_GOOD))}
-        answer = models_api.rename_model(ModelPath(model=model), RenameModelBody.model_validate(asked))
-        return redirect(f"{_of_model(answer['model'])}?said=renamed", 303)
-
-    return _done(act, lambda wrong: ask_to_rename_model(model=model, wrong=wrong))
 
 
 @screen("/page/keep/models/<path:model>", method="POST", admin=True)
 def keep_model(model: str) -> Any:
     models_api.keep_model(ModelPath(model=model))
     return redirect(f"{_of_model(model)}?said=kept", 303)
-
-
-@screen("/page/former-names/<path:model>", method="POST", admin=True)
-def end_former_name(model: str) -> Any:
-    models_api.end_former_name(FormerNamePath(model=model, former=form().get("former", "")))
-    return redirect(f"{_of_model(model)}?said=changed", 303)
-
-
-def _keeps_s(chosen: str) -> Any:
-    """As the API takes it, which refuses what is no number."""
-    if chosen == _FOR_GOOD:
-        return None
-    return int(chosen) if chosen.isdecimal() else chosen
 
 
 # -- servers -----------------------------------------------------------------------------------------------
@@ -105,7 +61,7 @@ def ask_to_remove_server(server: str, wrong: str = "") -> Any:
 @screen("/page/remove/servers/<path:server>", method="POST", admin=True)
 def remove_server(server: str) -> Any:
     def act() -> Any:
-        asked = DepartServerQuery(drain=_says("drain"), force=_says("force"))
+        asked = ServerRemovalQuery(drain=_says("drain"), force=_says("force"))
         answer, _ = servers_api.remove_server(ServerPath(server=server), asked)
         done = answer["state"] == "done"
         return redirect("/page/servers?said=removed" if done else f"{_of_server(server)}?said=leaving", 303)
@@ -113,31 +69,10 @@ def remove_server(server: str) -> Any:
     return _done(act, lambda wrong: ask_to_remove_server(server=server, wrong=wrong))
 
 
-@screen("/page/rename/servers/<path:server>", admin=True)
-def ask_to_rename_server(server: str, wrong: str = "") -> Any:
-    _server(server)
-    return rendered(
-        "rename.html", kind="servers", name=server, to=form().get("to", ""), runs=_runs(server), wrong=wrong
-    )
-
-
-@screen("/page/rename/servers/<path:server>", method="POST", admin=True)
-def rename_server(server: str) -> Any:
-    def act() -> Any:
-        asked = RenameBody.model_validate({"to": form().get("to", "").strip()})
-        answer, _ = servers_api.rename_server(ServerPath(server=server), asked)
-        return redirect(f"{_of_server(answer['name'])}?said={_RENAMED[answer['state']]}", 303)
-
-    return _done(act, lambda wrong: ask_to_rename_server(server=server, wrong=wrong))
-
-
 @screen("/page/keep/servers/<path:server>", method="POST", admin=True)
 def keep_server(server: str) -> Any:
     servers_api.keep_server(ServerPath(server=server))
     return redirect(f"{_of_server(server)}?said=kept", 303)
-
-
-_RENAMED = {"done": "renamed", "leaving": "leaving"}
 
 
 def _server(name: str) -> Any:

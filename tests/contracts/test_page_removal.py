@@ -1,4 +1,4 @@
-"""The page's forms by which models and servers are removed and renamed, and what it says of breakers."""
+"""The page's forms by which models and servers are removed, and what it says of breakers."""
 
 from typing import Any
 
@@ -69,31 +69,7 @@ def test_what_the_api_refuses_is_said_in_its_words_beside_the_form(api: Api, ope
     refused = operator.post("/page/remove/models/zimg")
     assert refused.status_code == 409
     assert "has jobs that have not ended: 1 queued" in refused.text and "Remove it?" in refused.text
-    taken = operator.post("/page/rename/models/zimg", to="flux", former_name_s="0")
-    assert taken.status_code == 409 and 'value="flux"' in taken.text and 'role="alert"' in taken.text
-    unfit = operator.post("/page/rename/models/zimg", to="no name", former_name_s="0")
-    assert unfit.status_code == 422 and "must be 1 to 128 letters" in unfit.text
-    assert operator.post("/page/rename/models/zimg", to="x", former_name_s="soon").status_code == 422
     assert _models(api) == {"flux", "zimg"}
-
-
-@pytest.mark.parametrize(("keeps", "answer"), [("86400", 202), ("", 202), ("0", 422)], ids=["a day", "for good", "0"])
-def test_a_model_is_renamed_while_its_jobs_wait(api: Api, operator: Visitor, keeps: str, answer: int) -> None:
-    api.model()
-    job = api.submitted()
-    shown = _follow(operator, operator.post("/page/rename/models/zimg", to="zimg/v2", former_name_s=keeps))
-    assert "It has its new name." in shown and "zimg/v2" in shown
-    assert api.job(job).model == "zimg/v2"
-    assert api.submit().status_code == answer
-
-
-def test_a_former_name_is_ended(api: Api, operator: Visitor) -> None:
-    api.model()
-    shown = _follow(operator, operator.post("/page/rename/models/zimg", to="flux", former_name_s=""))
-    assert "Take no more under “zimg”" in shown
-    shown = _follow(operator, operator.post("/page/former-names/flux", former="zimg"))
-    assert "Take no more" not in shown
-    assert api.submit().status_code == 422
 
 
 # -- servers ---------------------------------------------------------------------------------------------------
@@ -133,16 +109,6 @@ def test_a_server_is_removed_under_its_run_only_if_that_is_said(api: Api, operat
     _follow(operator, operator.post("/page/remove/servers/gpu1", force="yes"))
     assert _servers(api) == set()
     assert api.job(job).state is State.QUEUED
-
-
-def test_a_server_is_renamed_at_once_or_when_its_runs_have_ended(api: Api, operator: Visitor) -> None:
-    api.register(server="gpu1")
-    shown = _follow(operator, operator.post("/page/rename/servers/gpu1", to="gpu7"))
-    assert "It has its new name." in shown and _servers(api) == {"gpu7"}
-    api.started()
-    assert "1 job runs there" in operator.get("/page/rename/servers/gpu7").text
-    shown = _follow(operator, operator.post("/page/rename/servers/gpu7", to="gpu8"))
-    assert "getting the name gpu8" in shown and _servers(api) == {"gpu7"}
 
 
 # -- breakers --------------------------------------------------------------------------------------------------

@@ -1,16 +1,16 @@
-"""Guards of models and servers that are removed or renamed, and of defaults."""
+"""Guards of models and servers that are removed, and of defaults."""
 
 from tests.faults.mutant import Mutant
 
-KEPT = "tests/contracts/test_record_departures.py::"
+KEPT = "tests/contracts/test_registry_removal.py::"
 DEFAULTS = "tests/contracts/test_record_defaults.py::"
-ROOMS = "tests/contracts/test_routing_departures.py::"
+ROOMS = "tests/contracts/test_routing_removal.py::"
 
-DEPARTURES = [
+REMOVAL = [
     Mutant(
         "a model is removed though jobs of it have not ended",
         "JOB-3",
-        "registry/departures.py",
+        "registry/removal.py",
         "        if not left:\n            return _removed(tx, model, fleet, now_ms, by)",
         "        if True:\n            return _removed(tx, model, fleet, now_ms, by)",
         (f"{KEPT}test_a_model_is_not_removed_while_a_job_of_it_has_not_ended",),
@@ -19,7 +19,7 @@ DEPARTURES = [
     Mutant(
         "a removal that was called off is ended",
         "removal",
-        "registry/departures.py",
+        "registry/removal.py",
         "if closed is None or closed.because is not Because.REMOVING or _active(tx.connection, model):",
         "if closed is not None and closed.because is not Because.REMOVING or _active(tx.connection, model):",
         (f"{KEPT}test_a_removal_that_is_called_off_is_not_ended_though_nothing_is_in_its_way",),
@@ -31,16 +31,13 @@ DEPARTURES = [
         "jobs/store.py",
         "unless=names.IS_CLOSED, ",
         "",
-        (
-            f"{KEPT}test_job_3_under_a_closed_name_nothing_is_stored_and_no_number_is_missing",
-            f"{ROOMS}test_a_submit_that_meets_the_change_of_name_is_written_by_the_new_one",
-        ),
+        (f"{KEPT}test_job_3_under_a_closed_name_nothing_is_stored_and_no_number_is_missing",),
         still=f"{KEPT}test_servers_that_a_removal_leaves_without_a_model_are_named",
     ),
     Mutant(
         "who closes a name does not wait for jobs on their way",
         "JOB-3",
-        "registry/names.py",
+        "jobs/names.py",
         'if tx.connection.dialect.name == "postgresql":',
         "if False:",
         (f"{KEPT}test_no_job_is_written_behind_the_back_of_who_removes_its_model",),
@@ -51,95 +48,28 @@ DEPARTURES = [
         "a dead job of a removed model is queued",
         "QUEUE-1",
         "jobs/names.py",
-        "if closed.because is not Because.RENAMED or closed.now_called is None:",
-        "if False:",
+        "if closed is not None:\n        raise NameClosed(",
+        "if False:\n        raise NameClosed(",
         (f"{KEPT}test_a_dead_job_of_a_removed_model_stays_dead_and_is_told_what_to_do",),
-        still=f"{KEPT}test_a_dead_job_of_a_renamed_model_goes_on_under_the_name_of_today",
-    ),
-    Mutant(
-        "a former name is given to another model",
-        "names",
-        "registry/names.py",
-        "if means is not None and means != owner:",
-        "if False:",
-        (f"{KEPT}test_a_name_that_means_a_model_is_no_other_models",),
-        still=f"{KEPT}test_a_model_gets_its_first_name_back",
-    ),
-    Mutant(
-        "a former name is taken for ever",
-        "names",
-        "jobs/names.py",
-        "(self.until_ms is not None and now_ms >= self.until_ms)",
-        "False",
-        (
-            f"{KEPT}test_a_former_name_stands_for_the_model_for_as_long_as_was_said",
-            f"{ROOMS}test_a_submit_by_the_former_name_is_taken_for_as_long_as_was_said",
-        ),
-        still=f"{KEPT}test_a_model_gets_its_first_name_back",
+        still=f"{KEPT}test_servers_that_a_removal_leaves_without_a_model_are_named",
     ),
     Mutant(
         "a new model joins the fleet that another has kept",
-        "names",
+        "fleets",
         "registry/catalog.py",
         "taken = set(tx.connection.execute(select(models.c.fleet)).scalars())",
         "taken = set[str]()",
-        (f"{KEPT}test_a_name_that_means_a_model_is_no_other_models",),
-        still=f"{KEPT}test_a_model_gets_its_first_name_back",
+        (f"{KEPT}test_a_new_model_does_not_join_the_fleet_that_a_removed_one_left_to_others",),
+        still=f"{KEPT}test_servers_that_a_removal_leaves_without_a_model_are_named",
     ),
     Mutant(
-        "a room keeps what waits by a former name",
-        "ORDER-1",
-        "routing/lua/sync.lua",
-        "if #models_renamed > 0 or has_strays(changed) then",
-        "if false then",
-        (
-            f"{ROOMS}test_order_1_jobs_of_a_renamed_model_start_in_the_order_they_had",
-            f"{ROOMS}test_a_renaming_that_is_cut_before_redis_hears_of_it_is_completed_by_the_sweep",
-        ),
-        still=f"{ROOMS}test_models_on_the_same_servers_share_one_queue_in_the_order_of_acceptance",
-    ),
-    Mutant(
-        "a job that came by a former name stays in the room",
+        "a job of a removed model stays in the room",
         "QUEUE-1",
         "routing/lua/sync.lua",
-        'if is_waited_for(name) and redis.call("HEXISTS", RULES, "model " .. name) == 0 then return true end',
-        "",
-        (
-            f"{ROOMS}test_who_still_knows_the_former_name_leaves_nothing_in_the_room",
-            f"{ROOMS}test_slot_2_jobs_whose_models_name_was_given_away_before_redis_heard_of_it_come_in_by_its_new_one",
-        ),
-        still=f"{ROOMS}test_order_1_jobs_of_a_renamed_model_start_in_the_order_they_had",
-    ),
-    Mutant(
-        "a submit that meets a change of name is refused",
-        "names",
-        "dispatch/dispatcher.py",
-        "        except NameClosed:\n            self.catalog.refresh()\n",
-        "        except NameClosed:\n            raise\n",
-        (f"{ROOMS}test_a_submit_that_meets_the_change_of_name_is_written_by_the_new_one",),
-        still=f"{ROOMS}test_order_1_jobs_of_a_renamed_model_start_in_the_order_they_had",
-    ),
-    Mutant(
-        "a server is renamed under its runs",
-        "SLOT-1",
-        "registry/departures.py",
-        "if row is None or row.leaving_ms is None or _runs(tx, server) or _withheld(tx, server):",
-        "if row is None or row.leaving_ms is None:",
-        (
-            f"{KEPT}test_a_renamed_server_keeps_all_that_it_is",
-            f"{KEPT}test_a_server_that_drains_takes_nothing_new_and_goes_when_its_runs_have_ended",
-            f"{KEPT}test_a_server_whose_slots_are_withheld_is_not_removed",
-        ),
-        still=f"{KEPT}test_a_server_gets_no_name_that_another_has_or_gets",
-    ),
-    Mutant(
-        "a server is renamed while a slot of it is offered",
-        "SLOT-1",
-        "upkeep/reconcile/departures.py",
-        "if fleet not in leases or any(it.server == server for it, _ in leases[fleet]):",
-        "if fleet not in leases:",
-        (f"{ROOMS}test_a_server_is_not_renamed_while_one_of_its_slots_is_offered",),
-        still=f"{ROOMS}test_slot_1_a_server_gets_its_new_name_when_nothing_runs_there",
+        "if has_strays(changed) then",
+        "if false then",
+        (f"{ROOMS}test_a_process_that_does_not_know_of_the_removal_leaves_nothing_in_the_room",),
+        still=f"{ROOMS}test_models_on_the_same_servers_share_one_queue_in_the_order_of_acceptance",
     ),
     Mutant(
         "a server that is leaving is given jobs",
@@ -147,26 +77,47 @@ DEPARTURES = [
         "routing/slots.py",
         "state = server.state if server.leaving_ms is None else AdminState.DRAINING",
         "state = server.state",
-        (f"{ROOMS}test_slot_1_a_server_gets_its_new_name_when_nothing_runs_there",),
-        still=f"{ROOMS}test_order_1_jobs_of_a_renamed_model_start_in_the_order_they_had",
+        (f"{ROOMS}test_a_server_that_drains_is_removed_when_its_run_has_ended",),
+        still=f"{ROOMS}test_models_on_the_same_servers_share_one_queue_in_the_order_of_acceptance",
     ),
     Mutant(
         "runs of a server that was removed are left to themselves",
         "QUEUE-1",
-        "upkeep/reconcile/departures.py",
+        "upkeep/reconcile/removal.py",
         "lost = [job for job in dispatcher.store.running() if job.server not in servers]",
         "lost = list[Job]()",
         (f"{ROOMS}test_runs_of_a_server_that_is_removed_by_force_are_lost_and_run_again_elsewhere",),
-        still=f"{ROOMS}test_order_1_jobs_of_a_renamed_model_start_in_the_order_they_had",
+        still=f"{ROOMS}test_models_on_the_same_servers_share_one_queue_in_the_order_of_acceptance",
     ),
     Mutant(
         "a secret stays for a name that is free",
         "secrets",
-        "registry/departures.py",
-        "    secrets.scope_otherwise(tx, model, None)\n",
+        "registry/removal.py",
+        "    secrets.drop_from_scopes(tx, model)\n",
         "",
         (f"{KEPT}test_a_removed_model_is_gone_with_what_hangs_on_it_and_its_ended_jobs_stay",),
-        still=f"{KEPT}test_a_model_gets_its_first_name_back",
+        still=f"{KEPT}test_servers_that_a_removal_leaves_without_a_model_are_named",
+    ),
+    Mutant(
+        "a server is removed under its runs",
+        "SLOT-1",
+        "registry/removal.py",
+        "if row is None or row.leaving_ms is None or _runs(tx, server) or _withheld(tx, server):",
+        "if row is None or row.leaving_ms is None:",
+        (
+            f"{KEPT}test_a_server_that_drains_takes_nothing_new_and_goes_when_its_runs_have_ended",
+            f"{KEPT}test_a_server_whose_slots_are_withheld_is_not_removed",
+        ),
+        still=f"{KEPT}test_servers_that_a_removal_leaves_without_a_model_are_named",
+    ),
+    Mutant(
+        "a server is removed while a slot of it is offered",
+        "SLOT-1",
+        "upkeep/reconcile/removal.py",
+        "if fleet not in leases or any(it.server == server for it, _ in leases[fleet]):",
+        "if fleet not in leases:",
+        (f"{ROOMS}test_a_server_is_not_removed_while_one_of_its_slots_is_offered",),
+        still=f"{ROOMS}test_a_server_that_drains_is_removed_when_its_run_has_ended",
     ),
     # -- defaults --------------------------------------------------------------------------------------------
     Mutant(

@@ -1,9 +1,9 @@
-"""Models and servers that are removed or renamed, and defaults of configurations.
+"""Models and servers that are removed, and defaults of configurations.
 
 Revision: 0012, after: 0010
 
 New tables, and columns that may be empty: the release before goes on beside it.  It knows neither: it accepts jobs
-under names that are closed, and treats all models by the built-in defaults.  So models should be removed, renamed, or
+under names that are closed, and treats all models by the built-in defaults.  So models should be removed or
 given defaults when no process of it runs any more.
 """
 
@@ -18,10 +18,8 @@ branch_labels = None
 depends_on = None
 
 _OF_SERVERS = (
-    ("formerly", sa.Text),
     ("leaving_ms", sa.BigInteger),
     ("leaving_by", sa.Text),
-    ("becomes", sa.Text),
 )
 
 
@@ -30,11 +28,9 @@ def upgrade() -> None:
         "closed_models",
         sa.Column("name", sa.Text, nullable=False),
         sa.Column("because", sa.Text, nullable=False),
-        sa.Column("now_called", sa.Text),
-        sa.Column("until_ms", sa.BigInteger),
         sa.Column("changed_by", sa.Text),
         sa.Column("changed_ms", sa.BigInteger, nullable=False),
-        sa.CheckConstraint("because IN ('removing', 'removed', 'renamed')", name=op.f("ck_closed_models_because")),
+        sa.CheckConstraint("because IN ('removing', 'removed')", name=op.f("ck_closed_models_because")),
         sa.PrimaryKeyConstraint("name", name=op.f("pk_closed_models")),
     )
     op.create_table(
@@ -50,7 +46,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Forgets kinds and defaults, former names, and what was being removed or renamed."""
+    """Forgets kinds and defaults, and what was being removed."""
     connection = op.get_bind()
     for name, text in connection.execute(sa.text("SELECT name, overrides FROM models")).all():
         kept = {key: value for key, value in json.loads(text).items() if key != "kind"}

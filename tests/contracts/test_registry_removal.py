@@ -1,0 +1,219 @@
+"""What the database promises about models and servers that are removed."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from sqlalchemy import text
+
+from database.db import Database
+from foundation.errors import Conflict, NotFound
+from insight import listing
+from jobs import withheld
+from jobs.names import Because, NameClosed
+from jobs.states import ACTIVE, FINAL, State, Why
+from jobs.withheld import Withholding
+from registry import removal
+from registry.catalog import Catalog
+from registry.secrets import Secret
+from tests.support.builders import (
+    T0,
+    a_delayed_job,
+    a_job,
+    a_job_in,
+    a_queued_job,
+    a_running_job,
+    an_ended_job,
+    eventually,
+)
+from tests.support.starts import store_start
+from upkeep import ledger
+
+URL = "http://10.0.0.1:8000/generate"
+
+
+@pytest.fixture
+def catalog(database: Database) -> Catalog:
+    made = Catalog(database)
+    made.register("zimg", "gpu1", URL, 4, T0)
+    return made
+
+
+# -- removing a model ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", sorted(ACTIVE))
+def test_a_model_is_not_removed_while_a_job_of_it_has_not_ended(database, catalog, store, state):
+    job, before = a_job_in(store, state), catalog.snapshot()
+    with pytest.raises(Conflict, match=rf"1 {state}.*drain=true") as refusal:
+        removal.remove_model(database, "zimg", T0, "ops")
+    assert refusal.value.facts == {"model": "zimg", state.value: 1}
+    assert catalog.snapshot().models == before.models and not catalog.snapshot().closed
+    assert store.get(job.id).state is state
+
+
+@pytest.mark.parametrize("state", sorted(FINAL))
+def test_a_removed_model_is_gone_with_what_hangs_on_it_and_its_ended_jobs_stay(database, catalog, store, state):
+    catalog.register("zimg", "gpu1", URL, 4, T0, {"gpu": "A100"}, of_model={"model_version": "2.1"})
+    catalog.register("flux", "gpu1", URL, 4, T0, of_model={"model_version": "1.0"})
+    catalog.set_secret(Secret("KEY", frozenset({"zimg", "flux"}), "sealed", None, T0))
+    job = an_ended_job(store, state)
+    found = removal.remove_model(database, "zimg", T0, "ops")
+    now = catalog.snapshot()
+    assert (found.is_over, found.fleet, found.idle, list(now.models)) == (True, "zimg", (), ["flux"])
+    assert now.servers["gpu1"].endpoints == {"flux": URL}
+    assert now.servers["gpu1"].attributes == {"gpu": "A100", "flux:model_version": "1.0"}
+    assert now.secrets["KEY"].models == {"flux"}, "whoever gets the name one day shall not have it"
+    assert store.get(job.id) == job and listing.find(store.database, model="zimg")[0].id == job.id
+    assert ledger.read(database).balanced
+
+
+def test_servers_that_a_removal_leaves_without_a_model_are_named(database, catalog):
+    assert removal.remove_model(database, "zimg", T0, "ops").idle == ("gpu1",)
+    assert catalog.register("zimg", "gpu1", URL, 4, T0).endpoints == {"zimg": URL}
+
+
+def test_what_is_not_there_is_not_removed(database, catalog):
+    for act in (
+        lambda: removal.remove_model(database, "flux", T0, ""),
+        lambda: removal.keep_model(database, "zimg"),
+        lambda: removal.remove_server(database, "gpu9", T0, ""),
+        lambda: removal.keep_server(database, "gpu1"),
+    ):
+        with pytest.raises(NotFound):
+            act()
+
+
+def test_a_model_that_drains_takes_no_new_jobs_and_goes_when_the_last_has_ended(database, catalog, store):
+    job, later = a_running_job(store), a_delayed_job(store)
+    found = removal.remove_model(database, "zimg", T0, "ops", drain=True)
+    assert (found.is_over, found.left) == (False, {"running": 1, "delayed": 1})
+    assert catalog.snapshot().is_leaving("zimg") and catalog.snapshot().closed["zimg"].changed_by == "ops"
+    with pytest.raises(NameClosed):
+        store.submit([a_job()], T0)
+    assert store.settle(job.job.id, job.attempt, Why.FINISHED, T0, result="{}")
+    assert removal.end_removal(database, "zimg", T0) is None and "zimg" in catalog.snapshot().models
+    assert removal.left_of(database, "zimg") == {"delayed": 1}
+    assert store.end_waiting(later.id, Why.CANCEL_REQUESTED, T0)
+    assert removal.end_removal(database, "zimg", T0).is_over
+    assert catalog.snapshot().closed["zimg"].because is Because.REMOVED
+    assert removal.end_removal(database, "zimg", T0) is None, "once"
+
+
+def test_a_removal_that_is_called_off_is_not_ended_though_nothing_is_in_its_way(database, catalog, store):
+    job = a_queued_job(store)
+    removal.remove_model(database, "zimg", T0, "ops", drain=True)
+    removal.keep_model(database, "zimg")
+    store.end_waiting(job.id, Why.CANCEL_REQUESTED, T0)
+    assert removal.end_removal(database, "zimg", T0) is None
+    a_queued_job(store)
+    assert "zimg" in catalog.snapshot().models
+
+
+def test_job_3_under_a_closed_name_nothing_is_stored_and_no_number_is_missing(database, catalog, store):
+    removal.remove_model(database, "zimg", T0, "ops")
+    ids = [a_job(id="a", model="flux"), a_job(id="b"), a_job(id="c", idempotency_key="k", fingerprint="f")]
+    for new in (ids[1:2], ids[2:], ids):
+        with pytest.raises(NameClosed):
+            store.submit(new, T0)
+    assert [store.get(job.id) for job in ids] == [None, None, None]
+    assert store.submit([a_job(id="c", model="flux", idempotency_key="k", fingerprint="g")], T0)[0].id == "c"
+    assert ledger.read(database).balanced
+
+
+def test_a_doubled_message_of_a_job_whose_model_is_gone_is_still_the_same_job(database, catalog, store):
+    new = a_job()
+    store.submit([new], T0)
+    run = store_start(store, new.id, "gpu1", "gpu1-slot0", "lease", T0)
+    store.settle(new.id, run.attempt, Why.FINISHED, T0, result="{}")
+    removal.remove_model(database, "zimg", T0, "ops")
+    with pytest.raises(NameClosed):
+        store.submit([a_job()], T0)
+    assert store.get(new.id).state is State.COMPLETED
+
+
+@pytest.mark.postgres
+def test_no_job_is_written_behind_the_back_of_who_removes_its_model(postgres_url):
+    """Its transaction has begun before the removal looks, and commits after it."""
+    database = Database(postgres_url)
+    Catalog(database).register("zimg", "gpu1", URL, 4, T0)
+    row = "INSERT INTO jobs (id, model, state, why, tier, tenant, created_ms, source, payload) "
+    waiting = text("SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'jobs'::regclass")
+    with database.engine.connect() as slow, ThreadPoolExecutor(1) as pool:
+        slow.execute(text(f"{row} VALUES ('j', 'zimg', 'queued', 'submitted', 5, 't', 1, 'rest', '{{}}')"))
+        removing = pool.submit(removal.remove_model, database, "zimg", T0, "ops")
+
+        def waits() -> bool:
+            with database.engine.connect() as looking:
+                return removing.done() or looking.execute(waiting).scalar_one() > 0
+
+        eventually(waits)
+        slow.commit()
+        with pytest.raises(Conflict, match="1 queued"):
+            removing.result(10)
+    assert "zimg" in Catalog(database).snapshot().models
+    database.close()
+
+
+def test_a_dead_job_of_a_removed_model_stays_dead_and_is_told_what_to_do(database, catalog, store):
+    job = an_ended_job(store, State.DEAD)
+    removal.remove_model(database, "zimg", T0, "ops")
+    with pytest.raises(NameClosed, match=r"was removed.*stays dead"):
+        store.revive(job.id, T0)
+    assert store.get(job.id) == job
+    assert len(store.events_of(job.id)) == 3
+    catalog.register("zimg", "gpu1", URL, 4, T0)
+    assert store.revive(job.id, T0).model == "zimg"
+
+
+def test_a_new_model_does_not_join_the_fleet_that_a_removed_one_left_to_others(database, catalog):
+    catalog.register("flux", "gpu1", URL, 1, T0)
+    removal.remove_model(database, "zimg", T0, "")
+    assert catalog.register("zimg", "gpu3", URL, 1, T0).fleet == "zimg.2", "the first is flux' still"
+
+
+# -- servers ---------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_runs_something_is_not_removed(database, catalog, store):
+    a_running_job(store)
+    with pytest.raises(Conflict, match=r"runs 1 jobs.*drain=true.*force=true"):
+        removal.remove_server(database, "gpu1", T0, "ops")
+    assert catalog.snapshot().servers["gpu1"].takes_jobs
+
+
+def test_a_server_whose_slots_are_withheld_is_not_removed(database, catalog, store):
+    run = a_running_job(store)
+    store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}", withhold=Withholding("x", T0))
+    with pytest.raises(Conflict, match="1 of its slots are withheld"):
+        removal.remove_server(database, "gpu1", T0, "ops")
+    removal.remove_server(database, "gpu1", T0, "ops", drain=True)
+    assert removal.end_leaving(database, "gpu1") is None
+    withheld.forget(database, run.job.id, run.attempt)
+    assert removal.end_leaving(database, "gpu1").is_over
+
+
+def test_a_server_that_drains_takes_nothing_new_and_goes_when_its_runs_have_ended(database, catalog, store):
+    run = a_running_job(store)
+    found = removal.remove_server(database, "gpu1", T0, "ops", drain=True)
+    assert (found.is_over, found.left) == (False, {"running": 1})
+    leaving = catalog.snapshot().servers["gpu1"]
+    assert (leaving.takes_jobs, leaving.leaving_by) == (False, "ops")
+    assert catalog.snapshot().slots_of("zimg") == 0
+    assert removal.end_leaving(database, "gpu1") is None
+    store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
+    assert removal.end_leaving(database, "gpu1").is_over
+    assert (catalog.snapshot().servers, list(catalog.snapshot().models)) == ({}, ["zimg"])
+
+
+def test_a_server_that_stays_after_all_takes_jobs_again(database, catalog, store):
+    a_running_job(store)
+    removal.remove_server(database, "gpu1", T0, "ops", drain=True)
+    removal.keep_server(database, "gpu1")
+    assert catalog.snapshot().servers["gpu1"].takes_jobs
+    assert removal.end_leaving(database, "gpu1") is None
+
+
+def test_who_removes_a_server_by_force_is_told_which_runs_are_lost(database, catalog, store):
+    run = a_running_job(store)
+    found = removal.remove_server(database, "gpu1", T0, "ops", force=True)
+    assert (found.is_over, found.lost, catalog.snapshot().servers) == (True, (run.job.id,), {})

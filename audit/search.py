@@ -9,7 +9,6 @@ from sqlalchemy import Select, select
 
 from audit.acts import PREFIX
 from database.db import Database
-from foundation.addresses import masked_url
 from jobs.models import events
 
 _SAME = ("actor", "job_id", "model", "server", "tenant")
@@ -72,8 +71,6 @@ def _matching(wanted: Wanted) -> Select[Any]:
 
 def _done(row: Any) -> Done:
     data = orjson.loads(row.data)
-    if isinstance(data.get("url"), str):  # acts that an older release noted hold the keys of the URL
-        data["url"] = masked_url(data["url"])
     door, origin, reason = (data.pop(name, None) for name in ("door", "origin", "reason"))
     return Done(
         row.id,

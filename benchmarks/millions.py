@@ -24,7 +24,7 @@ from tests.support.starts import store_start
 from upkeep import ledger
 
 _FIELDS = (
-    "id, model, state, why, tier, tenant, created_ms, started_ms, finished_ms, deadline_ms, source, payload, result"
+    "id, model, state, why, priority, tenant, created_ms, started_ms, finished_ms, deadline_ms, source, payload, result"
 )
 _NUMBERS = "WITH RECURSIVE n(i) AS (SELECT {first} UNION ALL SELECT i + 1 FROM n WHERE i + 1 < {behind})"
 _ENDED = """

@@ -42,7 +42,7 @@ from upkeep import reconcile
 
 _INSERT = """
 WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?)
-INSERT INTO jobs (id, model, state, why, tier, tenant, created_ms, source, payload)
+INSERT INTO jobs (id, model, state, why, priority, tenant, created_ms, source, payload)
 SELECT printf('%s-%012d', lower(hex(randomblob(8))), i), 'zimg', CASE WHEN i % ? THEN 'completed' ELSE 'queued' END,
        'submitted', 1 + i % 9, 'default', 0, 'rest', '{"prompt":"a sunset over the sea","steps":30}' FROM n
 """

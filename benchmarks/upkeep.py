@@ -42,7 +42,7 @@ _SETTINGS = {
 }
 _CROWD = """
 WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?)
-INSERT INTO jobs (id, model, state, why, tier, tenant, created_ms, deadline_ms, source, payload)
+INSERT INTO jobs (id, model, state, why, priority, tenant, created_ms, deadline_ms, source, payload)
 SELECT printf('crowd-%08d', i), 'crowd', 'queued', 'submitted', 5, 'default', ?, ? + i % 1000, 'rest', '{}' FROM n
 """
 _OWED = """

@@ -77,9 +77,7 @@ _OPTIONS = (
     click.option("--spread", type=float, help="Standard deviation over mean of run times.  [default: 1]"),
     click.option("--tenants", type=int, help="How many tenants.  [default: 20]"),
     click.option("--zipf", type=float, help="How unequal their demand is; 0: equal.  [default: 1]"),
-    click.option(
-        "--priorities", "--tiers", "priorities", type=_Priorities(), help="Mix of priorities.  [default: 1:1,5:8,9:1]"
-    ),
+    click.option("--priorities", "priorities", type=_Priorities(), help="Mix of priorities.  [default: 1:1,5:8,9:1]"),
     click.option("--swing", type=float, help="How much the rate rises by day, 0 to 1.  [default: 0]"),
     click.option("--bursts", "bursts_per_day", type=float, help="Bursts of 200 jobs a day.  [default: 0]"),
     click.option("--outages", "outages_per_day", type=float, help="Outages a day of each server.  [default: 0]"),

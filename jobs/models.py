@@ -62,7 +62,7 @@ jobs = Table(
     Column("model", Text, nullable=False),
     Column("state", Text, nullable=False),
     Column("why", Text, nullable=False),
-    Column("tier", Integer, key="priority", nullable=False),
+    Column("priority", Integer, nullable=False),
     Column("tenant", Text, nullable=False),
     Column("attempt", Integer, nullable=False, server_default="0"),  # starts; the fencing token
     Column("waits", Integer, nullable=False, server_default="0"),  # starts that met no server
@@ -86,13 +86,13 @@ jobs = Table(
     Column("envelope", Text),
     Column("payload", Text, nullable=False),
     Column("result", Text),
-    Column("needs", Text, key="constraints", nullable=False, server_default=_EMPTY),  # in routing's canonical text
+    Column("constraints", Text, nullable=False, server_default=_EMPTY),  # in routing's canonical text
     Column("described_by", Text),  # how its run's server is spoken to; see registry/descriptions.py
     Column("traceparent", Text),  # in which trace it was submitted; see foundation/traces.py
     Column("batch", Text),  # what it was submitted in at once with others
     Column("sent_to", Text),  # running, or to be resumed: the address of its server when its run began
     CheckConstraint(one_of("state", [s.value for s in State]), name="state"),
-    CheckConstraint("tier BETWEEN 1 AND 9", name="tier"),
+    CheckConstraint("priority BETWEEN 1 AND 9", name="priority"),
     Index("ix_jobs_state_seq", "state", "seq"),
     Index("ix_jobs_tenant_seq", "tenant", "seq"),
     Index("ix_jobs_model_seq", "model", "seq"),
@@ -125,7 +125,7 @@ events = Table(
     # release that did not say so.
     Column("model", Text),
     Column("tenant", Text),
-    Column("tier", Integer, key="priority"),
+    Column("priority", Integer),
     Column("server", Text),
     Column("actor", Text),  # who has done it; null: nobody, it is a transition
     Index("ix_events_acts", "id", sqlite_where=_IS_ACT, postgresql_where=_IS_ACT),

@@ -33,10 +33,6 @@ FLEET_KEYS = (
     # meta:ungrouped list of classes whose servers may be others after a change of the registry
 )
 
-# What Redis calls a key by another name.  Processes of the release before stand in the same room, and where each had a
-# name of its own, the slots that one puts into cooldown would be lost to the other.
-_STORED = {"cooling": "resting"}
-
 # Of how the scripts keep a room.  Processes of another release have another room, which is filled from the record, so
 # that none reads or writes what it does not understand; raise it with any change of a key's type or meaning.
 FORMAT = 3
@@ -53,7 +49,7 @@ class Keys:
         """The fleet's keys, in the order of FLEET_KEYS."""
         found = self._fleets.get(fleet)
         if found is None:
-            found = [f"{self._prefix}:{FORMAT}:{{{fleet}}}:{_STORED.get(name, name)}" for name in FLEET_KEYS]
+            found = [f"{self._prefix}:{FORMAT}:{{{fleet}}}:{name}" for name in FLEET_KEYS]
             self._fleets[fleet] = found
         return found
 

@@ -20,7 +20,7 @@ depends_on = None
 _STANDING_BEFORE = "state IN ('online', 'draining', 'paused')"
 _STANDING = "state IN ('online', 'paused', 'draining', 'frozen')"
 _WEIGHT = "weight > 0 AND weight <= 1000"
-_BOUND = "SELECT count(*) FROM jobs WHERE needs <> '' AND state IN ('queued', 'delayed', 'running')"
+_BOUND = "SELECT count(*) FROM jobs WHERE constraints <> '' AND state IN ('queued', 'delayed', 'running')"
 # Overrides that the release before would stumble over.
 _NEW_OVERRIDES = frozenset(
     {
@@ -107,7 +107,7 @@ def upgrade() -> None:
             batch.add_column(column)
         batch.create_check_constraint(op.f("ck_servers_state"), _STANDING)
         batch.create_check_constraint(op.f("ck_servers_weight"), _WEIGHT)
-    op.add_column("jobs", sa.Column("needs", sa.Text, server_default=sa.text("''"), nullable=False))
+    op.add_column("jobs", sa.Column("constraints", sa.Text, server_default=sa.text("''"), nullable=False))
 
 
 def downgrade() -> None:
@@ -140,7 +140,7 @@ def downgrade() -> None:
         for column in (_state(), *_who()):
             batch.drop_column(column.name)
     op.drop_table("tenant_states")
-    op.drop_column("jobs", "needs")
+    op.drop_column("jobs", "constraints")
 
 
 def _forget_new_overrides(connection: sa.Connection) -> None:

@@ -45,7 +45,7 @@ END $$
 def upgrade() -> None:
     # The block below ends the transaction: where the index could not be built, all else is there already.
     unless_there = _is_postgresql() or None
-    for name, type_ in (("model", sa.Text), ("tenant", sa.Text), ("tier", sa.Integer), ("server", sa.Text)):
+    for name, type_ in (("model", sa.Text), ("tenant", sa.Text), ("priority", sa.Integer), ("server", sa.Text)):
         op.add_column("events", sa.Column(name, type_), if_not_exists=unless_there)
     op.add_column("events", sa.Column("actor", sa.Text), if_not_exists=unless_there)
     rights = sa.Column("rights", sa.Text, nullable=False, server_default=sa.text("''"))
@@ -99,5 +99,5 @@ def downgrade() -> None:
     op.drop_index(_ACTS, "events")
     op.drop_table("relays")
     op.drop_column("tenants", "rights")
-    for name in ("actor", "server", "tier", "tenant", "model"):
+    for name in ("actor", "server", "priority", "tenant", "model"):
         op.drop_column("events", name)

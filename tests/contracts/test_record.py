@@ -243,7 +243,7 @@ def test_whoever_hears_of_a_job_hears_its_age_and_its_constraints(store):
 
 
 def test_a_job_without_constraints_needs_nothing(database, store):
-    assert row_of(database, a_queued_job(store).id)["needs"] == ""
+    assert row_of(database, a_queued_job(store).id)["constraints"] == ""
 
 
 def test_an_unknown_job_is_none_everywhere(store):

@@ -38,7 +38,7 @@ from upkeep import ledger
 ENDED, WAITING = 4000, 400
 LATER = T0 + 60_000
 _FIELDS = {
-    "jobs": "id, model, state, why, tier, tenant, created_ms, finished_ms, deadline_ms, due_ms, source, payload",
+    "jobs": "id, model, state, why, priority, tenant, created_ms, finished_ms, deadline_ms, due_ms, source, payload",
     "events": "job_id, type, at_ms, attempt, data",
     "webhooks": "id, job_id, url, status, state, next_ms, created_ms",
     "tellings": "id, job_id, next_ms, created_ms",

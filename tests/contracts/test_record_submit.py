@@ -42,7 +42,7 @@ def test_a_submitted_job_is_queued_with_its_event_and_everything_it_brought(data
     (accepted,) = store.submit([job], T0)
     row = row_of(database, job.id)
     assert (accepted.id, accepted.seq, accepted.state, accepted.deduplicated) == (job.id, row["seq"], "queued", False)
-    assert (row["model"], row["payload"], row["tier"], row["tenant"]) == ("zimg", '{"prompt":"a cat"}', 2, "acme")
+    assert (row["model"], row["payload"], row["priority"], row["tenant"]) == ("zimg", '{"prompt":"a cat"}', 2, "acme")
     assert (row["callback_url"], row["deadline_ms"], row["source"]) == ("https://c.example/h", T0 + 9, "celery")
     assert (row["created_ms"], row["why"], row["attempt"], row["due_ms"]) == (T0, "submitted", 0, None)
     assert trail_of(store, job.id) == [("job.enqueued", "submitted", 0)]

@@ -136,7 +136,7 @@ def test_no_job_is_written_behind_the_back_of_who_removes_its_model(postgres_url
     """Its transaction has begun before the removal looks, and commits after it."""
     database = Database(postgres_url)
     Catalog(database).register("zimg", "gpu1", URL, 4, T0)
-    row = "INSERT INTO jobs (id, model, state, why, tier, tenant, created_ms, source, payload) "
+    row = "INSERT INTO jobs (id, model, state, why, priority, tenant, created_ms, source, payload) "
     waiting = text("SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'jobs'::regclass")
     with database.engine.connect() as slow, ThreadPoolExecutor(1) as pool:
         slow.execute(text(f"{row} VALUES ('j', 'zimg', 'queued', 'submitted', 5, 't', 1, 'rest', '{{}}')"))

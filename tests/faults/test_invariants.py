@@ -188,7 +188,7 @@ def test_the_ledger_reads_an_index_and_not_the_jobs(store: Store):
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute(
             "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 100000) INSERT INTO jobs "
-            "(id, model, state, why, tier, tenant, created_ms, source, payload) SELECT 'j' || i, 'zimg', "
+            "(id, model, state, why, priority, tenant, created_ms, source, payload) SELECT 'j' || i, 'zimg', "
             "CASE i % 3 WHEN 0 THEN 'queued' ELSE 'completed' END, 'submitted', 5, 'default', 0, 'rest', '{}' FROM n"
         )
     took_s = []

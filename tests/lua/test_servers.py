@@ -238,19 +238,6 @@ def test_cooling_slots_are_offered_to_nobody_until_their_time(room):
     assert room.members("cooling") == [] and len(room.members("free")) == 1
 
 
-def test_slots_that_the_release_before_has_put_into_cooldown_come_back_and_it_sees_ours(room):
-    """It calls the key `resting`, and stands in the same room."""
-    room.with_slots(2)
-    former = f"{room.key('')}resting"
-    room.client.zrem(room.key("free"), "gpu-slot0")
-    room.client.zadd(former, {"gpu-slot0": room.now + 500})
-    room.cool_down("gpu", 1000)
-    assert room.client.zrange(former, 0, -1) == [b"gpu-slot0", b"gpu-slot1"]
-    room.later(1000)
-    room.enqueue(a("j1", 1), a("j2", 2))
-    assert len(room.taken()) == 2
-
-
 def test_a_woken_server_is_offered_at_once(room):
     room.with_slots(2)
     room.cool_down("gpu", 1000)

@@ -30,7 +30,7 @@ _FIRST: list[tuple[str, list[dict[str, Any]]]] = [
                 "model": "zimg",
                 "state": state.value,
                 "why": "submitted",
-                "tier": 5,
+                "priority": 5,
                 "tenant": "acme",
                 "attempt": 2,
                 "created_ms": T0 + n,
@@ -127,7 +127,7 @@ def test_everything_of_the_first_release_survives(empty_url, engine):
     after = _content(engine)
     for table, rows in before.items():
         assert [{name: row[name] for name in rows[0]} for row in after[table]] == rows, table
-    assert {row["needs"] for row in after["jobs"]} == {""}
+    assert {row["constraints"] for row in after["jobs"]} == {""}
     assert {(row["attributes"], row["weight"], row["changed_ms"]) for row in after["servers"]} == {("{}", 1.0, None)}
     assert {(row["state"], row["reason"]) for row in after["models"]} == {("online", None)}
 
@@ -220,7 +220,7 @@ def test_indexes_of_a_table_in_use_are_built_while_it_is_written_and_anew_where_
         if name.startswith("ix_jobs"):
             with engine.begin() as somebody:  # In another transaction, which would wait for a lock of ours.
                 somebody.execute(text("SET LOCAL lock_timeout = '1s'"))
-                somebody.execute(text("UPDATE jobs SET tier = 5"))
+                somebody.execute(text("UPDATE jobs SET priority = 5"))
         built.append(f"{name} {'CONCURRENTLY' if options.get('postgresql_concurrently') else ''}")
         return create_index(name, *parts, **options)
 

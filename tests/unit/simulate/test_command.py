@@ -200,10 +200,3 @@ def valkey_below(folder: Path) -> int | None:
             if f"unixsocket:{folder}/".encode() in entry.read_bytes():
                 return int(entry.parent.name)
     return None
-
-
-def test_the_former_name_of_priorities_is_taken_and_told() -> None:
-    told = [run(*SMALL, option, "2:1,7:4", "--json").stdout for option in ("--priorities", "--tiers")]
-    assert told[0] == told[1]
-    (figures,) = json.loads(told[0])["variants"]
-    assert figures["priorities"].keys() == {"2", "7"}

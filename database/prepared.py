@@ -12,11 +12,12 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any, NoReturn, TypeAlias
 
-from sqlalchemy import BindParameter, Connection, Dialect, Table, literal_column
+from sqlalchemy import BindParameter, Connection, Dialect, Table, column, table
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.sql.base import ReadOnlyColumnCollection
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.dml import ReturningUpdate
-from sqlalchemy.sql.expression import ClauseElement
+from sqlalchemy.sql.expression import ClauseElement, ReturnsRows
 from sqlalchemy.sql.visitors import replacement_traverse
 
 Row: TypeAlias = Any  # a named tuple of the statement's columns
@@ -73,8 +74,7 @@ class Prepared:
         said = self._said.get(dialect.name)
         if said is None:
             compiled = _compiled(self._statement, dialect, self._columns)
-            columns = [str(column.keyname) for column in compiled._result_columns]
-            row: Any = namedtuple("Row", columns, rename=True)  # type: ignore[misc]
+            row: Any = namedtuple("Row", _columns_of(self._statement).keys(), rename=True)  # type: ignore[misc]
             said = _Said(compiled.string, _binder(compiled), row._make)
             self._said[dialect.name] = said
         return said
@@ -104,15 +104,14 @@ class Rows:
         return self._texts.run(connection, names, rows)
 
     def _text(self, dialect: Dialect, names: Sequence[str], number: int) -> str:
-        columns = [self.table.c[name].name for name in names]  # as the database names them
-        named, answers = ", ".join(columns), self._answers
+        named, answers = ", ".join(names), self._answers
         if dialect.name != "sqlite" and self.is_witness:
             answers = answers or "txid_current()"
         if dialect.name == "sqlite" and self._unless == "false":  # A table of rows to look through takes longer.
-            row = f"({', '.join('?' * len(columns))})"
+            row = f"({', '.join('?' * len(names))})"
             source = f"VALUES {', '.join([row] * number)}"
         else:
-            given = {name: (self.table.c[name].name, self.table.c[name].type) for name in names}
+            given = {name: self.table.c[name].type for name in names}
             order = "" if dialect.name == "sqlite" else " ORDER BY nth"
             source = f"SELECT {named} FROM {_given(dialect, given, number)} WHERE NOT {self._unless}{order}"
         told = f" RETURNING {answers}" if answers else ""
@@ -126,7 +125,7 @@ class Each:
         self._one = Prepared(statement)
         self._statement = statement
         self._texts = _Texts(self._text)
-        self._given: dict[str, dict[str, tuple[str, Any]]] = {}
+        self._given: dict[str, dict[str, Any]] = {}
 
     def all(self, connection: Connection, values: Sequence[Values]) -> list[Row]:
         """The rows that it answers, in any order.  No two of `values` may find the same row."""
@@ -136,35 +135,38 @@ class Each:
         return self._one.rows(connection.dialect, answers)
 
     def _text(self, dialect: Dialect, _: Sequence[str], number: int) -> str:
-        each: ClauseElement = replacement_traverse(self._statement, {}, _as_column)  # type: ignore[assignment]
-        text = str(each.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))
-        return text.replace(" WHERE ", f" FROM {_given(dialect, self._given_on(dialect), number)} WHERE ", 1)
+        given = self._given_on(dialect)
+        rows = table("given", *[column(name, type_) for name, type_ in given.items()])
 
-    def _given_on(self, dialect: Dialect) -> dict[str, tuple[str, Any]]:
-        """The parameters by their names: as a column of `given`, and its type."""
+        def as_column(element: Any, **_: Any) -> Any:
+            """Stands for a parameter where many rows have one of its name each."""
+            is_given = isinstance(element, BindParameter) and element.required
+            return rows.c[element.key] if is_given else None
+
+        each: ClauseElement = replacement_traverse(self._statement, {}, as_column)  # type: ignore[assignment]
+        update = each.compile(dialect=dialect, compile_kwargs={"literal_binds": True})
+        return f"WITH given AS (SELECT * FROM {_given(dialect, given, number)}) {update}"
+
+    def _given_on(self, dialect: Dialect) -> dict[str, Any]:
+        """The types of the parameters by their names."""
         given = self._given.get(dialect.name)
         if given is None:
             binds = _compiled(self._statement, dialect, None).binds
-            given = {name: (name, bind.type) for name, bind in binds.items() if bind.required}
+            given = {name: bind.type for name, bind in binds.items() if bind.required}
             self._given[dialect.name] = given
         return given
 
 
-def _as_column(element: Any, **_: Any) -> Any:
-    """Stands for a parameter where many rows have one of its name each."""
-    return literal_column(f"given.{element.key}") if isinstance(element, BindParameter) and element.required else None
-
-
-def _given(dialect: Dialect, columns: Mapping[str, tuple[str, Any]], number: int) -> str:
+def _given(dialect: Dialect, columns: Mapping[str, Any], number: int) -> str:
     """A table called `given` of `number` rows, in their order; 0: of any number, whose columns come as arrays.
 
-    `columns`: the names of parameters, and what each is called and of which type it is there.
+    `columns`: their types by their names, which are also those of the parameters.
     """
     if dialect.name == "sqlite":
-        first, others = ", ".join(f"? AS {name}" for name, _ in columns.values()), ", ".join("?" * len(columns))
+        first, others = ", ".join(f"? AS {name}" for name in columns), ", ".join("?" * len(columns))
         return "(" + " UNION ALL SELECT ".join([f"SELECT {first}", *[others] * (number - 1)]) + ") AS given"
-    arrays = ", ".join(f"%({name})s::{type_.compile(dialect)}[]" for name, (_, type_) in columns.items())
-    return f"unnest({arrays}) WITH ORDINALITY AS given ({', '.join(name for name, _ in columns.values())}, nth)"
+    arrays = ", ".join(f"%({name})s::{type_.compile(dialect)}[]" for name, type_ in columns.items())
+    return f"unnest({arrays}) WITH ORDINALITY AS given ({', '.join(columns)}, nth)"
 
 
 class _Texts:
@@ -271,10 +273,17 @@ def _compiled(statement: ClauseElement, dialect: Dialect, columns: Sequence[str]
     """Raises TypeError for values that SQLAlchemy would have to convert on their way in or out."""
     compiled = statement.compile(dialect=dialect, column_keys=None if columns is None else list(columns))
     assert isinstance(compiled, SQLCompiler)
-    out = (column.type._cached_result_processor(dialect, None) for column in compiled._result_columns)
-    if compiled._bind_processors or any(out) or compiled.post_compile_params:
+    given = (bind.type.dialect_impl(dialect).bind_processor(dialect) for bind in compiled.binds.values())
+    out = (column.type.dialect_impl(dialect).result_processor(dialect, None) for column in _columns_of(statement))
+    if any(given) or any(out) or compiled.post_compile_params:
         raise TypeError(f"it cannot be prepared: {compiled.string}")
     return compiled
+
+
+def _columns_of(statement: ClauseElement) -> ReadOnlyColumnCollection[str, Any]:
+    """Return the columns of the rows that a statement returns."""
+    assert isinstance(statement, ReturnsRows)
+    return statement.exported_columns
 
 
 def _binder(compiled: SQLCompiler) -> Callable[[Values], Any]:

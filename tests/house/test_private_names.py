@@ -1,0 +1,130 @@
+"""Libraries are used by what they document; what is left is listed here, each with its reason.
+
+To use another private name, add its row, with the figure that justifies it: at least 5 % on a workload of the
+benchmarks, measured alone.  A row whose use has gone fails too.
+"""
+
+import ast
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.house.private_names import PrivateNames, Use
+from tests.house.tree import python_files
+
+
+class Allowed(NamedTuple):
+    """Uses that stay.  `figure`: what they bring, or PENDING: they are to go, and nothing has been measured."""
+
+    file: str
+    names: tuple[str, ...]
+    reason: str
+    figure: str
+
+
+PENDING = "pending"
+
+ALLOWED = (
+    Allowed(
+        "app/openapi.py",
+        (
+            "_Address(werkzeug.routing.MapAdapter)",
+            "_Map(werkzeug.routing.Map)",
+            "_OrjsonProvider._prepare_response_obj",
+            "_Views._collect_openapi_info",
+        ),
+        "fewer instructions for a request; start-up time",
+        PENDING,
+    ),
+    Allowed(
+        "scripting/pipeline.py",
+        ("self._connection._writer",),
+        "redis-py connects and shakes hands, but gives nobody its transport",
+        "10 of 37 us of a round trip (docs/performance.md); not measured on a workload",
+    ),
+    Allowed(
+        "tasks/broker.py",
+        (
+            "Channel._brpop_read",
+            "Channel._create_client",
+            "Channel._get_client",
+            "Channel._receive_one",
+            "QoS._delivered",
+            "channel._do_restore_message",
+            "message._raw",
+        ),
+        "a malformed message must not stop a worker, and kombu's transport has no place for that",
+        PENDING,
+    ),
+    Allowed(
+        "tasks/inference.py",
+        ("InferRequest(celery.worker.request.Request)", "InferRequest._eta"),
+        "when a job's message is acknowledged",
+        PENDING,
+    ),
+    Allowed(
+        "tasks/pool.py",
+        ("Pool(celery.concurrency.thread.TaskPool)", "self.executor._max_workers"),
+        "jobs run in the event loop, other tasks in threads",
+        PENDING,
+    ),
+    Allowed(
+        "tasks/servers/patterns.py",
+        ("re._constants", "re._parser"),
+        "which patterns may take exponential time is seen in the parsed pattern alone",
+        "none: it bounds what a description can do",
+    ),
+    Allowed("tasks/shown.py", ("request._context",), "the context that Celery's signals carry", PENDING),
+    Allowed(
+        "tasks/telling.py",
+        ("celery._state._task_stack",),
+        "what follows a job is found among its result's children",
+        PENDING,
+    ),
+)
+
+
+def _uses() -> list[Use]:
+    return PrivateNames(python_files()).uses()
+
+
+def test_private_names_of_libraries_are_not_used_but_where_it_is_said_why() -> None:
+    known = {(row.file, name) for row in ALLOWED for name in row.names}
+    found = _uses()
+    assert [f"{it.file}:{it.line} {it.name}" for it in found if (it.file, it.name) not in known] == []
+    assert known - {(it.file, it.name) for it in found} == set(), "these rows are not needed any more"
+
+
+_OWN = """
+class Own(Thing):
+    def __init__(self):
+        self._mine = 1
+
+    def ask(self, other):
+        return self._mine + other._mine
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("from celery._state import current_app", ["celery._state.current_app"]),
+        ("from re import _parser", ["re._parser"]),
+        ("import concurrent.futures._base", ["concurrent.futures._base"]),
+        ("import sys\nsys.modules['rich'] = None", ["sys.modules"]),
+        ("pool._queue.clear()", ["pool._queue"]),
+        ("import threading\nclass T(threading.Thread):\n    def _bootstrap(self): ...", ["T._bootstrap"]),
+        ("import threading\nclass T(threading.Thread):\n    def run(self): self._target()", ["T._target"]),
+        ("from werkzeug.routing import Map\nclass M(Map): ...", ["M(werkzeug.routing.Map)"]),
+        (_OWN, []),
+        (f"import threading\n{_OWN.replace('Thing', 'threading.Thread')}", []),
+        ("row._asdict()", []),
+        ("sys = 1\nfrom app._own import thing", []),
+    ],
+)
+def test_each_use_is_found_and_names_of_ones_own_are_not(tmp_path: Path, code: str, names: list[str]) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(code)
+    ast.parse(code)
+    assert [it.name for it in PrivateNames([file], tmp_path).uses()] == names

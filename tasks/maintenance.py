@@ -276,6 +276,7 @@ def _report(server: ServerRow) -> ServerReport:
         endpoints=server.endpoints,
         refused=is_awaited and refuses(speaker.endpoint),
         started=health.started,
+        is_idle=health.is_idle,
     )
 
 

@@ -60,6 +60,7 @@ class Runner:
         "_config",
         "_end",
         "_gone_since",
+        "_has_one_slot",
         "_holds",
         "_let_go",
         "_live",
@@ -88,14 +89,19 @@ class Runner:
         swap: bool = True,
         holds: Callable[[Watch], Awaitable[bool]] = _holds_always,
         longest_usual_ms: Callable[[], Awaitable[int]] | None = None,
+        has_one_slot: bool = False,
     ) -> None:
-        """`longest_usual_ms`: asks how long a run of the model may take before it is given up; None: to its own end."""
+        """`longest_usual_ms`: asks how long a run of the model may take before it is given up; None: to its own end.
+
+        `has_one_slot`: its server has no other, so if that is idle, the run has ended.
+        """
         self._run: Run = active.run
         self._watch = watch
         self._config = config
         self._live = live
         self._note_remote, self._holds = note_remote, holds
         self._model_version, self._swap, self._longest_usual_ms = model_version, swap, longest_usual_ms
+        self._has_one_slot = has_one_slot
         self._end = time.monotonic() + _seconds_left(active.run, config)
         self._asked_with: Call | None = None
         self._resumes = watch.sent = active.run.remote_id is not None
@@ -327,7 +333,7 @@ class Runner:
             return _CRASHED
         if (absent := self._absent(health)) is not None:
             return absent
-        known = _knows(health, self.question)
+        known = False if health.is_idle and self._has_one_slot else _knows(health, self.question)
         if known is False:
             # A job under which servers have died may be what kills them: it is sent to one at a time.
             if self._may_send_again and not self._run.crashes:

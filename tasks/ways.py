@@ -36,3 +36,9 @@ def version_at(catalog: Snapshot, server: str, model: str) -> str:
     """Return a model's version, as its server was registered for it; "": it was registered without."""
     found = catalog.servers.get(server)
     return "" if found is None else attribute_text(found.declared(model, "model_version") or "")
+
+
+def has_one_slot(catalog: Snapshot, server: str) -> bool:
+    """Return whether a server has no more than one slot."""
+    found = catalog.servers.get(server)
+    return found is not None and found.slots == 1

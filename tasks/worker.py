@@ -51,7 +51,7 @@ from tasks.servers import Live
 from tasks.settlement import End
 from tasks.shown import Reception, Shown, in_celerys_words
 from tasks.starts import Starts
-from tasks.ways import Ways, version_at
+from tasks.ways import Ways, has_one_slot, version_at
 from tasks.wiring import dispatcher, leases, lifetimes, tallies, telling, workers
 from upkeep import draining
 
@@ -292,7 +292,8 @@ class Worker:
         config, version = self._config_of(it.job.model), self._ways.find(version_at, it.server, it.job.model)
         longest_usual_ms = partial(self.engine.rarely, self.dispatcher.longest_usual_ms, it.job.model)
         note_remote, holds = partial(self._note_remote, run), self.rights.holds
-        return Runner(run.active, run.watch, config, live, note_remote, version, swap, holds, longest_usual_ms)
+        alone = self._ways.find(has_one_slot, it.server)
+        return Runner(run.active, run.watch, config, live, note_remote, version, swap, holds, longest_usual_ms, alone)
 
     def _note_remote(self, run: OwnRun, remote_id: str) -> Awaitable[bool]:
         it = run.active.run

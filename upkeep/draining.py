@@ -7,6 +7,7 @@ that no job can have, whose owner says that it drains.  Maintenance looks after 
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import structlog
@@ -135,7 +136,9 @@ def heed(
     dispatcher: Dispatcher, server: Server, report: ServerReport, rows: Sequence[Withheld], jobs: Sequence[Job]
 ) -> int:
     """Let slots be used again whose runs the server's report does not show; answers how many."""
-    gone = set(identity.compare(views(rows, report), report).stale)
+    # Idle says no more than that a place is free: with several slots, runs may go on in the others.
+    said = replace(report, active_jobs=0) if report.is_idle and server.slots == 1 else report
+    gone = set(identity.compare(views(rows, said), said).stale)
     ended_ms = _process_ended_ms(dispatcher, server.name, report)
     freed, untold = 0, list[Withheld]()
     for row in rows:

@@ -28,6 +28,7 @@ class ServerReport:
     endpoints: Mapping[str, str] | None = None
     refused: bool = False  # nothing listens at its address: the process that ran there has ended
     started: str | None = None  # another value than before: another process
+    is_idle: bool = False  # a place is free there; of a server with one slot: nothing runs there
 
     @property
     def tells_what_runs(self) -> bool:

@@ -67,5 +67,6 @@ class Health:
     active_jobs: int | None = None
     job_ids: frozenset[str] | None = None
     running_count: bool = False  # True: active_jobs counts running jobs, not waiting ones too
+    is_idle: bool = False  # a place is free there; of a server with one slot: nothing runs there
     started: str | None = None  # another value: another process
     message: str = ""

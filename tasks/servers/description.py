@@ -160,7 +160,7 @@ class Rule(_Rule):
 class HealthRule(_Rule):
     """If `when` holds, then the server is in this state."""
 
-    then: Literal["up", "idle", "busy", "down", "foreign", "garbage"]  # idle: it is up, and no job runs there
+    then: Literal["up", "idle", "busy", "down", "foreign", "garbage"]  # idle: it is up, and a place is free
 
 
 Rules = Annotated[tuple[Rule, ...], *_OF_STEP]

@@ -48,9 +48,7 @@ class HealthJudge:
         if active is None and ids is not None:
             active = len(ids)
         started = self._started(reply)
-        if said == _IDLE:
-            return Health(kind, active_jobs=0, running_count=True, started=started)
-        return Health(kind, active_jobs=active, job_ids=ids, running_count=self.running, started=started)
+        return Health(kind, active, ids, running_count=self.running, is_idle=said == _IDLE, started=started)
 
     def _said(self, reply: Answer | Broken) -> str:
         return next((rule.then for rule in self.rules if rule.holds_for(reply, None)), HealthKind.GARBAGE.value)

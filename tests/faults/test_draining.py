@@ -313,6 +313,22 @@ def test_a_server_that_counts_nothing_has_let_go(one_slot):
     assert _count(stage, 0) == 1
 
 
+IDLE = ServerReport(True, is_idle=True)
+
+
+def test_an_idle_server_of_one_slot_runs_nothing(one_slot):
+    _timed_out(one_slot)
+    assert heed(one_slot, IDLE) == 1
+
+
+def test_an_idle_server_of_several_slots_may_run_in_the_others(stage):
+    stage.register(2)
+    _timed_out(stage)
+    for _ in range(3):
+        assert heed(stage, IDLE) == 0
+        stage.later(4 * SECOND)
+
+
 def test_a_count_frees_when_it_leaves_no_room_for_the_run_for_long_enough(stage):
     """Another run may have ended at the server, and its worker not know of it yet."""
     stage.register(2, model_type="async", poll_interval=3.0)

@@ -213,6 +213,17 @@ def test_unknown_a_server_that_does_not_say_frees_nothing_however_old_the_lease(
 # -- servers that only count -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_unknown_an_idle_server_may_run_more_jobs_than_it_was_registered_with_so_no_run_is_stale(stage, slots):
+    stage.register(slots)
+    job_id = stage.submit()
+    stage.start()
+    stage.later(SILENT_MS)
+    idle = ServerReport(True, is_idle=True)
+    assert heed(stage, idle) == look_twice(stage, idle, idle) == 0
+    assert (stage.job(job_id).state, stage.job(job_id).crashes) == (State.RUNNING, 0)
+
+
 def test_a_count_frees_only_when_it_is_zero_and_only_leases_old_enough(stage):
     stage.register(3)
     old = stage.submit()

@@ -91,7 +91,9 @@ def _run(**changes: Any) -> Run:
     return Run(**values | changes)
 
 
-def _watch(live: Live, run: Run | None = None, *, still_ours: bool = True, max_s: float = 0.3) -> tuple[Any, list[str]]:
+def _watch(
+    live: Live, run: Run | None = None, *, still_ours: bool = True, max_s: float = 0.3, has_one_slot: bool = False
+) -> tuple[Any, list[str]]:
     """What came of the run, and the ids that went into the record, each with what had been asked before it."""
     noted: list[str] = []
 
@@ -103,7 +105,8 @@ def _watch(live: Live, run: Run | None = None, *, still_ours: bool = True, max_s
         held = Lease("zimg", "j", "lease", "owner", "gpu-slot0")
         hold = Watch(held, asyncio.get_running_loop().call_soon)
         config = ModelConfig(poll_interval=0.01, max_poll_time=max_s)
-        return await Runner(ActiveRun(run or _run(), held), hold, config, live, note).outcome()  # type: ignore[arg-type]
+        active = ActiveRun(run or _run(), held)
+        return await Runner(active, hold, config, live, note, has_one_slot=has_one_slot).outcome()  # type: ignore[arg-type]
 
     return asyncio.run(whole()), noted
 
@@ -233,3 +236,12 @@ def test_the_payload_is_kept_for_questions_that_need_it(description, payload):
 def test_a_result_that_its_server_has_no_more_is_stored_before_the_slot_goes_on(monkeypatch, keeps):
     monkeypatch.setattr(settlement, "keeps_results", lambda version: keeps or version != "v")
     assert settlement.judged(_run(described_by="v"), DONE, ModelConfig(), canceling=False).passes_on is keeps
+
+
+# -- a server that has a free place ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("has_one_slot", "code"), [(True, "server_lost"), (False, "timed_out")])
+def test_an_idle_server_does_not_know_an_unanswered_run_if_it_has_one_slot(has_one_slot, code):
+    live = Live({"mode": "sync"}, submit=[UNKNOWN], health=[Health(HealthKind.UP, is_idle=True)])
+    assert _watch(live, _run(crashes=1), has_one_slot=has_one_slot)[0].code == code

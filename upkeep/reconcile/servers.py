@@ -71,7 +71,7 @@ def heed_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport], *,
                 compared = identity.compare([*_views(known, report), *draining.views(lingering, report)], report)
                 if foreign := _foreign_runs(dispatcher, server, compared, report):
                     rooms.occupy(dispatcher.slots.scripts, fleet, server.name, foreign)
-                elif report.tells_what_runs and server.name in trouble.cooling:
+                elif (report.tells_what_runs or report.is_idle) and server.name in trouble.cooling:
                     idle.append(server)
     _end_cooldowns(dispatcher, idle)  # Nobody else uses these: slots in cooldown because they were busy can be tried.
     return freed

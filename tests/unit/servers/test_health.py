@@ -100,13 +100,13 @@ def test_a_word_in_the_body_can_tell():
     assert kinds == [HealthKind.UP, HealthKind.BUSY, HealthKind.DOWN]
 
 
-def test_a_rule_can_say_that_nothing_runs():
+def test_a_rule_can_say_that_a_place_is_free_which_is_no_count():
     ready = {"if": {"pointer": "/status", "value": "READY"}, "then": "idle"}
-    found = health({"status": "READY"}, rules=[ready], running=False)
-    assert (found.kind, found.active_jobs, found.running_count) == (HealthKind.UP, 0, True)
+    found = health({"status": "READY"}, rules=[ready])
+    assert (found.kind, found.is_idle, found.active_jobs) == (HealthKind.UP, True, None)
     busy = {"if": {"pointer": "/status", "value": "BUSY"}, "then": "busy"}
     found = health({"status": "BUSY"}, rules=[ready, busy])
-    assert (found.kind, found.active_jobs) == (HealthKind.BUSY, None)
+    assert (found.kind, found.is_idle, found.active_jobs) == (HealthKind.BUSY, False, None)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,17 @@ def has_many_parts(text: str) -> bool:
     return len(text) > LARGE and text.count("[") + text.count("{") + text.count(",") > _MANY_PARTS
 
 
+def is_too_deep(text: bytes) -> bool:
+    """Return whether a text, or its beginning, is nested too deeply to be read."""
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except RecursionError:
+        return True
+    except msgspec.DecodeError:
+        return False
+    return False
+
+
 def member(text: bytes, token: str) -> Any:
     """Return the member of an object, or an element of a list, by a token of a JSON pointer.  Raises KeyError."""
     first = _BEGINNING.match(text)

@@ -95,6 +95,11 @@ class Answer:
         return self.body.count(b"[") + self.body.count(b"{") <= MAX_DEPTH
 
     @property
+    def is_too_deep_to_read(self) -> bool:
+        """Whether it is no JSON because its lists and objects have more levels than are read."""
+        return self.json is NOT_JSON and large_json.is_too_deep(self.body)
+
+    @property
     def text(self) -> str:
         """The body as text; what is not UTF-8 is replaced."""
         return self._whole.decode("utf-8", "replace")

@@ -171,6 +171,11 @@ class Judge:
 
     def outcome(self, reply: Answer | Broken, about: About) -> Outcome | None:
         """What the reply means for the job, or None for "ask the next step"."""
+        found = self._judged(reply, about)
+        is_unread = found is not None and found.code == "bad_answer" and isinstance(reply, Answer)
+        return TOO_DEEP if is_unread and reply.is_too_deep_to_read else found  # type: ignore[union-attr]
+
+    def _judged(self, reply: Answer | Broken, about: About) -> Outcome | None:
         if isinstance(reply, Broken) and reply.how is Break.TOO_LARGE:
             return Outcome(Kind.FAILED, code="answer_too_large", message=reply.message)
         if isinstance(reply, Broken) and reply.how is Break.UNSENDABLE:

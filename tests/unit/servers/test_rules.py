@@ -443,6 +443,7 @@ def test_an_error_that_is_too_deep_to_be_told_is_still_an_error(read, levels):
 
 
 @pytest.mark.parametrize("read", [submitted, polled])
-def test_what_is_too_deep_to_be_read_is_no_json(read):
-    outcome = read(reply(b'{"status": "success", "result": %s}' % nested(2000)))
-    assert outcome.code == "bad_answer"
+@pytest.mark.parametrize("make", [nested, nested_objects])
+def test_what_is_too_deep_to_be_read_is_too_deep(read, make):
+    assert read(reply(b'{"status": "success", "result": %s}' % make(5000))) == TOO_DEEP
+    assert read(reply(b'{"status": "success", "result": %s' % make(100))).code == "bad_answer"

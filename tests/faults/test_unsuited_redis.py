@@ -145,6 +145,7 @@ def environment(tmp_path: Path, url: str) -> dict[str, str]:
     return given | ports | {"SLOTKEEPER_HOME": str(tmp_path / "home"), "SLOTKEEPER_REDIS_URL": url}
 
 
+@pytest.mark.timeout(300)  # Seven programs at once, each of which imports for 5 s of CPU.
 def test_the_programs_end_at_once_and_say_why(tmp_path: Path) -> None:
     env = environment(tmp_path, "redis+cluster://127.0.0.1:7000/0")
     started = {
@@ -154,7 +155,7 @@ def test_the_programs_end_at_once_and_say_why(tmp_path: Path) -> None:
         for name, words in PROCESSES.items()
     }
     try:
-        ends = {name: (process.communicate(timeout=60)[0], process.returncode) for name, process in started.items()}
+        ends = {name: (process.communicate(timeout=240)[0], process.returncode) for name, process in started.items()}
     finally:
         for process in started.values():
             process.kill()

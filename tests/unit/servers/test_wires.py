@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tasks.servers import connection
+from tasks.servers import HealthKind, Live, Server, call_server, connection
 from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.call import Limits
 from tasks.servers.connection import _LONGEST_HEAD
@@ -422,4 +422,16 @@ def test_wires_that_are_closed_leave_no_connection(scripted, ask, loop):
 
     assert ask(scripted(always(act)).url).body == b"x"
     loop.soon(loop.wires.close)
+    assert closed.wait(10)
+
+
+def test_a_call_from_a_thread_leaves_no_connection(scripted):
+    closed = threading.Event()
+
+    def act(sock: socket.socket) -> None:
+        sock.sendall(answer({"active_jobs": 0}))
+        sock.recv(1)
+        closed.set()
+
+    assert call_server(Server(scripted(always(act)).url), Live.health).kind is HealthKind.UP
     assert closed.wait(10)

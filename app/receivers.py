@@ -1,4 +1,4 @@
-"""What is read and written about webhooks of tenants; see app.schemas."""
+"""What is read and written about webhooks and the deliveries of jobs' `callback_url`; see app.schemas."""
 
 import re
 from collections.abc import Sequence
@@ -14,8 +14,7 @@ from foundation import exact
 from foundation.addresses import masked_url
 from foundation.errors import InvalidRequest
 from jobs.events import TYPES
-from jobs.states import FINAL
-from outbox.given_up import GivenUp
+from outbox.callbacks import GivenUp
 from outbox.messages import Message, Try
 from outbox.receivers import Receiver
 from registry.tenants import LONGEST_NAME, SHOWN
@@ -23,11 +22,10 @@ from tasks.bodies import FIELDS, MOST_NAMES, MOST_TEMPLATE_BYTES
 from tasks.outbound import URL_MAX
 
 LEAST_PER_S, MOST_PER_S = 0.1, 1000
-ENDS = sorted(TYPES[state] for state in FINAL)
 _ID: Any = {"pattern": "^we_[0-9a-f]{32}$"}
 _MESSAGE = re.compile(r"msg_([1-9][0-9]{0,18})_[0-9]{1,19}")
 _LOG_CURSOR = re.compile(r"t([1-9][0-9]{0,18})")
-_CALLBACK_CURSOR = re.compile(r"c([0-9]{1,19})\.([!-~]{1,400})")
+_CALLBACK_CURSOR = re.compile(r"c([0-9]{1,19})\.([0-9]{1,19})\.([!-~]{1,400})")
 _GIVEN_UP_CURSOR = re.compile(r"(we_[0-9a-f]{32})\.([0-9]{1,19})")
 
 if TYPE_CHECKING:
@@ -110,7 +108,7 @@ class ReplayBody(Asked):
 class CallbacksQuery(Model):
     tenant: str | None = Field(None, max_length=LONGEST_NAME, description="Only this tenant's; for administrators.")
     limit: int = Field(50, ge=1, le=200)
-    cursor: str | None = Field(None, max_length=421, json_schema_extra={"pattern": f"^{_CALLBACK_CURSOR.pattern}$"})
+    cursor: str | None = Field(None, max_length=441, json_schema_extra={"pattern": f"^{_CALLBACK_CURSOR.pattern}$"})
 
 
 class CallbacksReplayBody(ReplayBody):
@@ -129,6 +127,12 @@ class CallbacksReplayBody(ReplayBody):
         description="Of several, those of this tenant's jobs; for administrators.",
         json_schema_extra={"maxLength": LONGEST_NAME, "pattern": f"^{SHOWN}$"},
     )
+
+
+class CallbackTriesQuery(Model):
+    job_id: str = Field(max_length=400, description="Whose.")
+    limit: int = Field(50, ge=1, le=200)
+    cursor: str | None = Field(None, max_length=60, json_schema_extra={"pattern": f"^{_LOG_CURSOR.pattern}$"})
 
 
 class ReceiverPath(Model):
@@ -248,19 +252,21 @@ class GivenUpList(Answer):
 
 
 class CallbackView(Answer, shows=GivenUp):
-    """A job's own callback that was given up."""
+    """A message to a job's `callback_url` that was given up."""
 
-    message: Annotated[str, Read("id")] = Field(description="Its webhook-id.")
-    job_id: str
+    message: Annotated[str, Read("message.id")] = Field(description="Its webhook-id.")
+    job_id: Annotated[str, Read("message.job_id")]
     model: str
     tenant: str
     url: Annotated[str, Read(lambda it: masked_url(it.url))] = _SHOWN_URL
-    status: str = Field(description="How its job had ended.")
-    ended_at: Time
-    given_up_at: Time | None = Field(description="null: a release before this one gave it up.")
-    tries: int
-    last_status: int | None = Field(description="HTTP; null: there was no answer.")
-    error: Annotated[str | None, Read("last_error")]
+    status: Annotated[str, Read("status")] = Field(description="How its job had ended.")
+    ended_at: Annotated[Time, Read("message.at_ms")]
+    given_up_at: Annotated[Time | None, Read("message.ended_ms")]
+    tries: Annotated[int, Read("message.tries")]
+    last_status: Annotated[int | None, Read("message.last_status")] = Field(
+        description="HTTP; null: there was no answer."
+    )
+    error: Annotated[str | None, Read("message.last_error")]
 
 
 class CallbackList(Answer):
@@ -316,9 +322,12 @@ def before_message(cursor: str | None) -> tuple[str, int] | None:
 
 
 def after_callback(page: Sequence[GivenUp], limit: int) -> str | None:
-    return f"c{page[-1].ended_ms}.{page[-1].id}" if len(page) == limit else None
+    if len(page) < limit:
+        return None
+    last = page[-1].message
+    return f"c{last.at_ms}.{last.event}.{last.job_id}"
 
 
-def before_callback(cursor: str | None) -> tuple[int, str] | None:
+def before_callback(cursor: str | None) -> tuple[int, str, int] | None:
     found = cursor_of(_CALLBACK_CURSOR, cursor)
-    return found and (number(found[1]), found[2])
+    return found and (number(found[1]), found[3], number(found[2]))

@@ -18,7 +18,7 @@ from jobs.states import State, Why
 from jobs.store import Store
 from migrations import migrate
 from outbox import forward, removal
-from outbox.webhooks import Webhooks
+from outbox.callbacks import Callbacks
 from tests.support.postgres import running_postgres
 from tests.support.starts import store_start
 from upkeep import ledger
@@ -129,7 +129,7 @@ def _acts(database: Database, store: Store) -> None:
     _measure("outbox, all since the beginning", lambda: forward.queued_between(database, last, last + 10**6))
     _measure("what is due", lambda: store.promote_due(now_ms()))
     _measure("what is overdue", lambda: store.expire_overdue(now_ms()))
-    _measure("webhooks that are due", lambda: Webhooks(database).due(now_ms()))
+    _measure("webhooks that are due", lambda: Callbacks(database).due(now_ms(), 1000))
     _measure("purge of 500", lambda: removal.purge(store.database, now_ms() - 3_600_000), 20)
     _measure("counts", store.counts, 5)
     _measure("ledger", lambda: ledger.read(database), 5)

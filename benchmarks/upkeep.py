@@ -45,11 +45,15 @@ WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?)
 INSERT INTO jobs (id, model, state, why, priority, tenant, created_ms, deadline_ms, source, payload)
 SELECT printf('crowd-%08d', i), 'crowd', 'queued', 'submitted', 5, 'default', ?, ? + i % 1000, 'rest', '{}' FROM n
 """
-_OWED = """
+_HOOKED = """
 WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?)
-INSERT INTO webhooks (id, job_id, url, status, state, next_ms, created_ms)
-SELECT printf('owed-%08d', i), ?, printf('http://127.1.%d.%d:%d/', i % 300 / 250, 1 + i % 300 % 250, ?), 'completed',
-       'pending', ?, ? FROM n
+INSERT INTO jobs (id, model, state, why, tier, tenant, attempt, created_ms, source, payload, callback_url)
+SELECT printf('owed-%08d', i), 'crowd', 'completed', 'finished', 5, 'default', 1, ?, 'rest', '{}',
+       printf('http://127.1.%d.%d:%d/', i % 300 / 250, 1 + i % 300 % 250, ?) FROM n
+"""
+_OWED = """
+INSERT INTO messages (receiver, event, job_id, type, at_ms, next_ms, owed_ms)
+SELECT id, 11, id, 'job.completed', created_ms, created_ms, created_ms FROM jobs WHERE id LIKE 'owed-%'
 """
 
 
@@ -208,7 +212,8 @@ def _crowd(stack: Stack, database: Database, job_id: str, ports: dict[str, int])
     for n in range(500):
         catalog.register(f"idle{n}", f"idle{n}", f"http://127.0.0.1:{ports['busy']}/generate", 1, now_ms())
     with closing(sqlite3.connect(database.url.removeprefix("sqlite:///"), timeout=30)) as connection, connection:
-        connection.execute(_OWED, (1500, job_id, ports["silent"], now_ms(), now_ms()))
+        connection.execute(_HOOKED, (1500, now_ms(), ports["silent"]))
+        connection.execute(_OWED)
 
 
 def _many_servers(stack: Stack, database: Database, job_id: str, ports: dict[str, int]) -> None:

@@ -202,20 +202,23 @@ def remove_webhook(webhook: str) -> None:
 
 @webhooks.command("deliveries")
 @_webhook_or_callbacks
+@click.option("--job", help="Of this job's callback_url, instead of a WEBHOOK.")
 @click.option("--given-up", is_flag=True, help="What it was not told in the end, instead of each try.")
 @click.option("--tenant", help="Without WEBHOOK: only this tenant's; for administrators.")
 @limit_option
 @json_option
-def list_deliveries(webhook: str | None, given_up: bool, tenant: str | None, limit: int, as_json: bool) -> None:
+def list_deliveries(
+    webhook: str | None, job: str | None, given_up: bool, tenant: str | None, limit: int, as_json: bool
+) -> None:
     """List the last tries of its messages, the newest first.
 
     With --given-up and without WEBHOOK: the callbacks of single jobs that were given up.
     """
-    if webhook is None:
-        if not given_up:
-            raise click.UsageError("Of callbacks of single jobs only those --given-up are listed; or name a WEBHOOK.")
+    if given_up and webhook is None and job is None:
         _list_callbacks(tenant, limit, as_json)
         return
+    if (webhook is None) is (job is None) or (given_up and job):
+        raise click.UsageError("Name a WEBHOOK, or --job, or --given-up.")
     _refuse_tenant(tenant)
     if given_up:
         answer = client().get("/webhooks/given-up", webhook=webhook, limit=min(limit, 200))
@@ -225,7 +228,8 @@ def list_deliveries(webhook: str | None, given_up: bool, tenant: str | None, lim
         ]
         titles: tuple[str, ...] = ("message", "event", "job", "tries", "why")
     else:
-        answer = client().get(f"/webhooks/{quoted(webhook)}/deliveries", limit=min(limit, 200))
+        path = "callbacks" if webhook is None else quoted(webhook)
+        answer = client().get(f"/webhooks/{path}/deliveries", job_id=job, limit=min(limit, 200))
         rows = [
             (it["message"], it["event"], age(it["at"]), it["number"], it["outcome"], it["status"], it["latency_ms"],
              it["error"] or it["answer"])

@@ -29,8 +29,6 @@ POINTS = (
     "cancel_committed",  # canceled in the record, still in the room
     "cancel_requested",  # the wish is in the record, the worker does not know
     "retry_committed",  # delayed in the record, Celery does not know
-    "webhook_claimed",  # a try is counted, nothing sent
-    "webhook_sent",  # the client has it, the record does not say so
     "relay_read",  # events are read, and no sink has got them
     "relay_published",  # the sink keeps them, its cursor does not say so
     "relay_moved",  # the cursor says so

@@ -130,9 +130,7 @@ def _attempt(trail: Trail, above: str, began: Event, ended: Event) -> Iterator[S
 def _of_webhook(trail: Trail, it: Arrived) -> Span:
     trace, above = trace_of(trail.job_id, trail.traceparent), span_of(trail.job_id, JOB)
     id_ = span_of(trail.job_id, webhook(it.id))
-    return Span(
-        trace.id, id_, above, WEBHOOK, it.created_ms, max(it.created_ms, it.delivered_ms), facts={"tries": it.tries}
-    )
+    return Span(trace.id, id_, above, WEBHOOK, it.owed_ms, max(it.owed_ms, it.delivered_ms), facts={"tries": it.tries})
 
 
 def _below(

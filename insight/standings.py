@@ -7,14 +7,11 @@ from sqlalchemy import bindparam, func, select
 
 from database.db import Database
 from jobs import withheld
-from jobs.models import jobs, webhooks
+from jobs.models import jobs, messages
 from jobs.moves import compared
 from jobs.states import State
-from outbox.tables import messages
 
-_OWED = [
-    select(func.count(), func.min(table.c.next_ms)).where(table.c.state == "pending") for table in (webhooks, messages)
-]
+_OWED = select(func.count(), func.min(messages.c.next_ms)).where(messages.c.state == "pending")
 # Found among the running ones, of which there are no more than slots, and not among all that the model ever had.
 _RUNNING = select(func.count()).where(
     jobs.c.state == State.RUNNING.value, compared(jobs.c.model) == bindparam("p_model")
@@ -24,7 +21,7 @@ _QUEUED = select(func.count()).where(jobs.c.state == State.QUEUED.value, jobs.c.
 
 @dataclass(frozen=True, slots=True)
 class Owed:
-    """Messages of single jobs' webhooks and of tenants'.
+    """Messages of webhooks, and of jobs' `callback_url`.
 
     `pending`: those that are neither delivered nor given up.  `late_ms`: since when the oldest try is due.
     """
@@ -36,9 +33,8 @@ class Owed:
 def webhooks_owed(database: Database, now_ms: int) -> Owed:
     """Raises RecordUnavailable."""
     with database.read() as connection:
-        found = [connection.execute(query).one() for query in _OWED]
-    due = [next_ms for _, next_ms in found if next_ms is not None]
-    return Owed(sum(pending for pending, _ in found), max(now_ms - min(due), 0) if due else 0)
+        pending, next_ms = connection.execute(_OWED).one()
+    return Owed(pending, 0 if next_ms is None else max(now_ms - next_ms, 0))
 
 
 def withheld_slots(database: Database) -> Counter[tuple[str, str]]:

@@ -46,7 +46,8 @@ MAY_EXPIRE = f"deadline_ms IS NOT NULL AND {IS_ACTIVE}"
 _MAY_EXPIRE = text(MAY_EXPIRE)
 _FINISHED = text("finished_ms IS NOT NULL")
 _PENDING = text("state = 'pending'")
-_GIVEN_UP = text("state = 'given_up'")
+_OWN_PENDING = text("state = 'pending' AND receiver = job_id")
+_OWN_GIVEN_UP = text("state = 'given_up' AND receiver = job_id")
 _IS_ACT = text("actor IS NOT NULL")
 _IN_BATCH = text("batch IS NOT NULL")
 ID_END = "substr(id, 29)"
@@ -132,23 +133,33 @@ events = Table(
     sqlite_autoincrement=True,
 )
 
-webhooks = Table(
-    "webhooks",
+# Events that subscriptions are still to be told of, or could not be; see outbox/messages.py.
+messages = Table(
+    "messages",
     metadata,
-    Column("id", Text, primary_key=True),
-    Column("job_id", Text, nullable=False, index=True),
-    Column("url", Text, nullable=False),
-    Column("status", Text, nullable=False),  # the state that the job ended in
-    Column("state", Text, nullable=False),  # pending, delivered, given_up
+    # Whose subscription: the id of a webhook (outbox/tables.py); or the job's own id, whose `callback_url` it is.
+    Column("receiver", Text, primary_key=True),
+    # The event's number; of a `callback_url` see jobs/owed.py; below 0: a test, without an event.
+    Column("event", BigInteger, primary_key=True, autoincrement=False),
+    Column("job_id", Text, nullable=False),
+    Column("type", Text, nullable=False),
+    Column("at_ms", BigInteger, nullable=False),  # when it happened
+    Column("state", Text, nullable=False, server_default="pending"),
     Column("tries", Integer, nullable=False, server_default="0"),
-    Column("next_ms", BigInteger, nullable=False),  # given up: when that was; 0: not known
+    Column("next_ms", BigInteger, nullable=False),
+    Column("owed_ms", BigInteger, nullable=False),
+    Column("ended_ms", BigInteger),
     Column("last_status", Integer),
     Column("last_error", Text),
-    Column("created_ms", BigInteger, nullable=False),
-    Column("delivered_ms", BigInteger),
-    CheckConstraint(one_of("state", ["pending", "delivered", "given_up"]), name="state"),
-    Index("ix_webhooks_next", "next_ms", sqlite_where=_PENDING, postgresql_where=_PENDING),
-    Index("ix_webhooks_given_up", "created_ms", "id", sqlite_where=_GIVEN_UP, postgresql_where=_GIVEN_UP),
+    CheckConstraint(one_of("state", ["pending", "given_up"]), name="state"),
+    Index("ix_messages_job", "job_id", "receiver", "event"),
+    Index("ix_messages_next", "receiver", "next_ms", sqlite_where=_PENDING, postgresql_where=_PENDING),
+    Index("ix_messages_due", "next_ms", "receiver", "event", sqlite_where=_OWN_PENDING, postgresql_where=_OWN_PENDING),
+    Index(
+        *("ix_messages_given_up", "at_ms", "receiver", "event"),
+        sqlite_where=_OWN_GIVEN_UP,
+        postgresql_where=_OWN_GIVEN_UP,
+    ),
 )
 
 # Ends of jobs that came with an envelope, until those who wait outside have been told.

@@ -175,14 +175,3 @@ class Event:
     at_ms: int
     attempt: int
     data: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Webhook:
-    """One message owed to a client.  `id` stays the same however often it is sent (HOOK-1)."""
-
-    id: str
-    job_id: str
-    url: str
-    status: State
-    tries: int

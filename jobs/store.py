@@ -1,7 +1,7 @@
 """The only writer of `jobs.state`.
 
 Every transition is one UPDATE that names the state, and for a running job the attempt, that it expects to
-find; its row count is the answer.  The event and, at the end of a job, the webhook row stand in the same
+find; its row count is the answer.  The event and, at the end of a job, the message of its webhook stand in the same
 transaction.  What may follow what is read from states.TRANSITIONS and nowhere else.
 """
 
@@ -411,7 +411,7 @@ class Store:
 
     def _ended(self, tx: Transaction, row: Row, to: State, now_ms: int) -> Moved:
         """A transition that has been performed; at a job's end what its clients wait for is owed from now on."""
-        owed.webhook(tx, row, to, now_ms)
+        owed.message(tx, row, to, now_ms)
         return Moved(_waiting(row), to, row.attempt, owed.telling(tx, row, to, now_ms))
 
     def _transitions(self, tx: Transaction, steps: Sequence[_Step]) -> list[Row | None]:

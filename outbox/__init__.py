@@ -6,14 +6,13 @@
     ageing       events that are old enough to go
     removal      jobs that are removed for good, with what they owe
     relays       how far each sink of events has come
-    webhooks     ends owed to jobs' own callbacks, and what came of each try
-    given_up     those that were given up, found and owed once more
-    receivers    webhooks of tenants: addresses that are told what happens
-    spreading    from events to the messages that receivers are owed
-    messages     what they are still to be told, and a log of the last tries
+    receivers    webhooks: addresses that are told what happens; a job's `callback_url` is one for its job alone
+    spreading    from events to the messages that webhooks are owed
+    messages     what all of them are still to be told, and a log of the last tries
+    callbacks    messages to jobs' `callback_url`, found and owed once more
     tellings     ends that Celery's clients have not been told of
 
-    tables       of relays, receivers and messages
+    tables       of relays, receivers and tries
 
 No job changes its state here.
 """

@@ -1,23 +1,40 @@
-"""What receivers are still to be told, what they could not be told, and a log of the last tries.
+"""What subscriptions are still to be told, what they could not be told, and a log of the last tries.
 
-A message is an event for one receiver.  Messages about one job are sent one after the other: a message may be claimed
-when none before it is pending.  What was delivered is no longer here, only in the log, which is bounded.
+A subscription is a tenant's webhook (outbox/receivers.py), or a job's `callback_url`, which is one for this job alone
+and has the job's id.  A message is an event for one subscription (HOOK-1).  Messages of one subscription about one job
+are sent one after the other: a message may be claimed when none before it is pending.  What was delivered is no longer
+here, only in the log, which is bounded.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from sqlalchemy import ColumnElement, Connection, Integer, bindparam, cast, delete, exists, func, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Integer,
+    bindparam,
+    cast,
+    delete,
+    exists,
+    func,
+    insert,
+    select,
+    tuple_,
+    update,
+)
 
 from database.db import Database, Transaction
 from database.prepared import Prepared
 from foundation.errors import Conflict
-from jobs.models import counters, events, jobs
+from jobs import events as trail
+from jobs import owed
+from jobs.models import counters, events, jobs, messages
 from jobs.moves import compared
 from jobs.record import storable
 from outbox.receivers import CURSOR, ENABLED, FAILURES_TO_OPEN, SILENT, Receiver, Receivers, soon_us
-from outbox.tables import messages, receivers, tries
+from outbox.tables import receivers, tries
 
 Row: TypeAlias = Any
 
@@ -25,14 +42,18 @@ MOST_LOGGED = 1000
 """Tries of one receiver that the log keeps."""
 LOGGED_MS = 7 * 24 * 3600 * 1000
 """How long it keeps them."""
+MOST_LOGGED_OF_JOB = 20
+"""Tries of one job's `callback_url` that the log keeps, as long as the job is kept."""
 MOST_GIVEN_UP = 1000
-"""Messages of one receiver that are remembered as given up."""
+"""Messages of one webhook that are remembered as given up."""
 MOST_TESTS = 5
 """Tests of one receiver that may be under way."""
 LONGEST_ANSWER = 256
 """Characters of an answer that the log keeps."""
 
 TEST = "webhook.test"
+DELIVERED = "webhook.delivered"
+"""The event of a message that a job's `callback_url` has taken."""
 _NO_JOB = ""
 _MAX_ERROR = 500
 _PAGE = 500
@@ -43,9 +64,12 @@ _IS_FIRST = ~exists().where(
     _earlier.c.job_id == messages.c.job_id,
     _earlier.c.receiver == messages.c.receiver,
     _earlier.c.event < messages.c.event,
-    _earlier.c.state == "pending",
+    compared(_earlier.c.state) == "pending",
 )
-_IS_DUE = (messages.c.state == "pending") & (messages.c.next_ms <= bindparam("p_now"))
+_TIME_HAS_COME = messages.c.next_ms <= bindparam("p_now")
+IS_DUE = (messages.c.state == "pending") & _TIME_HAS_COME
+# Said so that the index of a receiver's pending messages is not used: one message is found by its key.
+_IS_PENDING = compared(messages.c.state) == "pending"
 _THIS = (messages.c.receiver == bindparam("p_receiver")) & (messages.c.event == bindparam("p_event"))
 # The first of each tenant, then the second of each: one with very many keeps nobody's from their turn.
 _TURN = func.row_number().over(partition_by=receivers.c.tenant, order_by=receivers.c.id)
@@ -56,7 +80,7 @@ _READY = Prepared(
         receivers.c.state == ENABLED,
         receivers.c.open_until_ms <= bindparam("p_now"),
         receivers.c.paced_until_us <= bindparam("p_soon_us"),
-        exists().where(messages.c.receiver == receivers.c.id, _IS_DUE),
+        exists().where(messages.c.receiver == receivers.c.id, IS_DUE),
     )
     .order_by(_TURN, receivers.c.id)
     .limit(bindparam("p_limit", type_=messages.c.tries.type))
@@ -64,17 +88,20 @@ _READY = Prepared(
 _ANY = Prepared(select(messages.c.event).where(messages.c.state == "pending").limit(1))
 _FIRST = Prepared(
     select(messages.c.event)
-    .where(messages.c.receiver == bindparam("p_receiver"), _IS_DUE, _IS_FIRST)
+    .where(messages.c.receiver == bindparam("p_receiver"), IS_DUE, _IS_FIRST)
     .order_by(messages.c.next_ms, messages.c.event)
     .limit(bindparam("p_limit", type_=messages.c.tries.type))
 )
+OF_JOB = messages.c.receiver == messages.c.job_id
+"""A message for the `callback_url` of its job; said as in the indexes of these messages alone."""
+IS_GIVEN_UP = messages.c.state == "given_up"
 _CLAIM = Prepared(
     update(messages)
-    .where(_THIS, _IS_DUE, _IS_FIRST)
+    .where(_THIS, _IS_PENDING, _TIME_HAS_COME, _IS_FIRST)
     .values(tries=messages.c.tries + 1, next_ms=bindparam("p_until"))
     .returning(*messages.c)
 )
-_TRIED = _THIS & (messages.c.state == "pending") & (messages.c.tries == bindparam("p_tries"))
+_TRIED = _THIS & _IS_PENDING & (messages.c.tries == bindparam("p_tries"))
 _DELIVERED = Prepared(delete(messages).where(_TRIED))
 _FAILED = Prepared(
     update(messages)
@@ -92,15 +119,23 @@ _WAIT = Prepared(
     .where(
         messages.c.job_id == bindparam("p_job"),
         messages.c.receiver == bindparam("p_receiver"),
-        messages.c.state == "pending",
+        _IS_PENDING,
     )
     .values(next_ms=bindparam("p_next"))
 )
 
 
+class Key(NamedTuple):
+    """Which message.  `of_job`: of a job's `callback_url`, whose id is then the receiver."""
+
+    receiver: str
+    event: int
+    of_job: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One event for one receiver."""
+    """One event for one subscription."""
 
     receiver: str
     event: int
@@ -120,7 +155,16 @@ class Message:
     @property
     def id(self) -> str:
         """The same however often it is sent: its receiver tells repeated messages by it."""
-        return message_id(self.event, self.at_ms)
+        return owed.message_id(self.job_id, self.event) if self.of_job else message_id(self.event, self.at_ms)
+
+    @property
+    def of_job(self) -> bool:
+        """Whether it is for the `callback_url` of its job."""
+        return self.receiver == self.job_id
+
+    @property
+    def key(self) -> Key:
+        return Key(self.receiver, self.event, self.of_job)
 
     @property
     def is_test(self) -> bool:
@@ -157,7 +201,8 @@ class Try:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What came of a try.  `cooldown_ms`: for how long the receiver asked to be left alone."""
+    """What came of a try.  `cooldown_ms`: for how long the receiver asked to be left alone.  `permanent`: this address
+    will never take the message."""
 
     ok: bool
     status: int | None
@@ -166,6 +211,7 @@ class Answered:
     answer: str = ""
     inside: bool = False
     cooldown_ms: int = 0
+    permanent: bool = False
 
 
 def message_id(event: int, at_ms: int) -> str:
@@ -199,16 +245,20 @@ class Messages:
             rows = _FIRST.all(connection, {"p_receiver": receiver_id, "p_now": now_ms, "p_limit": limit})
         return [row.event for row in rows]
 
-    def claim_all(self, wanted: Sequence[tuple[str, int]], now_ms: int, until: int) -> list[Message]:
-        """Begin a try of each of these (receiver, event) that may be made and that nobody else is at."""
+    def claim_all(self, wanted: Sequence[Key], now_ms: int, until: int) -> list[Message]:
+        """Begin a try of each of these that may be made and that nobody else is at."""
 
         def unit(tx: Transaction) -> list[Message]:
-            return [it for one in sorted(wanted) if (it := self._claim(tx, *one, now_ms, until)) is not None]
+            return [it for one in sorted(wanted) if (it := self._claim(tx, one, now_ms, until)) is not None]
 
         return self.database.write(unit, relaxed=True)
 
-    def _claim(self, tx: Transaction, receiver_id: str, event: int, now_ms: int, until: int) -> Message | None:
+    def _claim(self, tx: Transaction, wanted: Key, now_ms: int, until: int) -> Message | None:
+        receiver_id, event, of_job = wanted
         params = {"p_receiver": receiver_id, "p_event": event, "p_now": now_ms, "p_until": until}
+        if of_job:
+            row = _CLAIM.first(tx.connection, params)
+            return None if row is None else _message(row)
         turn = self.receivers.take_turn(tx, receiver_id, now_ms)
         if turn is None:
             return None
@@ -224,6 +274,9 @@ class Messages:
         def unit(tx: Transaction) -> None:
             if _DELIVERED.count(tx.connection, _of(message)):
                 _log(tx, message, "delivered", answered, now_ms)
+                if message.of_job:
+                    told = {"tries": message.tries, "status": answered.status}
+                    trail.note(tx, message.job_id, DELIVERED, now_ms, told)
 
         self.database.write(unit, relaxed=True)
         self.receivers.succeeded(receiver)
@@ -251,7 +304,8 @@ class Messages:
             _log(tx, message, "given_up" if gives_up else "failed", answered, now_ms)
 
         self.database.write(unit, relaxed=True)
-        self.receivers.failed(receiver, now_ms, answered.cooldown_ms)
+        if not message.of_job:
+            self.receivers.failed(receiver, now_ms, answered.cooldown_ms)
 
     def dropped(self, message: Message) -> None:
         """What it tells of is no longer in the record: it is owed no more."""
@@ -267,9 +321,9 @@ class Messages:
         before: tuple[str, int] | None = None,
         limit: int = 50,
     ) -> list[Message]:
-        """Messages that were given up, by receiver and, of each, the newest first; `before`: a cursor, the last one
-        of the page before."""
-        query = select(messages).where(messages.c.state == "given_up")
+        """Messages of webhooks that were given up, by webhook and, of each, the newest first; `before`: a cursor, the
+        last one of the page before."""
+        query = select(messages).where(IS_GIVEN_UP, ~OF_JOB)
         if receiver_id is not None:
             query = query.where(messages.c.receiver == receiver_id)
         if tenant is not None:
@@ -318,17 +372,27 @@ class Messages:
         there = messages.c.receiver == receiver_id, messages.c.event.in_([event for event, *_ in found])
         known = set(tx.connection.execute(select(messages.c.event).where(*there)).scalars())
         if known:
-            tx.connection.execute(update(messages).where(*there, messages.c.state == "given_up").values(_again(now_ms)))
+            tx.connection.execute(update(messages).where(*there, IS_GIVEN_UP).values(_again(now_ms)))
         rows = [_row(receiver_id, *event, now_ms) for event in found if event[0] not in known]
         if rows:
             tx.connection.execute(insert(messages), rows)
         return len(rows)
 
     def retry_given_up(self, receiver_id: str, now_ms: int) -> int:
-        """Owe all that was given up of a receiver once more; answers how many."""
-        which = (messages.c.receiver == receiver_id) & (messages.c.state == "given_up")
-        again = update(messages).where(which).values(_again(now_ms))
-        return self.database.write(lambda tx: tx.connection.execute(again).rowcount)
+        """Owe all that was given up of a webhook once more; answers how many."""
+        return self.retry(messages.c.receiver == receiver_id, now_ms)
+
+    def retry(self, which: ColumnElement[bool], now_ms: int) -> int:
+        """Owe these messages once more, if they were given up; answers how many."""
+        # One that is given up anew meanwhile is not met again.
+        old = IS_GIVEN_UP & (messages.c.ended_ms <= now_ms)
+        some = select(messages.c.receiver, messages.c.event).where(which, old).limit(_PAGE)
+        key = tuple_(messages.c.receiver, messages.c.event)
+        again = update(messages).where(key.in_(some), IS_GIVEN_UP).values(_again(now_ms))
+        retried = 0
+        while found := self.database.write(lambda tx: tx.connection.execute(again).rowcount):
+            retried += found
+        return retried
 
     # -- bounds ----------------------------------------------------------------------------------------------
 
@@ -409,6 +473,9 @@ def _log(tx: Transaction, message: Message, outcome: str, answered: Answered, no
         "inside": int(answered.inside),
     }
     tx.connection.execute(insert(tries), row)
+    if message.of_job:
+        old = (tries.c.receiver == message.receiver) & (tries.c.number <= message.tries - MOST_LOGGED_OF_JOB)
+        tx.connection.execute(delete(tries).where(old))
 
 
 def _most_at_once(row: Row) -> int:
@@ -425,7 +492,18 @@ def _message(row: Row) -> Message:
 
 
 def objection(tx: Transaction, job_id: str) -> Conflict | None:
-    """Why a job cannot be removed yet: a receiver is still to be told something of it."""
+    """Why a job cannot be removed yet: a subscription is still to be told something of it."""
+    own = select(messages).where(
+        messages.c.receiver == job_id, messages.c.job_id == job_id, messages.c.state == "pending"
+    )
+    if (pending := tx.connection.execute(own.limit(1)).first()) is not None:
+        webhook_id = _message(pending).id
+        return Conflict(
+            f"Job {job_id!r} still owes its webhook {webhook_id!r}, which would be lost with it; "
+            "remove the job when that is delivered or given up.",
+            job_id=job_id,
+            webhook_id=webhook_id,
+        )
     receiver = _pending_with(tx, job_id) or _to_come_to(tx, job_id)
     if receiver is None:
         return None
@@ -458,8 +536,9 @@ def _to_come_to(tx: Transaction, job_id: str) -> str | None:
 
 
 def forget_jobs(tx: Transaction, job_ids: Sequence[str]) -> None:
-    """What these jobs were to tell goes with them."""
+    """What these jobs were to tell goes with them, and the log of their `callback_url`."""
     tx.connection.execute(delete(messages).where(messages.c.job_id.in_(job_ids)))
+    tx.connection.execute(delete(tries).where(tries.c.receiver.in_(job_ids)))
 
 
 # A question asked of each job, not a set to be left out: for that PostgreSQL would read all messages.

@@ -16,14 +16,18 @@ from sqlalchemy import ColumnElement, Connection, Select, case, delete, func, in
 from audit import acts
 from database.db import Database, Transaction
 from foundation.errors import Conflict, NotFound
-from jobs.models import counters, events
-from jobs.record import storable
-from outbox.tables import messages, receivers, tries
+from jobs.events import TYPES
+from jobs.models import counters, events, messages
+from jobs.record import Job, storable
+from jobs.states import FINAL
+from outbox.tables import receivers, tries
 from outbox.tail import Tail
 
 Row: TypeAlias = Any
 
 ENABLED, DISABLED = "enabled", "disabled"
+ENDS = frozenset(TYPES[state] for state in FINAL)
+"""The events of which a subscription is told that names none."""
 OVERLAP_MS = 24 * 3600 * 1000
 """For so long messages are signed with a former secret, too."""
 FAILURES_TO_OPEN = 5
@@ -95,6 +99,11 @@ class Turn:
 def soon_us(now_ms: int) -> int:
     """Up to when messages of receivers with a pace are claimed, in µs."""
     return (now_ms + AHEAD_MS) * 1000
+
+
+def subscription_of(job: Job) -> "Receiver":
+    """Return a job's `callback_url` as a subscription: for the ends of this job, signed with its tenant's secret."""
+    return Receiver(job.id, job.tenant, job.callback_url or "", ENDS, "", job.created_ms)
 
 
 def new_id() -> str:

@@ -13,20 +13,11 @@ from audit import acts
 from database.db import Database, Transaction
 from foundation.errors import Conflict
 from jobs.counters import count
-from jobs.models import jobs, tellings, webhooks
-from jobs.moves import compared, stands
+from jobs.models import jobs, tellings
+from jobs.moves import stands
 from jobs.states import State
 from outbox import messages
 
-# A question asked of each job, not a set to be left out: for that PostgreSQL would read all messages.
-_OWES = (
-    select(webhooks.c.id)
-    .where(webhooks.c.job_id == jobs.c.id, compared(webhooks.c.state) == "pending")
-    .limit(1)
-    .scalar_subquery()
-    .is_not(None)
-)
-_OWED = select(webhooks.c.id).where(webhooks.c.job_id == bindparam("p_id"), compared(webhooks.c.state) == "pending")
 _IS_DEAD = (jobs.c.id == bindparam("p_id")) & stands(State.DEAD)
 _DEAD = select(jobs.c.seq, jobs.c.model, jobs.c.tenant).where(_IS_DEAD).with_for_update()
 
@@ -34,7 +25,7 @@ _DEAD = select(jobs.c.seq, jobs.c.model, jobs.c.tenant).where(_IS_DEAD).with_for
 def purge(database: Database, ended_before_ms: int, limit: int = 500) -> int:
     """Remove jobs that ended before that time, and what hangs on them; answers how many, at most `limit`."""
     # Without a word of states, of which there is an index, too: only what has ended has an end.
-    old = and_(jobs.c.finished_ms < ended_before_ms, ~_OWES, ~messages.TELLS)
+    old = and_(jobs.c.finished_ms < ended_before_ms, ~messages.TELLS)
     with database.read() as connection:  # Not in the transaction: who searches keeps nobody from writing.
         seqs = connection.execute(select(jobs.c.seq).where(old).limit(limit)).scalars().all()
     if not seqs:
@@ -52,14 +43,6 @@ def delete_dead(database: Database, job_id: str) -> bool:
         dead = tx.connection.execute(_DEAD, {"p_id": job_id}).first()
         if dead is None:
             return False
-        owed = tx.connection.execute(_OWED, {"p_id": job_id}).scalars().first()
-        if owed is not None:
-            return Conflict(
-                f"Job {job_id!r} still owes its webhook {owed!r}, which would be lost with it; "
-                "remove the job when that is delivered or given up.",
-                job_id=job_id,
-                webhook_id=owed,
-            )
         objection = messages.objection(tx, job_id)
         if objection is not None:
             return objection
@@ -74,8 +57,7 @@ def _remove(tx: Transaction, which: ColumnElement[bool]) -> int:
     rows = tx.connection.execute(delete(jobs).where(which).returning(jobs.c.id, jobs.c.state)).all()
     ids = [row.id for row in rows]
     if ids:
-        for table in (webhooks, tellings):
-            tx.connection.execute(delete(table).where(table.c.job_id.in_(ids)))
+        tx.connection.execute(delete(tellings).where(tellings.c.job_id.in_(ids)))
         messages.forget_jobs(tx, ids)
     for state, number in sorted(Counter(row.state for row in rows).items()):
         count(tx, f"purged.{state}", number)

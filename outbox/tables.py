@@ -1,4 +1,4 @@
-"""The tables of what sinks and tenants' webhooks are told.
+"""The tables of what sinks and webhooks are told, but for the messages (jobs/models.py): an end writes those, too.
 
 Times are milliseconds since the epoch, UTC; JSON is text.
 """
@@ -7,7 +7,6 @@ from sqlalchemy import BigInteger, CheckConstraint, Column, Float, Index, Intege
 
 from jobs.models import metadata, one_of
 
-_PENDING = text("state = 'pending'")
 _EMPTY = text("''")  # Said so, because Alembic takes a plain "" for no default.
 _SERIAL = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts on by itself only for a plain INTEGER key.
 
@@ -49,28 +48,7 @@ receivers = Table(
     CheckConstraint(one_of("state", ["enabled", "disabled"]), name="state"),
 )
 
-# What receivers are still to be told, or could not be.
-messages = Table(
-    "messages",
-    metadata,
-    Column("receiver", Text, primary_key=True),
-    Column("event", BigInteger, primary_key=True, autoincrement=False),  # below 0: a test, without an event
-    Column("job_id", Text, nullable=False),
-    Column("type", Text, nullable=False),
-    Column("at_ms", BigInteger, nullable=False),  # when it happened
-    Column("state", Text, nullable=False, server_default="pending"),
-    Column("tries", Integer, nullable=False, server_default="0"),
-    Column("next_ms", BigInteger, nullable=False),
-    Column("owed_ms", BigInteger, nullable=False),
-    Column("ended_ms", BigInteger),
-    Column("last_status", Integer),
-    Column("last_error", Text),
-    CheckConstraint(one_of("state", ["pending", "given_up"]), name="state"),
-    Index("ix_messages_job", "job_id", "receiver", "event"),
-    Index("ix_messages_next", "receiver", "next_ms", sqlite_where=_PENDING, postgresql_where=_PENDING),
-)
-
-# The last tries of each receiver's messages.
+# The last tries of each subscription's messages.  `receiver`: as in the table of messages.
 tries = Table(
     "tries",
     metadata,

@@ -8,8 +8,10 @@ from sqlalchemy import bindparam, select
 
 from database.db import Database
 from jobs.events import TYPES
-from jobs.models import events, jobs, webhooks
+from jobs.models import events, jobs
+from jobs.owed import end_of
 from jobs.record import Event
+from outbox.tables import tries
 
 _JOBS = select(jobs.c.id, jobs.c.model, jobs.c.tenant, jobs.c.traceparent).where(
     jobs.c.id.in_(bindparam("p_jobs", expanding=True))
@@ -19,18 +21,18 @@ _TRANSITIONS = (
     .where(events.c.job_id.in_(bindparam("p_jobs", expanding=True)), events.c.actor.is_(None))
     .order_by(events.c.id)
 )
-_ARRIVED = select(
-    webhooks.c.id, webhooks.c.job_id, webhooks.c.created_ms, webhooks.c.delivered_ms, webhooks.c.tries
-).where(webhooks.c.job_id.in_(bindparam("p_jobs", expanding=True)), webhooks.c.delivered_ms.is_not(None))
+_ARRIVED = select(tries.c.message, tries.c.job_id, tries.c.at_ms, tries.c.number).where(
+    tries.c.receiver.in_(bindparam("p_jobs", expanding=True)), tries.c.outcome == "delivered"
+)
 _TYPES = frozenset(TYPES.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A message to a job's callback URL that has arrived, after so many tries."""
+    """A message to a job's callback URL that has arrived, after so many tries.  `owed_ms`: when its job ended."""
 
     id: str
-    created_ms: int
+    owed_ms: int
     delivered_ms: int
     tries: int
 
@@ -57,6 +59,15 @@ def read(database: Database, job_ids: Iterable[str]) -> dict[str, Trail]:
                 event = Event(it.id, it.job_id, it.type, it.at_ms, it.attempt, orjson.loads(it.data))
                 found[it.job_id].transitions.append(event)
         for one in connection.execute(_ARRIVED, asked):
-            if one.job_id in found:
-                found[one.job_id].arrived.append(Arrived(one.id, one.created_ms, one.delivered_ms, one.tries))
+            if one.job_id in found and (owed_ms := _ended_ms(found[one.job_id], one.message)) is not None:
+                found[one.job_id].arrived.append(Arrived(one.message, owed_ms, one.at_ms, one.number))
     return found
+
+
+def _ended_ms(trail: Trail, message_id: str) -> int | None:
+    """When the job came to the end that this message tells."""
+    if (named := end_of(message_id)) is None:
+        return None
+    _, attempt, state = named
+    ends = (it.at_ms for it in trail.transitions if (it.type, it.attempt) == (TYPES[state], attempt))
+    return next(ends, None)

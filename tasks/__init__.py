@@ -30,7 +30,7 @@ Celery
 Beside the work
     maintenance  what beat, or embedded_beat, runs          rounds       servers asked for their health
     webhooks     a process of its own                       lines, berths  whose turn it is, and how many at once
-    callback_urls, receivers  what it sends: ends of single jobs, events of tenants
+    receivers    what it sends, to whom, and what comes of it
     bodies       what is said in it, and templates
     outbound     one message to a stranger's URL            keyring      keys, each for one purpose
     relay        all events, to each sink                   sinks        Redis, Kafka, NATS, AMQP, Celery's task events

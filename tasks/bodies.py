@@ -1,4 +1,4 @@
-"""What receivers of webhooks read: our own form, or a template for those that have a form of their own.
+"""What receivers of webhooks read: our own form, or a template for those that have a form of their own, as Slack has.
 
 A template is JSON in whose texts names stand: {"text": "{{model}}: job {{job_id}} is {{status}}"}.  It is checked when
 it is stored.  It names what is told anyway and nothing else; a value is put into the text that has been read, never
@@ -10,13 +10,15 @@ import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 from foundation import exact, large_json
 from foundation.errors import InvalidRequest
 from jobs.events import TYPES
-from jobs.record import Job, Webhook
+from jobs.record import Job
 from jobs.states import FINAL
 from outbox.messages import Message
+from outbox.receivers import Receiver
 from outbox.tail import Entry
 
 MOST_TEMPLATE_BYTES = 4096
@@ -35,14 +37,17 @@ _NAME = re.compile(r"\{\{\s*+((?:[^{}\s]++|\s++(?!\}\}))*+)\s*+\}\}")
 _OF_RESULT = re.compile(r"result(\.[A-Za-z0-9_-]{1,64}){1,5}")
 _SLACK = "|slack"
 _SLACKS = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
+_SLACK_HOSTS = frozenset({"hooks.slack.com", "hooks.slack-gov.com"})
+_SLACK_TEMPLATE = '{"text": "{{model}}: {{type}}, job {{job_id|slack}} {{error.message|slack}}"}'
 _ENDS = {TYPES[state]: state for state in FINAL}
 _TEST_JOB = "00000000-0000-7000-8000-000000000000"
 
 
-def told_of_end(webhook: Webhook, job: Job) -> dict[str, Any]:
-    """What a job's own callback is told: how the job ended, at the time when the message was owed."""
-    told: dict[str, Any] = {"job_id": job.id, "model": job.model, "status": webhook.status}
-    if job.state is webhook.status:
+def told_of_end(message: Message, job: Job) -> dict[str, Any]:
+    """What a job's `callback_url` is told: how the job ended, at the time when the message was owed."""
+    state = _ENDS[message.type]
+    told: dict[str, Any] = {"job_id": job.id, "model": job.model, "status": state.value}
+    if job.state is state:
         told["attempts"] = job.attempts
         told |= _end(job)
     return told
@@ -88,9 +93,19 @@ def told_of_test(tenant: str) -> dict[str, Any]:
     }
 
 
+def template_of(receiver: Receiver) -> str | None:
+    """Return the template of a subscription; Slack takes its own form alone.  None: the body is ours."""
+    if receiver.template is None and urlsplit(receiver.url).hostname in _SLACK_HOSTS:
+        return _SLACK_TEMPLATE
+    return receiver.template
+
+
 def body(message: Message, told: Mapping[str, Any], template: str | None) -> bytes:
-    """A message as it is sent: as Standard Webhooks advises, or as the receiver's template says."""
+    """A message as it is sent: as Standard Webhooks advises, or as the template says; to a job's `callback_url` the
+    data alone."""
     at = _time(message.at_ms)
+    if template is None and message.of_job:
+        return exact.dumps(dict(told))
     if template is None:
         return exact.dumps({"type": message.type, "timestamp": at, "data": dict(told)})
     return exact.dumps(_filled(exact.loads(template), {"type": message.type, "at": at, **told}))

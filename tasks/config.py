@@ -86,12 +86,10 @@ class TaskSettings(BaseSettings):
     """Networks inside that webhooks may reach, as CIDRs with commas."""
     webhook_timeout_s: float = Field(10.0, gt=0)
     """How long one try of a webhook may take."""
-    webhook_max_tries: int = Field(12, ge=1)
-    """Tries of one webhook: the last comes about a day after the first."""
     webhook_most_receivers: int = Field(20, ge=0, le=100_000)
-    """Webhooks that one tenant may have beside those of single jobs."""
+    """Webhooks that one tenant may have, beside the `callback_url` of its jobs."""
     webhook_keep_s: float = Field(3 * 86_400.0, ge=60)
-    """How long a tenant's webhook is tried with a message that it refuses, and stays enabled if it takes none."""
+    """How long a webhook is tried with a message that it refuses, and stays enabled if it takes none."""
     log_level: Annotated[
         Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(lambda it: str(it).upper())
     ] = "WARNING"

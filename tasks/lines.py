@@ -17,12 +17,11 @@ _LOOKS = 32  # receivers of a tenant that one turn looks at
 
 @dataclass(frozen=True, slots=True)
 class Owed:
-    """A message that is due.  `receiver`: whom it is for, as far as its bounds are concerned; `source`: who owes it."""
+    """A message that is due.  `receiver`: whom it is for, as far as its bounds are concerned."""
 
     id: Hashable
     receiver: str
     tenant: str
-    source: object = None
 
 
 def host_of(url: str) -> str:

@@ -1,7 +1,8 @@
-"""What tenants' receivers are told, as the process of webhooks sends it.
+"""What subscriptions are told, as the process of webhooks sends it.
 
-A message that its receiver refuses is tried until it is too old.  A receiver that takes nothing is left alone, longer
-each time, and what it is owed waits; see outbox/receivers.py.  One that answers 410 is disabled.
+A message that its receiver refuses is tried until it is too old.  A webhook that takes nothing is left alone, longer
+each time, and what it is owed waits; see outbox/receivers.py.  One that answers 410 is disabled.  Where the receiver is
+a job's `callback_url`, its message is given up instead: nobody could enable it again.
 """
 
 import random
@@ -14,18 +15,19 @@ import structlog
 from database.db import Database
 from foundation.crash import crash_at
 from foundation.errors import NotFound
-from insight.spans import JOB
-from jobs.events import TYPES
+from insight.spans import JOB, webhook
 from jobs.record import now_ms
-from jobs.states import FINAL
 from jobs.store import Store
 from outbox import tail
-from outbox.messages import Answered, Message, Messages
-from outbox.receivers import GONE, Receiver, Receivers
+from outbox.callbacks import Callbacks, Due
+from outbox.messages import Answered, Key, Message, Messages
+from outbox.receivers import ENDS, GONE, Receiver, Receivers, subscription_of
 from outbox.spreading import Spreading
+from registry.rotations import Rotations
 from tasks import tracing, vault
-from tasks.bodies import body, told_of_event, told_of_test
-from tasks.lines import Admits, Owed
+from tasks.bodies import body, template_of, told_of_end, told_of_event, told_of_test
+from tasks.keyring import webhook_secrets
+from tasks.lines import Admits, Owed, host_of
 from tasks.outbound import Sender, Sent
 
 log = structlog.get_logger(__name__)
@@ -33,38 +35,47 @@ log = structlog.get_logger(__name__)
 _FIRST_RETRY_MS, _LONGEST_RETRY_MS = 5_000, 900_000
 _RECEIVERS = 100  # whose messages one look reads
 _READY = 5_000  # among which it chooses them
+_PAGE = 1000  # messages of jobs' `callback_url` that one look reads,
+_NEWEST = 200  # beside those that became due last
 _TIDY_EVERY_S = 30.0
 _LOGGED_UNTIDIED = 200  # tries of one receiver after which its log is trimmed
 _TIDIED = 20  # receivers, between two steps of what is new
-_ENDS = frozenset(TYPES[state] for state in FINAL)
 _SEALED = "Its signing secret cannot be opened with this installation's secret; rotate it."
 
 Send = Callable[[Receiver, Message, bytes, str | None], Sent]
 """The last: the traceparent that it is told of."""
-Key = tuple[str, int]
+Told = tuple[Receiver, bytes, str | None]
+"""Whom, what, and the traceparent."""
 
 
 class ReceiverMessages:
-    """A source of messages; see tasks/webhooks.py."""
+    """Finds what is due and sends it; tasks/webhooks.py says when."""
 
     def __init__(self, database: Database, send: Send, claim_ms: int, keep_s: float) -> None:
         self._database, self._send = database, send
         self._store, self._receivers, self._messages = Store(database), Receivers(database), Messages(database)
-        self._spreading = Spreading(database)
+        self._callbacks, self._spreading = Callbacks(database), Spreading(database)
         self._claim_ms, self._keep_ms = claim_ms, round(keep_s * 1000)
-        self._has_more = False
+        self._last: Due | None = None  # of the jobs' messages, up to where the last look has come
+        self.has_more = False
+        """Whether the last look has not come to the end of what is due."""
         self.owes = True
+        """Whether anything was owed at the last look, due or not.  If not, nothing will be until somebody writes."""
         self._touched: dict[str, int] = {}  # receivers whose log has grown, and by how much
         self._untidy: list[str] = []  # those of them whose log is being trimmed
         self._tidy_at = 0.0
 
     @staticmethod
-    def sender(sender: Sender) -> Send:
-        """Signs with the receiver's own secrets."""
+    def sender(sender: Sender, rotations: Rotations) -> Send:
+        """Signs with a webhook's own secrets; to a job's `callback_url` with those of its tenant."""
 
         def send(receiver: Receiver, message: Message, content: bytes, trace: str | None) -> Sent:
-            opened = [vault.signing_secret(receiver.id, sealed) for sealed in receiver.seals(now_ms())]
-            secrets = [secret for secret in opened if secret is not None]
+            now = now_ms()
+            if message.of_job:
+                secrets = webhook_secrets(receiver.tenant, rotations.of(receiver.tenant), now)
+            else:
+                opened = [vault.signing_secret(receiver.id, sealed) for sealed in receiver.seals(now)]
+                secrets = [secret for secret in opened if secret is not None]
             if not secrets:
                 return Sent(False, None, _SEALED, permanent=False)
             return sender.send(receiver.url, message.id, content, datetime.now(UTC), secrets, trace)
@@ -72,15 +83,12 @@ class ReceiverMessages:
         return send
 
     @property
-    def has_more(self) -> bool:
-        return self._has_more
-
-    @property
     def gathers(self) -> bool:
+        """Whether time alone may bring more to write down, as for a receiver that is left alone for a while."""
         return self._spreading.waits or bool(self._untidy)
 
     def gather(self) -> bool:
-        """Make messages of some of what is new; keep the logs short."""
+        """Make messages of some of what is new; keep the logs short.  Returns whether there may be more of it."""
         now = now_ms()
         try:
             made = self._spreading.step(now)
@@ -90,15 +98,25 @@ class ReceiverMessages:
             self._tidy(now)
 
     def look(self, admits: Admits) -> Iterator[Owed]:
-        """What is due to some receivers, their tenants in turn; those that cannot be sent any now are not read."""
+        """Some of what is due; webhooks that `admits` says no to are not read, as nothing can be sent to them now."""
         now = now_ms()
+        of_jobs = self._look_at_jobs(now)
         ready = self._messages.ready(now, _READY)
-        self.owes = bool(ready) or self._messages.owes()
+        self.owes = bool(of_jobs or ready) or self._messages.owes()
         admitted = [it for it in ready if admits(it.receiver, it.tenant)]
-        self._has_more = len(admitted) > _RECEIVERS or len(ready) == _READY
+        self.has_more = self._last is not None or len(admitted) > _RECEIVERS or len(ready) == _READY
+        for due in of_jobs:
+            yield Owed(Key(due.job_id, due.event, of_job=True), host_of(due.url), due.tenant)
         for it in admitted[:_RECEIVERS]:
             for event in self._messages.due(it.receiver, now, it.most):
-                yield Owed((it.receiver, event), it.receiver, it.tenant, self)
+                yield Owed(Key(it.receiver, event), it.receiver, it.tenant)
+
+    def _look_at_jobs(self, now_ms: int) -> list[Due]:
+        """One page of jobs' messages, from where the last look stopped, so that nobody's pile hides another's; and
+        what has become due just now, so that it does not wait until the pile has been read."""
+        page = self._callbacks.due(now_ms, _PAGE, self._last)
+        self._last = page[-1] if len(page) == _PAGE else None
+        return page if self._last is None else [*self._callbacks.newest_due(now_ms, _NEWEST), *page]
 
     def _tidy(self, now_ms: int) -> None:
         """A few receivers at a time: what is new does not wait until all logs are trimmed."""
@@ -112,63 +130,85 @@ class ReceiverMessages:
             self._messages.tidy(some, now_ms, self._keep_ms)
 
     def claim(self, ids: Sequence[Key]) -> dict[Key, Message]:
+        """Begin a try of each of these that is due and that nobody else is at."""
         now = now_ms()
         claimed = self._messages.claim_all(ids, now, now + self._claim_ms)
         crash_at("message_claimed")
-        return {(message.receiver, message.event): message for message in claimed}
+        return {message.key: message for message in claimed}
 
     def deliver(self, message: Message) -> bool | None:
+        """Send a message and note what came of it.  Whether its receiver answered; None: it was not asked."""
         if (early_ms := message.send_ms - now_ms()) > 0:  # by a second at most
             time.sleep(early_ms / 1000)
-        try:
-            receiver = self._receivers.get(message.receiver)
-        except NotFound:
-            return None
-        told = self._told(message, receiver)
+        told = self._told_of_job(message) if message.of_job else self._told(message)
         if told is None:
             self._messages.dropped(message)
             return None
         began = time.monotonic()
-        sent = self._send(receiver, message, *told)
+        sent = self._send(told[0], message, *told[1:])
         crash_at("message_sent")
-        self._note(message, receiver, _answered(sent, round((time.monotonic() - began) * 1000)))
-        return sent.ok
+        self._note(message, told[0], _answered(sent, round((time.monotonic() - began) * 1000)))
+        # Of one host there may be many jobs' addresses, and others are not to wait for one that is wrong.
+        return sent.status is not None if message.of_job else sent.ok
 
     def give_back(self, message: Message, why: str) -> None:
-        self._note(message, self._receivers.get(message.receiver), Answered(False, None, 0, why))
+        """Note that it could not be sent."""
+        receiver = self._receiver_of(message)
+        if receiver is not None:
+            self._note(message, receiver, Answered(False, None, 0, why))
 
-    def _told(self, message: Message, receiver: Receiver) -> tuple[bytes, str | None] | None:
-        """The body, and the traceparent of its job; None: what it tells of is no longer in the record."""
+    def _receiver_of(self, message: Message) -> Receiver | None:
+        """None: it has been removed meanwhile."""
+        if message.of_job:
+            job = self._store.get(message.job_id)
+            return None if job is None else subscription_of(job)
+        try:
+            return self._receivers.get(message.receiver)
+        except NotFound:
+            return None
+
+    def _told(self, message: Message) -> Told | None:
+        """None: the webhook, or what the message tells of, is no longer in the record."""
+        if (receiver := self._receiver_of(message)) is None:
+            return None
         if message.is_test:
-            return body(message, told_of_test(receiver.tenant), receiver.template), None
+            return receiver, body(message, told_of_test(receiver.tenant), template_of(receiver)), None
         found = tail.page(self._database, message.event - 1, 1, message.job_id).entries
         if not found or found[0].event.id != message.event:
             return None
-        job = self._store.get(message.job_id) if message.type in _ENDS else None
+        job = self._store.get(message.job_id) if message.type in ENDS else None
         trace = tracing.told(message.job_id, found[0].traceparent, JOB)
-        return body(message, told_of_event(found[0], job), receiver.template), trace
+        return receiver, body(message, told_of_event(found[0], job), template_of(receiver)), trace
+
+    def _told_of_job(self, message: Message) -> Told | None:
+        """None: the job is no longer in the record."""
+        if (job := self._store.get(message.job_id)) is None:
+            return None
+        receiver = subscription_of(job)
+        trace = tracing.told(job.id, job.traceparent, webhook(message.id))
+        return receiver, body(message, told_of_end(message, job), template_of(receiver)), trace
 
     def _note(self, message: Message, receiver: Receiver, answered: Answered) -> None:
         now = now_ms()
-        self._touched[receiver.id] = self._touched.get(receiver.id, 0) + 1
+        if not message.of_job:
+            self._touched[receiver.id] = self._touched.get(receiver.id, 0) + 1
         if answered.ok:
             self._messages.delivered(message, receiver, answered, now)
             return
-        is_gone = answered.status == 410
-        self._messages.failed(message, receiver, answered, now, self._next_ms(message, now))
-        if is_gone and receiver.enabled and not message.is_test:
+        self._messages.failed(message, receiver, answered, now, self._next_ms(message, answered, now))
+        if answered.status == 410 and receiver.enabled and not message.is_test and not message.of_job:
             if not self._receivers.disable_at(receiver.url, receiver.id, GONE, now):
                 return
             log.warning("webhook_disabled", webhook=receiver.id, tenant=receiver.tenant, reason=GONE)
 
-    def _next_ms(self, message: Message, now_ms: int) -> int | None:
+    def _next_ms(self, message: Message, answered: Answered, now_ms: int) -> int | None:
         """When to try again; None: that was the last time."""
-        if message.is_test or now_ms - message.owed_ms >= self._keep_ms:
+        if message.is_test or now_ms - message.owed_ms >= self._keep_ms or (message.of_job and answered.permanent):
             return None
         wait_ms = min(_FIRST_RETRY_MS * 2.5 ** min(message.tries - 1, 20), _LONGEST_RETRY_MS)
-        return now_ms + round(wait_ms * random.uniform(0.9, 1.1))
+        return now_ms + max(round(wait_ms * random.uniform(0.9, 1.1)), answered.cooldown_ms)
 
 
 def _answered(sent: Sent, latency_ms: int) -> Answered:
     cooldown_ms = round(sent.retry_after_s * 1000)
-    return Answered(sent.ok, sent.status, latency_ms, sent.error, sent.answer, sent.inside, cooldown_ms)
+    return Answered(sent.ok, sent.status, latency_ms, sent.error, sent.answer, sent.inside, cooldown_ms, sent.permanent)

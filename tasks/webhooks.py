@@ -2,18 +2,16 @@
 
     python -m tasks.webhooks
 
-It asks each source for what is owed (the callbacks of single jobs, the receivers of tenants), claims what it can send
-at once, and sends each message in a thread of its own.  So nothing else waits for a receiver, and receivers wait for
-each other only within the bounds of tasks/berths.py.  Any number of these processes may run: a message is claimed
-before it is sent.
+It asks for what is owed, claims what it can send at once, and sends each message in a thread of its own.  So nothing
+else waits for a receiver, and receivers wait for each other only within the bounds of tasks/berths.py.  Any number of
+these processes may run: a message is claimed before it is sent.
 """
 
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
@@ -21,15 +19,13 @@ from database.db import Database
 from database.lookout import Lookout
 from foundation.config import RecordSettings
 from foundation.errors import RecordUnavailable
-from jobs.store import Store
-from outbox.webhooks import Webhooks
+from outbox.messages import Message
 from registry.catalog import Catalog
 from registry.rotations import Rotations
 from tasks import alive, startup
 from tasks.berths import Berth, Berths
-from tasks.callback_urls import CallbackUrls
 from tasks.config import EventSettings, TaskSettings
-from tasks.lines import Admits, Lines, Owed
+from tasks.lines import Lines
 from tasks.outbound import Sender, parse_allow
 from tasks.receivers import ReceiverMessages
 from tasks.relay import Relaying
@@ -47,53 +43,15 @@ _AWAY_S = 1.0
 _LAST_TRIES_S = 3.0  # what those under way get when the process is told to stop
 
 
-class Source(Protocol):
-    """Where messages are owed."""
-
-    @property
-    def has_more(self) -> bool:
-        """Whether its last look has not come to the end of what is due."""
-        ...
-
-    @property
-    def owes(self) -> bool:
-        """Whether anything was owed at its last look, due or not.  If not, nothing will be until somebody writes."""
-        ...
-
-    @property
-    def gathers(self) -> bool:
-        """Whether time alone may bring more to write down, as for a receiver that is left alone for a while."""
-        ...
-
-    def gather(self) -> bool:
-        """Write down some of what is owed for what has happened; whether there may be more of it.  Raises
-        RecordUnavailable, as the others do."""
-        ...
-
-    def look(self, admits: Admits) -> Iterable[Owed]:
-        """Some of what is due; of receivers that `admits` says no to nothing needs to be read."""
-        ...
-
-    def claim(self, ids: Sequence[Any]) -> Mapping[Any, Any]:
-        """Begin a try of each of these that is due and that nobody else is at; by their ids."""
-        ...
-
-    def deliver(self, message: Any) -> bool | None:
-        """Send a message and note what came of it.  Whether the receiver answered; None: it was not asked."""
-
-    def give_back(self, message: Any, why: str) -> None:
-        """Note that it could not be sent."""
-
-
 class Deliveries:
     """Looks for what is due, and has it sent; beside that, in a thread of its own, has written down what is owed.
 
     Both look rarely while nothing is owed and nobody writes to the record; `lookout` wakes them.
     """
 
-    def __init__(self, database: Database, *sources: Source, lookout: Lookout | None = None) -> None:
+    def __init__(self, database: Database, messages: ReceiverMessages, lookout: Lookout | None = None) -> None:
         """`lookout`: one that others have, too; None: one of its own."""
-        self._sources = sources
+        self._messages = messages
         self._lookout = lookout or Lookout(database)
         self._berths, self._lines = Berths(), Lines()
         self._lock = threading.Lock()  # over the berths
@@ -158,15 +116,12 @@ class Deliveries:
                 self._unread.clear()
 
     def _gather(self) -> bool:
-        """Whether a source has found anything.  One that cannot gather keeps nothing from being sent."""
-        gathered = self._gathers = False
-        for source in self._sources:
-            try:
-                gathered |= source.gather()
-            except Exception as error:
-                log.warning("events_not_spread", error=str(error))
-                self._gathers = True
-        self._gathers |= any(source.gathers for source in self._sources)
+        """Whether anything was found.  Events that cannot be read keep nothing from being sent."""
+        try:
+            gathered, self._gathers = self._messages.gather(), self._messages.gathers
+        except Exception as error:
+            log.warning("events_not_spread", error=str(error))
+            gathered, self._gathers = False, True
         if gathered:
             self._news.set()
             self._woken.set()
@@ -188,23 +143,20 @@ class Deliveries:
         return begun
 
     def _look(self) -> None:
-        """Ask all sources.  One that cannot be asked keeps the others from nothing."""
         began = time.monotonic()
         if began >= self._hear_at:
             self._catalog.version()  # With it the common time is heard.
             self._hear_at = began + _HEAR_EVERY_S
         failed = False
-        for source in self._sources:
-            try:
-                for owed in source.look(self._admits):
-                    self._lines.add(owed)
-            except Exception as error:
-                _postponed(error)
-                failed = True
-        owes = any(source.owes for source in self._sources)
-        pause_s = _AWAY_S if failed else _LOOK_EVERY_S if owes else _LOOK_AGAIN_S
+        try:
+            for owed in self._messages.look(self._admits):
+                self._lines.add(owed)
+        except Exception as error:
+            _postponed(error)
+            failed = True
+        pause_s = _AWAY_S if failed else _LOOK_EVERY_S if self._messages.owes else _LOOK_AGAIN_S
         soonest_s = min((time.monotonic() - began) / _LOOKING_SHARE, _LONGEST_PAUSE_S)
-        if any(source.has_more for source in self._sources):
+        if self._messages.has_more:
             pause_s = soonest_s
         self._look_at, self._soonest = began + pause_s, began + soonest_s
 
@@ -216,14 +168,11 @@ class Deliveries:
         """Claim and begin some tries; answers how many were chosen."""
         with self._lock:
             chosen = self._lines.take(self._berths, _AT_ONCE)
-        berths = {owed.id: berth for owed, berth in chosen}
+        berths: dict[Any, Berth] = {owed.id: berth for owed, berth in chosen}
         try:
-            for source in self._sources:
-                mine = [owed.id for owed, _ in chosen if owed.source is source]
-                for id_, message in (source.claim(mine) if mine else {}).items():
-                    task = (source, message, berths[id_])
-                    threading.Thread(target=self._try, args=task, name="webhook", daemon=True).start()
-                    del berths[id_]
+            for id_, message in (self._messages.claim(list(berths)) if berths else {}).items():
+                threading.Thread(target=self._try, args=(message, berths[id_]), name="webhook", daemon=True).start()
+                del berths[id_]
         finally:
             for berth in berths.values():  # Somebody else was quicker, or the database is away.
                 self._leave(berth, None)
@@ -234,22 +183,22 @@ class Deliveries:
             self._berths.leave(berth, answered)
         self._woken.set()
 
-    def _try(self, source: Source, message: Any, berth: Berth) -> None:
+    def _try(self, message: Message, berth: Berth) -> None:
         """Send one message, and note what came of it."""
         answered = None
         try:
-            answered = source.deliver(message)
+            answered = self._messages.deliver(message)
         except RecordUnavailable as error:  # It is sent again, under the same id, when its claim is over.
             log.warning("webhook_not_noted", webhook_id=message.id, error=str(error))
         except Exception as error:
             log.exception("webhook_failed", webhook_id=message.id)
-            self._give_back(source, message, f"It could not be sent: {type(error).__name__}.")
+            self._give_back(message, f"It could not be sent: {type(error).__name__}.")
         finally:
             self._leave(berth, answered)
 
-    def _give_back(self, source: Source, message: Any, why: str) -> None:
+    def _give_back(self, message: Message, why: str) -> None:
         try:
-            source.give_back(message, why)
+            self._messages.give_back(message, why)
         except RecordUnavailable as error:
             log.warning("webhook_not_noted", webhook_id=message.id, error=str(error))
 
@@ -264,10 +213,9 @@ def deliveries(database: Database, lookout: Lookout | None = None) -> Deliveries
     settings = TaskSettings()
     sender = Sender(parse_allow(settings.webhook_allow), settings.webhook_timeout_s)
     claim_ms = round(settings.webhook_timeout_s * 2000)
-    send = CallbackUrls.sender(sender, Rotations(database))
-    of_jobs = CallbackUrls(Webhooks(database), Store(database), send, claim_ms, settings.webhook_max_tries)
-    of_tenants = ReceiverMessages(database, ReceiverMessages.sender(sender), claim_ms, settings.webhook_keep_s)
-    return Deliveries(database, of_jobs, of_tenants, lookout=lookout)
+    send = ReceiverMessages.sender(sender, Rotations(database))
+    messages = ReceiverMessages(database, send, claim_ms, settings.webhook_keep_s)
+    return Deliveries(database, messages, lookout)
 
 
 def main() -> None:

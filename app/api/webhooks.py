@@ -1,9 +1,10 @@
-"""Webhooks of tenants: addresses that are told what happens to jobs.  Each sees its own, who may administer all."""
+"""Webhooks: addresses that are told what happens to jobs.  A tenant sees its own, who may administer all."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from app import receivers as shape
+from app.api.jobs import own_job
 from app.auth import tenant
 from app.openapi import blueprint, kept_out_of_caches, problems
 from app.reading import moment
@@ -12,6 +13,7 @@ from app.receivers import (
     CallbacksQuery,
     CallbacksReplayBody,
     CallbacksReplayView,
+    CallbackTriesQuery,
     CallbackView,
     GivenUpList,
     GivenUpQuery,
@@ -34,9 +36,9 @@ from app.receivers import (
 from foundation.errors import Conflict, InvalidRequest, NotFound
 from jobs.record import now_ms
 from outbox import spreading
-from outbox.given_up import GivenUpCallbacks
+from outbox.callbacks import Callbacks
 from outbox.messages import Messages
-from outbox.receivers import Receiver, Receivers, new_id
+from outbox.receivers import ENDS, Receiver, Receivers, new_id
 from registry.tenants import check_tenant_name
 from tasks import bodies, vault
 from tasks.config import TaskSettings
@@ -72,7 +74,7 @@ def add_webhook(body: ReceiverBody) -> tuple[dict[str, Any], int]:
         id=id_,
         tenant=whose,
         url=_checked_url(body.url),
-        types=frozenset(body.events or shape.ENDS),
+        types=frozenset(body.events or ENDS),
         sealed=sealed,
         created_ms=now_ms(),
         template=None if body.template is None else bodies.checked_template(body.template),
@@ -95,26 +97,32 @@ def list_given_up(query: GivenUpQuery) -> dict[str, Any]:
 
 @api.get("/callbacks/given-up", responses={200: CallbackList, **problems(422)})
 def list_given_up_callbacks(query: CallbacksQuery) -> dict[str, Any]:
-    """List jobs' own callbacks that were given up, those whose jobs ended last first, as long as they are kept."""
+    """List messages to jobs' `callback_url` that were given up, those whose jobs ended last first."""
     whose = query.tenant if tenant().admin else tenant().name
-    found = GivenUpCallbacks(database()).page(whose, shape.before_callback(query.cursor), query.limit)
+    found = Callbacks(database()).given_up(whose, shape.before_callback(query.cursor), query.limit)
     cursor = shape.after_callback(found, query.limit)
     return CallbackList.of(callbacks=[CallbackView.of(it) for it in found], next_cursor=cursor)
 
 
 @api.post("/callbacks/replay", responses={202: CallbacksReplayView, **problems(400, 404, 413, 415, 422)})
 def replay_callbacks(body: CallbacksReplayBody) -> tuple[dict[str, Any], int]:
-    """Send jobs' own callbacks once more, under the same webhook-ids: one, or those given up since a time, or all."""
-    given_up = GivenUpCallbacks(database())
+    """Send messages to jobs' `callback_url` once more, under the same webhook-ids: one, or what was given up."""
+    callbacks = Callbacks(database())
     whose = None if body.tenant is None else check_tenant_name(body.tenant)
     whose = whose if tenant().admin else tenant().name
     if body.message is None:
         since_ms = 0 if body.since is None else moment("since", body.since)
-        sent = given_up.owe_all(whose, since_ms, now_ms())
+        sent = callbacks.retry_given_up(whose, since_ms, now_ms())
         return CallbacksReplayView.of(message=None, since=body.since, sent=sent), 202
-    if not body.message.isprintable() or not given_up.owe(body.message, whose, now_ms()):
+    if not body.message.isprintable() or not callbacks.retry(body.message, whose, now_ms()):
         raise NotFound("There is no such callback, or its job has been removed.", message=body.message)
     return CallbacksReplayView.of(message=body.message, since=body.since, sent=1), 202
+
+
+@api.get("/callbacks/deliveries", responses={200: TryList, **problems(404, 409, 422)})
+def list_callback_deliveries(query: CallbackTriesQuery) -> dict[str, Any]:
+    """List the tries of the messages to a job's `callback_url`, the newest first: the last twenty, while it is kept."""
+    return _tries(own_job(query.job_id).id, query.cursor, query.limit)
 
 
 @api.get("/<webhook>", responses={200: ReceiverView, **problems(404)})
@@ -187,9 +195,7 @@ def disable_webhook(path: ReceiverPath, body: ReasonBody) -> dict[str, Any]:
 @api.get("/<webhook>/deliveries", responses={200: TryList, **problems(404, 422)})
 def list_deliveries(path: ReceiverPath, query: TriesQuery) -> dict[str, Any]:
     """List the tries of its messages, the newest first: of the last seven days, the last thousand."""
-    found = Messages(database()).tries_of(_own(path.webhook).id, shape.before_try(query.cursor), query.limit)
-    shown = [shape.tried(it, shows_inside=tenant().admin) for it in found]
-    return TryList.of(deliveries=shown, next_cursor=shape.after_try(found, query.limit))
+    return _tries(_own(path.webhook).id, query.cursor, query.limit)
 
 
 @api.post("/<webhook>/replay", responses={202: ReplayView, **problems(400, 404, 413, 415, 422)})
@@ -231,6 +237,13 @@ def _view(found: Receiver) -> dict[str, Any]:
 def _views(found: Sequence[Receiver]) -> list[dict[str, Any]]:
     waiting, now = _receivers().backlog([it.id for it in found]), now_ms()
     return [ReceiverView.of(it, **shape.standing(it, waiting.get(it.id, 0), now)) for it in found]
+
+
+def _tries(receiver_id: str, cursor: str | None, limit: int) -> dict[str, Any]:
+    """TryList."""
+    found = Messages(database()).tries_of(receiver_id, shape.before_try(cursor), limit)
+    shown = [shape.tried(it, shows_inside=tenant().admin) for it in found]
+    return TryList.of(deliveries=shown, next_cursor=shape.after_try(found, limit))
 
 
 def _checked_url(url: str) -> str:

@@ -25,7 +25,7 @@ from insight.spans import Span
 from jobs.events import TYPES
 from jobs.states import FINAL
 from outbox import trails
-from outbox.webhooks import DELIVERED
+from outbox.messages import DELIVERED
 from tasks.sinks.sink import Published, SinkAway
 
 log = structlog.get_logger(__name__)

@@ -13,18 +13,18 @@ from standardwebhooks import Webhook, WebhookVerificationError
 from werkzeug import Request, Response
 
 from dispatch.outcome import Kind, Outcome
+from jobs.models import messages
+from jobs.owed import end_of
 from jobs.record import NewJob, new_job_id, now_ms
 from jobs.states import Why
 from outbox.receivers import forget_tenant
-from outbox.tables import messages
 from outbox.tables import receivers as table
-from outbox.webhooks import Webhooks
 from registry.tenants import Tenants
 from tasks import keyring, push, vault, webhooks
 from tests.support.api import Api
+from tests.support.callbacks import claim, due_ids, failed
 from tests.support.stack import eventually
 from tests.support.starts import store_start
-from tests.support.webhooks_claimed import claim_webhook
 
 ALLOWED = pytest.mark.parametrize("settings", [{"WEBHOOK_ALLOW": "127.0.0.1/32"}])
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
@@ -364,7 +364,7 @@ def test_what_was_given_up_is_listed_and_sent_again_when_it_is_asked_for(
     api, receiver, sending, settings, monkeypatch
 ) -> None:
     webhook = add(api, url=receiver.url)["webhook"]
-    monkeypatch.setattr(sending._sources[1], "_keep_ms", 0)
+    monkeypatch.setattr(sending._messages, "_keep_ms", 0)
     receiver.status = 500
     job = an_end(api)
     _until(sending, lambda: receiver.got)
@@ -472,11 +472,11 @@ def test_a_reason_is_kept_as_every_database_takes_it(api: Api) -> None:
 
 def _given_up(api: Api, tenant: str = "default") -> str:
     """A job whose callback was given up; the webhook-id of that."""
-    job, hooks = an_end(api, tenant, callback_url="https://client.example/hook"), Webhooks(api.database)
-    (owed,) = [it.id for it in hooks.due(now_ms())]
-    message = claim_webhook(hooks, owed, now_ms(), now_ms() + 1000)
+    job = an_end(api, tenant, callback_url="https://client.example/hook")
+    (owed,) = due_ids(api.database, now_ms())
+    message = claim(api.database, owed, now_ms(), now_ms() + 1000)
     assert message is not None and message.job_id == job
-    hooks.failed(message, now_ms(), None, 404, "It answered 404.")
+    failed(api.database, message, now_ms(), None, 404, "It answered 404.")
     return owed
 
 
@@ -514,7 +514,52 @@ def test_callbacks_that_were_given_up_are_shown_and_sent_again_to_their_own_tena
     assert replay(root, given_up=True, tenant="acme").json["sent"] == 0
     assert replay(root, since="2026-01-01T00:00:00Z").json["sent"] == 1
     assert _callbacks(api, headers=root) == []
-    assert {it.id for it in Webhooks(api.database).due(now_ms())} == {given_up, foreign}
+    assert set(due_ids(api.database, now_ms())) == {given_up, foreign}
+
+
+@KEYED
+def test_the_tries_of_a_callback_are_shown_to_its_own_tenant(api: Api) -> None:
+    own, other = api.tenant("acme"), api.tenant("other")
+    job = end_of(_given_up(api, "acme"))[0]
+    path = f"/webhooks/callbacks/deliveries?job_id={job}"
+    (tried,) = api.client.get(path, headers=own).json["deliveries"]
+    assert (tried["job_id"], tried["event"], tried["outcome"], tried["status"]) == (
+        *(job, "job.canceled", "given_up", 404),
+    )
+    assert api.client.get(path, headers=other).status_code == 404
+
+
+@ALLOWED
+def test_a_callback_is_tried_again_like_a_webhook_and_410_ends_that(api: Api, httpserver: HTTPServer) -> None:
+    receiver, sending = Receiver(httpserver), webhooks.deliveries(api.database)
+    receiver.status = 503
+    job = an_end(api, callback_url=receiver.url)
+
+    def tries() -> list[str]:
+        sending.turn()
+        found = api.client.get(f"/webhooks/callbacks/deliveries?job_id={job}").json["deliveries"]
+        return [it["outcome"] for it in found]
+
+    eventually(lambda: tries() == ["failed"], "it is tried")
+    with api.database.read() as connection:
+        (row,) = connection.execute(select(messages)).all()
+    assert row.state == "pending" and 3_000 < row.next_ms - now_ms() < 6_000
+    receiver.status = 410
+    api.database.write(lambda tx: tx.connection.execute(update(messages).values(next_ms=now_ms())))
+    eventually(lambda: tries() == ["given_up", "failed"], "it is given up")
+    receiver.status = 200
+    (given_up,) = _callbacks(api)
+    api.client.post("/webhooks/callbacks/replay", json={"message": given_up})
+    eventually(lambda: tries() == ["delivered", "given_up", "failed"], "it is delivered")
+    assert {headers["Webhook-Id"] for headers, _ in receiver.got} == {given_up}
+    assert receiver.bodies[-1] == {
+        "job_id": job,
+        "model": "zimg",
+        "status": "canceled",
+        "attempts": 0,
+        "result": None,
+        "error": None,
+    }
 
 
 def test_callbacks_that_were_given_up_come_in_pages(api: Api) -> None:

@@ -11,13 +11,12 @@ from app.page.attempts import Attempts
 from app.page.settings import shown
 from jobs.record import now_ms
 from jobs.states import State
-from outbox.webhooks import Webhooks
 from registry.tenants import Tenant, Tenants
 from registry.visits import Visits
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
+from tests.support.callbacks import claim, due_ids, failed
 from tests.support.visitor import Visitor, key_of, visitor
-from tests.support.webhooks_claimed import claim_webhook
 
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
 EVIL = '"><script>alert(1)</script>'
@@ -379,15 +378,14 @@ def test_retry_all_is_of_those_that_are_shown(api: Api) -> None:
 
 def test_callbacks_that_were_given_up_are_shown_and_told_again(api: Api) -> None:
     job = an_ended_job(api.dispatcher.store, now_ms=now_ms(), callback_url="http://receiver/hook")
-    hooks = Webhooks(api.database)
-    (owed,) = hooks.due(now_ms())
-    webhook = claim_webhook(hooks, owed.id, now_ms(), now_ms() + 1000)
-    assert webhook is not None
-    hooks.failed(webhook, now_ms(), None, 503, "the receiver answered 503")
+    (owed,) = due_ids(api.database, now_ms())
+    message = claim(api.database, owed, now_ms(), now_ms() + 1000)
+    assert message is not None
+    failed(api.database, message, now_ms(), None, 503, "the receiver answered 503")
     somebody = visitor(api)
     page = somebody.get("/page/webhooks").text
     assert job.id in page and "the receiver answered 503" in page
-    somebody.post("/page/webhooks/callbacks/replay", message=webhook.id)
+    somebody.post("/page/webhooks/callbacks/replay", message=message.id)
     assert job.id not in somebody.get("/page/webhooks").text
 
 

@@ -15,10 +15,11 @@ from database.db import Database
 from insight import listing
 from insight.attempts import attempts
 from jobs.events import TYPES
-from jobs.models import webhooks
+from jobs.models import messages
 from jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, State, Why
 from jobs.store import Error, Store
 from outbox import removal
+from outbox.messages import Message
 from tests.support.builders import (
     CALLBACK,
     SECOND,
@@ -34,8 +35,8 @@ from tests.support.builders import (
     rows_in,
     trail_of,
 )
+from tests.support.callbacks import claim, due_ids, failed
 from tests.support.starts import store_remote_id, store_start
-from tests.support.webhooks_claimed import claim_webhook
 
 LATER = T0 + 60 * SECOND
 RESULT = '{"url":"https://cdn.example/1.png"}'
@@ -132,7 +133,7 @@ def test_job_1_a_final_state_is_never_left(database, store, state):
     assert not store_remote_id(store, job.id, job.attempt, "r-1", LATER)
     assert row_of(database, job.id) == before
     assert trail_of(store, job.id) == events_before
-    assert rows_in(database, webhooks) == 1
+    assert rows_in(database, messages) == 1
 
 
 @pytest.mark.parametrize("why", SETTLES)
@@ -143,13 +144,13 @@ def test_job_2_a_transition_whose_event_cannot_be_written_did_not_happen(databas
         _settle(store, run.job.id, run.attempt, why)
     assert row_of(database, run.job.id) == before
     assert trail_of(store, run.job.id) == events_before
-    assert rows_in(database, webhooks) == 0
+    assert rows_in(database, messages) == 0
     assert _settle(store, run.job.id, run.attempt, why)  # and then it can still happen
 
 
 def test_job_2_an_end_whose_webhook_cannot_be_written_did_not_happen(database, store, faults):
     run = a_running_job(store, callback_url=CALLBACK)
-    with faults("INSERT INTO webhooks"), pytest.raises(ZeroDivisionError):
+    with faults("INSERT INTO messages"), pytest.raises(ZeroDivisionError):
         _settle(store, run.job.id, run.attempt, Why.FINISHED)
     assert row_of(database, run.job.id)["state"] == "running"
     assert trail_of(store, run.job.id)[-1][1] == Why.STARTED
@@ -295,7 +296,7 @@ def test_lease_3_a_settle_under_an_old_token_changes_nothing(database, store, wh
     assert _settle(store, old.job.id, old.attempt, why) is None
     assert row_of(database, old.job.id) == before
     assert trail_of(store, old.job.id) == events_before
-    assert rows_in(database, webhooks) == 0
+    assert rows_in(database, messages) == 0
 
 
 def test_lease_3_a_token_from_the_future_is_no_better(database, store):
@@ -534,9 +535,8 @@ def test_a_revived_job_can_end_before_it_has_started_again(database, store, why)
     store.revive(dead.id, LATER)
     moved = store.end_waiting(dead.id, why, LATER)
     with database.read() as connection:
-        owed = dict(connection.execute(select(webhooks.c.status, webhooks.c.id)).all())
-    assert set(owed) == {"dead", moved.to}
-    assert owed[moved.to] == f"msg_{dead.id}_{moved.attempt}_{moved.to}"
+        owed = [Message(*row) for row in connection.execute(select(messages).order_by(messages.c.event))]
+    assert [it.id for it in owed] == [f"msg_{dead.id}_{moved.attempt}_{state}" for state in ("dead", moved.to)]
 
 
 @pytest.mark.parametrize("state", [State.QUEUED, State.DELAYED])
@@ -592,10 +592,10 @@ def test_only_a_running_job_is_asked_to_cancel(store, state):
 # -- the end, and what it owes ---------------------------------------------------------------------------------
 
 
-def test_hook_1_a_job_whose_message_is_still_owed_is_not_purged(store, hooks):
+def test_hook_1_a_job_whose_message_is_still_owed_is_not_purged(database, store):
     job = an_ended_job(store, callback_url=CALLBACK)
     assert removal.purge(store.database, LATER) == 0
-    (webhook_id,) = [due.id for due in hooks.due(LATER)]
-    hooks.failed(claim_webhook(hooks, webhook_id, LATER, LATER + SECOND), LATER, None, 500, "gone")
+    (webhook_id,) = due_ids(database, LATER)
+    failed(database, claim(database, webhook_id, LATER, LATER + SECOND), LATER, None)
     assert removal.purge(store.database, LATER) == 1
     assert store.get(job.id) is None

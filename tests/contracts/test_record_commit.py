@@ -18,7 +18,7 @@ from foundation.config import Limits
 from foundation.errors import IdempotencyConflict, RecordUnavailable
 from insight import listing
 from jobs.events import note
-from jobs.models import counters, events, webhooks
+from jobs.models import counters, events, messages
 from jobs.models import jobs as jobs_table
 from jobs.states import State, Why
 from jobs.store import Store
@@ -176,7 +176,7 @@ def test_job_2_a_transition_keeps_its_one_event_when_a_later_unit_of_its_group_f
         lambda: store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}"),
         lambda: database.write(lambda _: _raise(ZeroDivisionError())),
     )
-    assert moved.to is State.COMPLETED and _count(database, webhooks) == 1
+    assert moved.to is State.COMPLETED and _count(database, messages) == 1
     assert [why for _, why, _ in trail_of(store, run.job.id)] == ["submitted", "started", "finished"]
 
 

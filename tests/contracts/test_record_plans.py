@@ -19,20 +19,19 @@ from database.db import Database
 from insight import listing
 from jobs import withheld
 from jobs.models import events
-from jobs.record import Webhook
 from jobs.states import State, Why
 from jobs.store import Store
 from jobs.withheld import Withholding
 from outbox import forward, removal
-from outbox.given_up import GivenUpCallbacks
+from outbox.callbacks import Callbacks, Due
+from outbox.messages import Answered, Key, Message, Messages
+from outbox.receivers import Receiver
 from outbox.tellings import Tellings
-from outbox.webhooks import Due, Webhooks
 from registry.catalog import Catalog
 from registry.rotations import Rotations
 from registry.tenants import Tenants
 from tests.support.builders import T0, a_job
 from tests.support.starts import store_remote_id, store_start
-from tests.support.webhooks_claimed import claim_webhook
 from upkeep import ledger
 
 ENDED, WAITING = 4000, 400
@@ -40,7 +39,7 @@ LATER = T0 + 60_000
 _FIELDS = {
     "jobs": "id, model, state, why, priority, tenant, created_ms, finished_ms, deadline_ms, due_ms, source, payload",
     "events": "job_id, type, at_ms, attempt, data",
-    "webhooks": "id, job_id, url, status, state, next_ms, created_ms",
+    "messages": "receiver, event, job_id, type, at_ms, state, next_ms, owed_ms, ended_ms",
     "tellings": "id, job_id, next_ms, created_ms",
     "idempotency_keys": "tenant, key, job_id, fingerprint, expires_ms",
 }
@@ -50,7 +49,7 @@ _STATISTICS = ["no statistics", "statistics from before the backlog", "statistic
 @pytest.fixture(params=_STATISTICS)
 def full(request: pytest.FixtureRequest, database: Database) -> Store:
     """Many ended jobs of one tenant and model, then a backlog; with each what hangs on it."""
-    _fill_all(database, "done", ENDED, f"'completed', 'finished', 5, 'big', {T0}, {T0}, NULL, NULL", "delivered", 0)
+    _fill_all(database, "done", ENDED, f"'completed', 'finished', 5, 'big', {T0}, {T0}, NULL, NULL", "given_up", 0)
     if request.param == _STATISTICS[1]:
         _count(database)
     _fill_all(
@@ -61,11 +60,12 @@ def full(request: pytest.FixtureRequest, database: Database) -> Store:
     return Store(database)
 
 
-def _fill_all(database: Database, name: str, rows: int, job: str, webhook: str, expires_ms: int) -> None:
+def _fill_all(database: Database, name: str, rows: int, job: str, message: str, expires_ms: int) -> None:
     of_job = f"'{name}-' || i"
     _fill(database, "jobs", rows, f"{of_job}, 'busy', {job}, 'rest', '{{}}'")
     _fill(database, "events", rows, f"{of_job}, 'job.enqueued', {T0}, 0, '{{}}'")
-    _fill(database, "webhooks", rows, f"'m-{name}-' || i, {of_job}, 'http://c', 'completed', '{webhook}', {T0}, {T0}")
+    told = f"10, {of_job}, 'job.completed', {T0}, '{message}', {T0}, {T0}, {T0}"
+    _fill(database, "messages", rows, f"{of_job}, {told}")
     _fill(database, "tellings", rows, f"'t-{name}-' || i, {of_job}, {T0} + i, {T0}")
     _fill(database, "idempotency_keys", rows, f"'big', {of_job}, {of_job}, '', {LATER} + {expires_ms}")
 
@@ -142,7 +142,9 @@ def _nodes(node: dict[str, Any]) -> Iterator[str]:
 _WALKS = re.compile(r"Seq Scan|(?:Index|Index Only|Bitmap Index) Scan \S+(?: \S+)?$|Bitmap Index Scan \S+$")
 _WALKS_ON_SQLITE = re.compile(r"^SCAN (?!(?:\d+ )?CONSTANT ROW|given|subquery|anon_|\()")
 # What finds one row, or the few rows of one job.
-_KEYS = re.compile(r"pk_\w+|uq_\w+|sqlite_autoindex_\w+|PRIMARY KEY|ix_\w+_job(?:_id)?|ix_tenants_former_hash|rowid")
+_KEYS = re.compile(
+    r"pk_\w+|uq_\w+|sqlite_autoindex_\w+|PRIMARY KEY|ix_\w+_job(?:_id)?|ix_tries_receiver|ix_tenants_former_hash|rowid"
+)
 
 
 def _indexes(plan: str) -> list[str]:
@@ -165,7 +167,8 @@ def _finds_by(plans: list[str], *wanted: str) -> None:
 
 
 _EVENT = {"job_id": "wait-1", "type": "job.started", "at_ms": T0, "attempt": 1, "data": "{}"}
-_HOOK = Webhook("m-wait-1", "wait-1", "http://c", State.COMPLETED, 1)
+_HOOK = Message("wait-1", 10, "wait-1", "job.completed", T0, "pending", 0, T0, T0, None, None, None)
+_RECEIVER = Receiver("wait-1", "big", "http://c", frozenset(), "", T0)
 _LINGERS = Withholding("lost", T0)
 
 BY_KEY: dict[str, Callable[[Database, Store], Any]] = {
@@ -192,8 +195,8 @@ BY_KEY: dict[str, Callable[[Database, Store], Any]] = {
     "events_of": lambda _, store: store.events_of("wait-1"),
     "delete_dead": lambda _, store: removal.delete_dead(store.database, "wait-1"),
     "whether it wrote an event": lambda database, _: _wrote(database),
-    "claim of a webhook": lambda database, _: claim_webhook(Webhooks(database), "m-wait-1", T0, T0),
-    "end of a delivery": lambda database, _: Webhooks(database).delivered(_HOOK, T0, 200),
+    "claim of a webhook": lambda database, _: Messages(database).claim_all([Key("wait-1", 10, of_job=True)], T0, T0),
+    "end of a delivery": lambda database, _: Messages(database).delivered(_HOOK, _RECEIVER, Answered(True, 200, 1), T0),
     "owed": lambda database, _: Tellings(database).owed("t-wait-1"),
     "told": lambda database, _: Tellings(database).told(["t-wait-1", "t-wait-2"]),
     "withheld": lambda database, _: withheld.of_run(database, "wait-1", 1),
@@ -290,9 +293,9 @@ def test_what_time_has_come_for_is_found_by_its_time(database, full):
         (full.expire_overdue, "ix_jobs_deadline"),
         (lambda now: removal.purge(database, now), "ix_jobs_finished"),
         (full.forget_keys, "ix_idempotency_keys_expires_ms"),
-        (Webhooks(database).due, "ix_webhooks_next"),
-        (lambda now: Webhooks(database).due(now, after=Due(T0, "m", "", "")), "ix_webhooks_next"),
-        (lambda now: Webhooks(database).newest_due(now, 10), "ix_webhooks_next"),
+        (lambda now: Callbacks(database).due(now, 10), "ix_messages_due"),
+        (lambda now: Callbacks(database).due(now, 10, Due(T0, "m", 10, "", "")), "ix_messages_due"),
+        (lambda now: Callbacks(database).newest_due(now, 10), "ix_messages_due"),
         (lambda now: Tellings(database).claim_due(now, 50), "ix_tellings_next_ms"),
     ):
         plans = _plans(database, lambda act=act: act(T0 - 1))
@@ -301,9 +304,9 @@ def test_what_time_has_come_for_is_found_by_its_time(database, full):
 
 
 def test_callbacks_that_were_given_up_are_found_among_themselves(database, full):
-    found = GivenUpCallbacks(database)
-    for act in (found.page, lambda: found.page("big"), lambda: found.owe_all("big", T0, LATER)):
-        _finds_by(_plans(database, act), "ix_webhooks_given_up")  # in which nothing else stands
+    found = Callbacks(database)
+    for act in (found.given_up, lambda: found.given_up("big"), lambda: found.retry_given_up("big", T0, LATER)):
+        _finds_by(_plans(database, act), "ix_messages_given_up")  # in which nothing else stands
 
 
 def test_what_time_has_come_for_is_changed_by_its_number(database, full):
@@ -318,8 +321,8 @@ def test_what_time_has_come_for_is_changed_by_its_number(database, full):
         (lambda: full.expire_overdue(LATER * 3, 10, _LINGERS), "ix_jobs_deadline"),
         (lambda: removal.purge(database, LATER, 10), "ix_jobs_finished"),
         (lambda: Tellings(database).claim_due(LATER, 10), "ix_tellings_next_ms"),
-        (lambda: Webhooks(database).due(LATER, 10), "ix_webhooks_next"),
-        (lambda: Webhooks(database).newest_due(LATER, 10), "ix_webhooks_next"),
+        (lambda: Callbacks(database).due(LATER, 10), "ix_messages_due"),
+        (lambda: Callbacks(database).newest_due(LATER, 10), "ix_messages_due"),
     ):
         plans = _plans(database, act)
         _reads_nothing_through(plans)

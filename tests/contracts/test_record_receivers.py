@@ -9,11 +9,12 @@ from audit import search
 from database.db import Database
 from foundation.errors import Conflict, NotFound
 from jobs.models import events
+from jobs.models import messages as rows
 from jobs.states import State, Why
 from jobs.store import Store
 from outbox import messages as owed
 from outbox import spreading
-from outbox.messages import Answered, Message, Messages
+from outbox.messages import Answered, Key, Message, Messages
 from outbox.receivers import (
     FAILURES_TO_OPEN,
     LONGEST_COOLDOWN_MS,
@@ -25,7 +26,6 @@ from outbox.receivers import (
     new_id,
 )
 from outbox.spreading import Spreading
-from outbox.tables import messages as rows
 from outbox.tables import receivers as table
 from outbox.tables import tries
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, a_start, an_ended_job, at_once
@@ -85,7 +85,7 @@ def outcomes(database: Database, receiver: Receiver) -> list[str]:
 
 
 def claimed(messages: Messages, receiver: Receiver, now_ms: int = T0, limit: int = 100) -> list[Message]:
-    wanted = [(receiver.id, event) for event in messages.due(receiver.id, now_ms, limit)]
+    wanted = [Key(receiver.id, event) for event in messages.due(receiver.id, now_ms, limit)]
     return messages.claim_all(wanted, now_ms, now_ms + 20 * SECOND)
 
 
@@ -364,7 +364,7 @@ def test_messages_are_as_far_apart_as_the_pace_says_however_many_processes_send(
     sent: list[int] = []
     for n, event in enumerate(due):
         process = (messages, another)[n % 2]
-        sent += [it.send_ms for it in process.claim_all([(receiver.id, event)], T0, T0 + 20 * SECOND)]
+        sent += [it.send_ms for it in process.claim_all([Key(receiver.id, event)], T0, T0 + 20 * SECOND)]
     assert sent == [T0 + ms for ms in (0, 250, 500, 750, 1000)], "and none is held for longer than a second"
     assert [it.receiver for it in messages.ready(T0 + 249, 10)] == [], "nobody looks at it in vain"
     (later,) = claimed(messages, receiver, T0 + 250, limit=1)
@@ -384,7 +384,7 @@ def test_processes_that_claim_at_once_share_a_pace(database, store, receivers, m
 def test_who_finds_nothing_to_send_takes_no_turn(store, receivers, messages, spread) -> None:
     receiver = _paced(store, receivers, spread, 1, jobs=2)
     (first,) = claimed(messages, receiver, limit=1)
-    assert messages.claim_all([(receiver.id, first.event)], T0, T0 + 20 * SECOND) == []
+    assert messages.claim_all([Key(receiver.id, first.event)], T0, T0 + 20 * SECOND) == []
     (second,) = claimed(messages, receiver)
     assert (first.send_ms, second.send_ms) == (T0, T0 + SECOND)
 

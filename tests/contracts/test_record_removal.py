@@ -6,10 +6,11 @@ from sqlalchemy import event, make_url, select
 from database.db import Database
 from foundation.errors import Conflict, RecordUnavailable
 from insight import listing
-from jobs.models import counters, webhooks
+from jobs.models import counters, messages
 from jobs.states import ACTIVE, FINAL, State, Why
 from jobs.store import Store
 from outbox import removal
+from outbox.tables import tries
 from tests.support.builders import (
     CALLBACK,
     SECOND,
@@ -22,7 +23,7 @@ from tests.support.builders import (
     row_of,
     rows_in,
 )
-from tests.support.webhooks_claimed import claim_webhook
+from tests.support.callbacks import claim, delivered, due_ids, failed
 
 LATER = T0 + 60 * SECOND
 
@@ -69,14 +70,15 @@ def test_a_job_is_kept_from_its_end_on_however_long_it_waited(store):
     assert removal.purge(store.database, LATER + 1) == 1
 
 
-def test_purge_takes_along_what_hangs_on_the_job_but_for_its_events(database, store, hooks):
+def test_purge_takes_along_what_hangs_on_the_job_but_for_its_events(database, store):
     old = an_ended_job(store, callback_url=CALLBACK)
     kept = an_ended_job(store, callback_url=CALLBACK, now_ms=LATER)
-    for webhook_id in [due.id for due in hooks.due(LATER)]:
-        hooks.delivered(claim_webhook(hooks, webhook_id, LATER, LATER + SECOND), LATER, 200)
+    for webhook_id in due_ids(database, LATER):
+        delivered(database, claim(database, webhook_id, LATER, LATER + SECOND), LATER)
+    assert (rows_in(database, messages), rows_in(database, tries)) == (0, 2)
     assert removal.purge(store.database, LATER) == 1
     assert len(store.events_of(old.id)) == len(store.events_of(kept.id)) == 4, "also that its message came"
-    assert rows_in(database, webhooks) == 1
+    assert rows_in(database, tries) == 1
 
 
 def test_two_that_purge_at_once_count_each_job_once(database, store):
@@ -89,36 +91,35 @@ def test_two_that_purge_at_once_count_each_job_once(database, store):
     other.database.close()
 
 
-def test_a_dead_job_can_be_deleted_and_stays_in_the_ledger(database, store, hooks):
+def test_a_dead_job_can_be_deleted_and_stays_in_the_ledger(database, store):
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
-    (webhook_id,) = [due.id for due in hooks.due(LATER)]
-    hooks.delivered(claim_webhook(hooks, webhook_id, LATER, LATER + SECOND), LATER, 200)
+    (webhook_id,) = due_ids(database, LATER)
+    delivered(database, claim(database, webhook_id, LATER, LATER + SECOND), LATER)
     assert removal.delete_dead(store.database, dead.id)
     assert not removal.delete_dead(store.database, dead.id)
     assert store.get(dead.id) is None
     assert _purged(database) == {State.DEAD: 1}
-    assert rows_in(database, webhooks) == 0
+    assert rows_in(database, tries) == 0
 
 
-def test_hook_1_a_dead_job_whose_message_is_still_owed_is_not_deleted(database, store, hooks):
+def test_hook_1_a_dead_job_whose_message_is_still_owed_is_not_deleted(database, store):
     """The message is made from the job: without it there would be nothing to tell."""
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
-    (webhook_id,) = [due.id for due in hooks.due(LATER)]
+    (webhook_id,) = due_ids(database, LATER)
     with pytest.raises(Conflict) as refused:
         removal.delete_dead(store.database, dead.id)
     assert refused.value.facts == {"job_id": dead.id, "webhook_id": webhook_id}
     assert store.get(dead.id).state is State.DEAD
-    assert ([due.id for due in hooks.due(LATER)], _purged(database)) == ([webhook_id], {})
-    hooks.failed(
-        claim_webhook(hooks, webhook_id, LATER, LATER + SECOND), LATER, None, 500, "gone"
-    )  # given up: nothing is owed
+    assert (due_ids(database, LATER), _purged(database)) == ([webhook_id], {})
+    message = claim(database, webhook_id, LATER, LATER + SECOND)
+    failed(database, message, LATER, None)  # given up: nothing is owed
     assert removal.delete_dead(store.database, dead.id)
 
 
-def test_hook_1_each_message_of_a_job_that_died_twice_holds_it(store, hooks):
+def test_hook_1_each_message_of_a_job_that_died_twice_holds_it(database, store):
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
-    (first,) = [due.id for due in hooks.due(LATER)]
-    hooks.delivered(claim_webhook(hooks, first, LATER, LATER + SECOND), LATER, 200)
+    (first,) = due_ids(database, LATER)
+    delivered(database, claim(database, first, LATER, LATER + SECOND), LATER)
     store.revive(dead.id, LATER)
     store.settle(dead.id, a_start(store, dead.id).attempt, Why.RETRIES_EXHAUSTED, LATER)
     with pytest.raises(Conflict):

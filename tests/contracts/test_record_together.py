@@ -10,7 +10,7 @@ from sqlalchemy import event, select
 from database.db import Database, Write
 from foundation.config import Limits
 from foundation.errors import RecordUnavailable, RecordUncertain
-from jobs.models import jobs, tellings, webhooks
+from jobs.models import jobs, messages, tellings
 from jobs.record import Run
 from jobs.states import State, Why
 from jobs.store import Error, Store
@@ -115,7 +115,7 @@ def test_each_of_several_ends_owes_what_its_own_job_asked_for(database, store):
     runs = [a_running_job(store, **more) for more in ({}, {"callback_url": CALLBACK}, {"envelope": "{}"})]
     moved = database.do_all([_end(store, run) for run in runs])
     assert [it.telling_id is not None for it in moved] == [False, False, True]
-    assert (rows_in(database, webhooks), rows_in(database, tellings)) == (1, 1)
+    assert (rows_in(database, messages), rows_in(database, tellings)) == (1, 1)
 
 
 def test_one_end_that_cannot_be_stored_fails_alone_and_costs_the_others_few_commits(database, store):

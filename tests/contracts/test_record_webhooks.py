@@ -3,15 +3,14 @@
 from typing import Any
 
 import pytest
-from sqlalchemy import select
 
 from audit import search
 from database.db import Database
-from jobs.models import webhooks
 from jobs.states import FINAL, State, Why
-from outbox import given_up, removal
-from outbox.given_up import GivenUpCallbacks
-from outbox.webhooks import Webhooks
+from outbox import messages as module
+from outbox import removal
+from outbox.callbacks import Callbacks
+from outbox.messages import MOST_LOGGED_OF_JOB, Message, Messages
 from tests.support.builders import (
     CALLBACK,
     SECOND,
@@ -23,216 +22,234 @@ from tests.support.builders import (
     an_ended_job,
     at_once,
 )
-from tests.support.webhooks_claimed import claim_webhook
+from tests.support.callbacks import claim, delivered, due_ids, failed
 
 UNTIL = T0 + 30 * SECOND
 
 
 @pytest.fixture
-def webhook_id(store, hooks) -> str:
+def owed(database, store) -> str:
     """A message that is owed since T0."""
     an_ended_job(store, callback_url=CALLBACK)
-    return _due(hooks, T0)[0]
+    return due_ids(database, T0)[0]
 
 
-def _due(hooks: Webhooks, now_ms: int, **more: Any) -> list[str]:
-    return [due.id for due in hooks.due(now_ms, **more)]
+def begun(database: Database, webhook_id: str, now_ms: int = T0, until: int = UNTIL) -> Message:
+    message = claim(database, webhook_id, now_ms, until)
+    assert message is not None
+    return message
 
 
-def _row(database: Database, webhook_id: str):
-    with database.read() as connection:
-        return connection.execute(select(webhooks).where(webhooks.c.id == webhook_id)).one()
+def log_of(database: Database, message: Message) -> list[tuple[int, str, int | None, str | None]]:
+    return [(it.number, it.outcome, it.status, it.error) for it in Messages(database).tries_of(message.job_id)]
 
 
 @pytest.mark.parametrize("state", sorted(FINAL))
-def test_every_end_of_a_job_owes_one_message_that_names_it(store, hooks, state):
+def test_every_end_of_a_job_owes_one_message_that_names_it(database, store, state):
     job = an_ended_job(store, state, callback_url=CALLBACK)
-    (owed,) = _due(hooks, T0)
-    message = claim_webhook(hooks, owed, T0, UNTIL)
-    assert (message.id, message.job_id, message.url, message.status, message.tries) == (
-        owed,
-        job.id,
-        CALLBACK,
-        state,
-        1,
-    )
+    (due,) = Callbacks(database).due(T0, 10)
+    assert (due.job_id, due.url, due.tenant) == (job.id, CALLBACK, "default")
+    message = begun(database, f"msg_{job.id}_{job.attempt}_{state}")
+    assert (message.job_id, message.at_ms, message.tries) == (job.id, T0, 1)
 
 
 @pytest.mark.parametrize("state", sorted(set(State) - FINAL))
-def test_a_job_that_has_not_ended_owes_nothing(store, hooks, state):
+def test_a_job_that_has_not_ended_owes_nothing(database, store, state):
     a_job_in(store, state, callback_url=CALLBACK)
-    assert _due(hooks, T0) == []
+    assert due_ids(database, T0) == []
 
 
-def test_a_job_without_a_callback_owes_nothing(store, hooks):
+def test_a_job_without_a_callback_owes_nothing(database, store):
     run = a_running_job(store)
     store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
-    assert _due(hooks, T0) == []
+    assert due_ids(database, T0) == []
 
 
-def test_a_settle_owes_one_message_that_is_named_after_the_end(store, hooks):
+def test_a_settle_owes_one_message_that_is_named_after_the_end(database, store):
     run = a_running_job(store, callback_url=CALLBACK)
     store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
-    assert _due(hooks, T0) == [f"msg_{run.job.id}_1_completed"]
+    assert due_ids(database, T0) == [f"msg_{run.job.id}_1_completed"]
 
 
-def test_each_end_of_a_revived_job_has_a_message_of_its_own(store, hooks):
+def test_each_end_of_a_revived_job_has_a_message_of_its_own_and_they_are_sent_in_order(database, store):
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
     store.revive(dead.id, T0)
     run = a_start(store, dead.id)
     store.settle(dead.id, run.attempt, Why.RETRIES_EXHAUSTED, T0)
-    assert len(set(_due(hooks, T0))) == 2
+    first, second = due_ids(database, T0)
+    assert claim(database, second, T0, UNTIL) is None
+    delivered(database, begun(database, first), T0)
+    assert begun(database, second).tries == 1
 
 
-def test_only_one_at_a_time_may_try(hooks, webhook_id):
-    assert claim_webhook(hooks, webhook_id, T0, UNTIL) is not None
-    assert claim_webhook(hooks, webhook_id, T0, UNTIL) is None
-    assert claim_webhook(hooks, webhook_id, UNTIL - 1, UNTIL) is None
-    assert _due(hooks, UNTIL - 1) == []
+def test_only_one_at_a_time_may_try(database, owed):
+    assert claim(database, owed, T0, UNTIL) is not None
+    assert claim(database, owed, T0, UNTIL) is None
+    assert claim(database, owed, UNTIL - 1, UNTIL) is None
+    assert due_ids(database, UNTIL - 1) == []
 
 
 def test_of_many_who_want_to_try_at_once_one_may(database, store):
-    sides = [Webhooks(Database(database.url)) for _ in range(3)]
+    sides = [Database(database.url) for _ in range(3)]
     for _ in range(5):
         an_ended_job(store, callback_url=CALLBACK)
-    for webhook_id in _due(sides[0], T0):
-        claims = at_once(*[lambda side=side, w=webhook_id: claim_webhook(side, w, T0, UNTIL) for side in sides])
-        assert [claim.tries for claim in claims if claim is not None] == [1]
+    for webhook_id in due_ids(database, T0):
+        claims = at_once(*[lambda side=side, it=webhook_id: claim(side, it, T0, UNTIL) for side in sides])
+        assert [it.tries for it in claims if it is not None] == [1]
     for side in sides:
-        side.database.close()
+        side.close()
 
 
-def test_a_message_is_not_tried_before_its_time(hooks, webhook_id):
-    assert claim_webhook(hooks, webhook_id, T0 - 1, UNTIL) is None
-    assert _due(hooks, T0 - 1) == []
+def test_a_message_is_not_tried_before_its_time(database, owed):
+    assert claim(database, owed, T0 - 1, UNTIL) is None
+    assert due_ids(database, T0 - 1) == []
 
 
-def test_a_try_whose_worker_died_is_made_again_under_the_same_id(hooks, webhook_id):
-    first = claim_webhook(hooks, webhook_id, T0, UNTIL)
-    assert _due(hooks, UNTIL) == [webhook_id]
-    second = claim_webhook(hooks, webhook_id, UNTIL, UNTIL + SECOND)
-    assert (second.id, second.tries) == (first.id, 2)
+def test_a_try_whose_worker_died_is_made_again_under_the_same_id(database, owed):
+    first = begun(database, owed)
+    assert due_ids(database, UNTIL) == [owed]
+    second = begun(database, owed, UNTIL, UNTIL + SECOND)
+    assert (first.id, second.id, second.tries) == (owed, owed, 2)
 
 
-def test_a_delivered_message_is_never_sent_again(database, hooks, webhook_id):
-    message = claim_webhook(hooks, webhook_id, T0, UNTIL)
-    assert hooks.delivered(message, T0 + SECOND, 204)
-    row = _row(database, webhook_id)
-    assert (row.state, row.delivered_ms, row.last_status, row.last_error) == ("delivered", T0 + SECOND, 204, None)
-    assert _due(hooks, UNTIL * 2) == []
-    assert claim_webhook(hooks, webhook_id, UNTIL * 2, UNTIL * 3) is None
+def test_a_delivered_message_is_never_sent_again_and_stands_in_the_log_and_the_jobs_events(database, owed):
+    message = begun(database, owed)
+    delivered(database, message, T0 + SECOND, 204)
+    assert log_of(database, message) == [(1, "delivered", 204, None)]
+    with database.read() as connection:
+        told = connection.exec_driver_sql("SELECT job_id, at_ms, data FROM events WHERE type = 'webhook.delivered'")
+        assert told.all() == [(message.job_id, T0 + SECOND, '{"tries":1,"status":204}')]
+    assert due_ids(database, UNTIL * 2) == []
+    assert claim(database, owed, UNTIL * 2, UNTIL * 3) is None
 
 
-def test_a_failed_try_waits_for_the_next_one(database, hooks, webhook_id):
-    message = claim_webhook(hooks, webhook_id, T0, UNTIL)
-    assert hooks.failed(message, T0, UNTIL + SECOND, 503, "busy")
-    row = _row(database, webhook_id)
-    assert (row.state, row.tries, row.last_status, row.last_error) == ("pending", 1, 503, "busy")
-    assert _due(hooks, UNTIL) == []
-    assert _due(hooks, UNTIL + SECOND) == [webhook_id]
+def test_a_failed_try_waits_for_the_next_one(database, owed):
+    message = begun(database, owed)
+    failed(database, message, T0, UNTIL + SECOND, 503, "busy")
+    assert log_of(database, message) == [(1, "failed", 503, "busy")]
+    assert due_ids(database, UNTIL) == []
+    assert due_ids(database, UNTIL + SECOND) == [owed]
 
 
-def test_a_message_that_is_given_up_is_never_sent_again_and_says_why(database, hooks, webhook_id):
-    message = claim_webhook(hooks, webhook_id, T0, UNTIL)
-    assert hooks.failed(message, UNTIL, None, None, "no such host " * 100)
-    row = _row(database, webhook_id)
-    assert (row.state, row.last_status, row.delivered_ms) == ("given_up", None, None)
-    assert row.last_error.startswith("no such host")
-    assert len(row.last_error) == 500
-    assert _due(hooks, UNTIL * 2) == []
+def test_a_message_that_is_given_up_is_never_sent_again_and_says_why(database, owed):
+    failed(database, begun(database, owed), UNTIL, None, None, "no such host " * 100)
+    (given_up,) = Callbacks(database).given_up()
+    message = given_up.message
+    assert (message.id, message.last_status, message.ended_ms) == (owed, None, UNTIL)
+    assert message.last_error is not None
+    assert message.last_error.startswith("no such host") and len(message.last_error) == 500
+    assert due_ids(database, UNTIL * 2) == []
 
 
 @pytest.mark.parametrize("error", ["half a \ud83d pair", "a \x00 byte"])
-def test_a_failure_is_noted_whatever_the_receiver_wrote(hooks, webhook_id, error):
-    assert hooks.failed(claim_webhook(hooks, webhook_id, T0, UNTIL), T0, UNTIL, 500, error)
+def test_a_failure_is_noted_whatever_the_receiver_wrote(database, owed, error):
+    failed(database, begun(database, owed), T0, UNTIL, 500, error)
+    assert due_ids(database, UNTIL) == [owed]
 
 
-def test_who_took_too_long_cannot_speak_for_the_try_that_came_after(database, hooks, webhook_id):
-    slow = claim_webhook(hooks, webhook_id, T0, UNTIL)
-    quick = claim_webhook(hooks, webhook_id, UNTIL, UNTIL * 2)
-    assert not hooks.failed(slow, T0, None, 500, "too late")
-    assert not hooks.delivered(slow, UNTIL, 200)
-    assert _row(database, webhook_id).state == "pending"
-    assert hooks.delivered(quick, UNTIL, 200)
-    assert not hooks.failed(quick, T0, None, 500, "said twice")
-    assert _row(database, webhook_id).state == "delivered"
+def test_who_took_too_long_cannot_speak_for_the_try_that_came_after(database, owed):
+    slow = begun(database, owed)
+    quick = begun(database, owed, UNTIL, UNTIL * 2)
+    failed(database, slow, T0, None, 500, "too late")
+    delivered(database, slow, UNTIL)
+    assert log_of(database, slow) == [] and Callbacks(database).given_up() == []
+    delivered(database, quick, UNTIL)
+    failed(database, quick, T0, None, 500, "said twice")
+    assert log_of(database, quick) == [(2, "delivered", 200, None)]
 
 
-def test_messages_are_due_oldest_first_and_no_more_than_asked_for(store, hooks):
+def test_of_a_job_the_log_keeps_the_last_tries(database, owed):
+    for n in range(MOST_LOGGED_OF_JOB + 3):
+        message = begun(database, owed, T0 + n * SECOND, T0 + n * SECOND + 1)
+        failed(database, message, T0 + n * SECOND, T0 + (n + 1) * SECOND, 500)
+    numbers = [number for number, *_ in log_of(database, message)]
+    assert numbers == [*range(MOST_LOGGED_OF_JOB + 3, 3, -1)]
+
+
+def test_messages_are_due_oldest_first_and_no_more_than_asked_for(database, store):
     third, first, second = (T0 + 3, T0 + 1, T0 + 2)
     for now in (third, first, second):
         job = a_queued_job(store, callback_url=CALLBACK)
         store.end_waiting(job.id, Why.CANCEL_REQUESTED, now)
-    owed = _due(hooks, T0 + 9)
+    owed = due_ids(database, T0 + 9)
     assert len(owed) == 3
-    assert _due(hooks, T0 + 9, limit=2) == owed[:2]
-    assert _due(hooks, T0 + 2) == owed[:2]
-    assert _due(hooks, T0 + 1) == owed[:1]
-
-
-def test_an_unknown_message_is_none(hooks):
-    assert claim_webhook(hooks, "msg_nobody", T0, UNTIL) is None
+    assert due_ids(database, T0 + 9, limit=2) == owed[:2]
+    assert due_ids(database, T0 + 2) == owed[:2]
+    assert due_ids(database, T0 + 1) == owed[:1]
+    callbacks = Callbacks(database)
+    page = callbacks.due(T0 + 9, 2)
+    assert page + callbacks.due(T0 + 9, 2, page[-1]) == callbacks.newest_due(T0 + 9, 9)[::-1]
 
 
 # -- given up, and sent once more ------------------------------------------------------------------------------------
 
 
-def _give_up(store, hooks, *, now_ms: int = T0, **job: Any) -> str:
-    """A callback that was given up; its id."""
+def _give_up(database, store, *, now_ms: int = T0, **job: Any) -> str:
+    """A message that was given up; its id."""
     an_ended_job(store, now_ms=now_ms, callback_url=CALLBACK, **job)
-    (owed,) = _due(hooks, now_ms)
-    hooks.failed(claim_webhook(hooks, owed, now_ms, now_ms + SECOND), now_ms + 5 * SECOND, None, 404, "gone")
+    (owed,) = due_ids(database, now_ms)
+    failed(database, begun(database, owed, now_ms, now_ms + SECOND), now_ms + 5 * SECOND, None, 404, "gone")
     return owed
 
 
-def test_what_was_given_up_is_listed_by_when_its_job_ended_and_to_its_own_tenant(database, store, hooks):
-    found = GivenUpCallbacks(database)
-    ids = [_give_up(store, hooks, now_ms=T0 + n * SECOND, tenant=f"t{n % 2}") for n in range(4)]
+def test_what_was_given_up_is_listed_by_when_its_job_ended_and_to_its_own_tenant(database, store):
+    callbacks = Callbacks(database)
+    ids = [_give_up(database, store, now_ms=T0 + n * SECOND, tenant=f"t{n % 2}") for n in range(4)]
     an_ended_job(store, callback_url=CALLBACK)  # owed, not given up
-    assert [it.id for it in found.page()] == ids[::-1]
-    assert [it.id for it in found.page("t1")] == [ids[3], ids[1]]
-    first = found.page(limit=2)
-    assert [it.id for it in found.page(before=(first[-1].ended_ms, first[-1].id))] == [ids[1], ids[0]]
+    assert [it.message.id for it in callbacks.given_up()] == ids[::-1]
+    assert [it.message.id for it in callbacks.given_up("t1")] == [ids[3], ids[1]]
+    first = callbacks.given_up(limit=2)
+    last = first[-1].message
+    rest = callbacks.given_up(before=(last.at_ms, last.receiver, last.event))
+    assert [it.message.id for it in rest] == [ids[1], ids[0]]
     newest = first[0]
-    assert (newest.tenant, newest.status, newest.tries) == ("t1", "completed", 1)
-    assert (newest.last_status, newest.last_error) == (404, "gone")
-    assert (newest.ended_ms, newest.given_up_ms) == (T0 + 3 * SECOND, T0 + 8 * SECOND)
+    assert (newest.tenant, newest.status, newest.message.tries) == ("t1", "completed", 1)
+    assert (newest.message.last_status, newest.message.last_error) == (404, "gone")
+    assert (newest.message.at_ms, newest.message.ended_ms) == (T0 + 3 * SECOND, T0 + 8 * SECOND)
+    assert Messages(database).given_up() == [], "that is the list of webhooks"
 
 
-def test_one_that_was_given_up_is_sent_once_more_under_its_id_and_only_for_its_own_tenant(database, store, hooks):
-    found, owed = GivenUpCallbacks(database), _give_up(store, hooks)
-    assert not found.owe(owed, "another", UNTIL)
-    assert not found.owe("msg_unknown", None, UNTIL)
-    assert _due(hooks, UNTIL) == []
-    assert found.owe(owed, "default", UNTIL)
-    message = claim_webhook(hooks, owed, UNTIL, UNTIL + SECOND)
+def test_one_that_was_given_up_is_sent_once_more_under_its_id_and_only_for_its_own_tenant(database, store):
+    callbacks, owed = Callbacks(database), _give_up(database, store)
+    assert not callbacks.retry(owed, "another", UNTIL)
+    assert not callbacks.retry("msg_unknown", None, UNTIL)
+    assert not callbacks.retry(owed.replace("completed", "failed"), None, UNTIL), "it did not end so"
+    assert due_ids(database, UNTIL) == []
+    assert callbacks.retry(owed, "default", UNTIL)
+    message = begun(database, owed, UNTIL, UNTIL + SECOND)
     assert (message.id, message.tries) == (owed, 1), "with all its tries before it"
-    assert hooks.delivered(message, UNTIL, 200)
-    assert found.page() == []
-    assert found.owe(owed, None, UNTIL) and _due(hooks, UNTIL) == [owed], "also what was delivered"
+    delivered(database, message, UNTIL)
+    assert callbacks.given_up() == []
+    assert callbacks.retry(owed, None, UNTIL) and due_ids(database, UNTIL) == [owed], "also what was delivered"
 
 
-def test_a_callback_that_is_being_sent_is_not_sent_beside_that(database, hooks, webhook_id):
-    claimed = claim_webhook(hooks, webhook_id, T0, UNTIL)
-    assert GivenUpCallbacks(database).owe(webhook_id, None, T0)
-    assert claim_webhook(hooks, webhook_id, T0, UNTIL) is None
-    assert hooks.delivered(claimed, T0, 200)
+def test_a_job_without_a_callback_is_not_told_once_more(database, store):
+    job = an_ended_job(store)
+    assert not Callbacks(database).retry(f"msg_{job.id}_{job.attempt}_{job.state}", None, UNTIL)
 
 
-def test_all_given_up_since_a_time_are_sent_once_more_each_once(database, store, hooks, monkeypatch):
-    monkeypatch.setattr(given_up, "_PAGE", 2)
-    found = GivenUpCallbacks(database)
-    ids = [_give_up(store, hooks, now_ms=T0 + n * SECOND, tenant="t1" if n == 3 else "default") for n in range(7)]
-    assert found.owe_all("default", T0 + 2 * SECOND, UNTIL) == 4
-    assert sorted(_due(hooks, UNTIL)) == sorted(set(ids[2:]) - {ids[3]})
-    assert found.owe_all(None, 0, UNTIL) == 3
-    assert found.owe_all(None, 0, UNTIL) == 0
+def test_a_callback_that_is_being_sent_is_not_sent_beside_that(database, owed):
+    claimed = begun(database, owed)
+    assert Callbacks(database).retry(owed, None, T0)
+    assert claim(database, owed, T0, UNTIL) is None
+    delivered(database, claimed, T0)
+    assert due_ids(database, UNTIL) == []
+
+
+def test_all_given_up_since_a_time_are_sent_once_more_each_once(database, store, monkeypatch):
+    monkeypatch.setattr(module, "_PAGE", 2)
+    callbacks = Callbacks(database)
+    ids = [_give_up(database, store, now_ms=T0 + n * SECOND, tenant="t1" if n == 3 else "default") for n in range(7)]
+    assert callbacks.retry_given_up("default", T0 + 2 * SECOND, UNTIL) == 4
+    assert sorted(due_ids(database, UNTIL)) == sorted(set(ids[2:]) - {ids[3]})
+    assert callbacks.retry_given_up(None, 0, UNTIL) == 3
+    assert callbacks.retry_given_up(None, 0, UNTIL) == 0
     assert [it.act for it in search.find(database, search.Wanted())] == ["callback.replay"] * 3
 
 
-def test_a_job_stays_while_its_callback_is_sent_once_more(database, store, hooks):
-    owed = _give_up(store, hooks)
-    assert GivenUpCallbacks(database).owe(owed, None, UNTIL)
-    assert removal.purge(store.database, UNTIL * 2, 10) == 0
-    hooks.delivered(claim_webhook(hooks, owed, UNTIL, UNTIL + SECOND), UNTIL, 200)
-    assert removal.purge(store.database, UNTIL * 2, 10) == 1
+def test_a_job_stays_while_its_callback_is_sent_once_more(database, store):
+    owed = _give_up(database, store)
+    assert Callbacks(database).retry(owed, None, UNTIL)
+    assert removal.purge(database, UNTIL * 2, 10) == 0
+    delivered(database, begun(database, owed, UNTIL, UNTIL + SECOND), UNTIL)
+    assert removal.purge(database, UNTIL * 2, 10) == 1

@@ -21,10 +21,10 @@ from foundation.errors import (
 )
 from insight import listing
 from jobs.states import FINAL, State, Why
-from outbox.webhooks import Webhooks
 from registry.tenants import Tenant
 from routing.leases import Lease, Renewal
 from tests.support.builders import CALLBACK, at_once, row_of, trail_of
+from tests.support.callbacks import due_ids
 from tests.support.stage import LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
 from tests.support.starts import begin_run
 from upkeep import reconcile
@@ -211,7 +211,7 @@ def test_an_end_that_cannot_be_told_is_an_end_all_the_same(stage):
     task = stage.start()
     stage.told.broken = True
     moved = stage.settle(task).moved
-    assert moved is not None and Webhooks(stage.store.database).due(stage.now)
+    assert moved is not None and due_ids(stage.store.database, stage.now)
     assert stage.state(job_id) is State.COMPLETED and stage.free() == 1
 
 

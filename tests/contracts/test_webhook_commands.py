@@ -12,12 +12,11 @@ from cli import webhooks as commands
 from cli.__main__ import main
 from client.api import Client
 from jobs.record import now_ms
-from outbox.webhooks import Webhooks
 from tasks import webhooks
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
+from tests.support.callbacks import claim, due_ids, failed
 from tests.support.stack import eventually
-from tests.support.webhooks_claimed import claim_webhook
 
 URL = "https://hooks.example.com/slotkeeper"
 
@@ -99,11 +98,12 @@ def test_a_pace_is_set_and_taken_away(run: Any) -> None:
 
 
 def test_callbacks_that_were_given_up_are_listed_and_sent_again(api: Api, run: Any) -> None:
-    job, hooks = an_ended_job(api.dispatcher.store, now_ms=now_ms(), callback_url=URL), Webhooks(api.database)
-    (owed,) = [it.id for it in hooks.due(now_ms())]
-    message = claim_webhook(hooks, owed, now_ms(), now_ms() + 1000)
+    job = an_ended_job(api.dispatcher.store, now_ms=now_ms(), callback_url=URL)
+    (owed,) = due_ids(api.database, now_ms())
+    message = claim(api.database, owed, now_ms(), now_ms() + 1000)
     assert message is not None and message.job_id == job.id
-    hooks.failed(message, now_ms(), None, 404, "It answered 404.")
+    failed(api.database, message, now_ms(), None, 404, "It answered 404.")
+    assert "It answered 404." in run("deliveries", "--job", job.id).stdout
     listed = json.loads(run("deliveries", "--given-up", "--tenant", "default", "--json").stdout)
     assert [it["message"] for it in listed] == [owed]
     assert "There is nothing." in run("deliveries", "--given-up", "--tenant", "acme").stdout
@@ -111,6 +111,7 @@ def test_callbacks_that_were_given_up_are_listed_and_sent_again(api: Api, run: A
     assert "There is nothing." in run("deliveries", "--given-up").stdout
     assert run("replay", "--given-up").stdout.strip().endswith("0.")
     run("deliveries", status=2)
+    run("deliveries", "--job", job.id, "--given-up", status=2)
     run("replay", _added(run, URL), "--given-up", "--tenant", "acme", status=2)
 
 

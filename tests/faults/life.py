@@ -47,7 +47,7 @@ from jobs.record import NewJob, now_ms
 from jobs.states import ACTIVE, State, Why
 from outbox.receivers import Receiver, Receivers, new_id
 from routing.leases import Lease
-from tasks import callback_urls, maintenance, messages, outbound, push, receivers, relay, runner, telling, vault, wiring
+from tasks import maintenance, messages, outbound, push, receivers, relay, runner, telling, vault, wiring
 from tasks import webhooks as hooks
 from tasks.celery_app import celery as app
 from tasks.config import EventSettings
@@ -355,9 +355,8 @@ class Life:
         ):
             return False
         with self.dispatcher.store.database.read() as connection:
-            for table in ("webhooks", "messages"):
-                if connection.exec_driver_sql(f"SELECT count(*) FROM {table} WHERE state = 'pending'").scalar():
-                    return False
+            if connection.exec_driver_sql("SELECT count(*) FROM messages WHERE state = 'pending'").scalar():
+                return False
             if untold_events(wiring.database()):
                 return False
             return not connection.exec_driver_sql("SELECT count(*) FROM tellings").scalar()
@@ -380,7 +379,7 @@ def live(step: str) -> None:
     """One life, by the settings of the environment.  `story`: first what others have left, then its own jobs."""
     crash._left.clear()
     home = Path(os.environ["SLOTKEEPER_HOME"])
-    callback_urls._FIRST_RETRY_S, hooks._LOOK_EVERY_S = 0.1, 0.0
+    hooks._LOOK_EVERY_S = 0.0
     receivers._FIRST_RETRY_MS = 100
     owed.FIRST_MS = 50
     telling.Teller.soon = lambda self, owed: self.tell([owed])  # type: ignore[method-assign]  # one pair of hands

@@ -81,9 +81,9 @@ REST = [
     Mutant(
         "what is owed and not due yet is forgotten until somebody writes",
         "HOOK-1",
-        "tasks/callback_urls.py",
-        "self.owes = bool(page) or self._webhooks.owes()",
-        "self.owes = bool(page)",
+        "tasks/receivers.py",
+        "self.owes = bool(of_jobs or ready) or self._messages.owes()",
+        "self.owes = bool(of_jobs or ready)",
         (f"{_SENT}test_what_is_due_later_is_sent_though_nobody_writes_to_the_record",),
         still=f"{_SENT}test_what_comes_to_be_owed_while_nothing_was_is_sent",
     ),

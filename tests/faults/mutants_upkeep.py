@@ -292,9 +292,9 @@ UPKEEP = [
     Mutant(
         "what is due now waits until a pile has been read",
         "HOOK-1",
-        "tasks/callback_urls.py",
-        "for due in (*newest, *page))",
-        "for due in page)",
+        "tasks/receivers.py",
+        "[*self._callbacks.newest_due(now_ms, _NEWEST), *page]",
+        "page",
         (f"{_DELIVERIES}test_what_has_become_due_just_now_does_not_wait_until_a_pile_has_been_read",),
     ),
     Mutant(
@@ -330,7 +330,7 @@ UPKEEP = [
     Mutant(
         "a pile of messages hides what comes after it",
         "HOOK-1",
-        "tasks/callback_urls.py",
+        "tasks/receivers.py",
         "        self._last = page[-1] if len(page) == _PAGE else None",
         "        self._last = None",
         (f"{_DELIVERIES}test_one_receivers_pile_does_not_hide_what_is_owed_to_another",),

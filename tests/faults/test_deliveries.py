@@ -10,19 +10,22 @@ import pytest
 
 from database.db import Database
 from foundation.errors import RecordUnavailable
-from jobs.models import webhooks as rows
-from jobs.record import Job, NewJob, Webhook, now_ms
+from jobs.models import messages as rows
+from jobs.record import NewJob, now_ms
 from jobs.states import Why
 from jobs.store import Store
-from outbox.webhooks import Webhooks
-from tasks import callback_urls, webhooks
-from tasks.callback_urls import CallbackUrls
+from outbox.callbacks import Callbacks
+from outbox.messages import Message, Messages
+from outbox.receivers import Receiver
+from tasks import receivers as source
+from tasks import webhooks
 from tasks.lines import host_of
 from tasks.outbound import Sent
+from tasks.receivers import ReceiverMessages
 from tasks.webhooks import Deliveries
 from tests.support.stack import eventually
 
-_CLAIM_MS = 20_000
+_CLAIM_MS, _KEEP_S = 20_000, 86_400.0
 
 
 class Receivers:
@@ -33,15 +36,17 @@ class Receivers:
         self.told: list[tuple[str, str]] = []
         self.let_go = threading.Event()
 
-    def send(self, webhook: Webhook, _: Job, body: bytes) -> Sent:
-        host = host_of(webhook.url)
+    def send(self, receiver: Receiver, message: Message, body: bytes, trace: str | None) -> Sent:
+        host = host_of(receiver.url)
         self.asked.append(host)
         if host.startswith("broken"):
             raise ZeroDivisionError("this test's sender")
         if host.startswith("silent"):
             self.let_go.wait(60)
             return Sent(False, None, "no answer", permanent=False)
-        self.told.append((host, webhook.job_id))
+        if host.startswith("refusing"):
+            return Sent(False, 404, "it answered 404", permanent=False)
+        self.told.append((host, message.job_id))
         return Sent(True, 200, "", permanent=False)
 
 
@@ -53,16 +58,16 @@ def receivers() -> Iterator[Receivers]:
 
 
 @pytest.fixture
-def deliveries(database: Database, store: Store, receivers: Receivers, monkeypatch) -> Iterator[Deliveries]:
+def deliveries(database: Database, receivers: Receivers, monkeypatch) -> Iterator[Deliveries]:
     monkeypatch.setattr(webhooks, "_LOOK_EVERY_S", 0.0)
-    found = _deliveries(database, store, receivers)
+    found = _deliveries(database, receivers)
     yield found
     receivers.let_go.set()
     eventually(lambda: not found.under_way, "every try ends")
 
 
-def _deliveries(database: Database, store: Store, receivers: Receivers) -> Deliveries:
-    return Deliveries(database, CallbackUrls(Webhooks(database), store, receivers.send, _CLAIM_MS, 3))
+def _deliveries(database: Database, receivers: Receivers) -> Deliveries:
+    return Deliveries(database, ReceiverMessages(database, receivers.send, _CLAIM_MS, _KEEP_S))
 
 
 def _owe(store: Store, host: str, name: str, tenant: str = "default") -> str:
@@ -70,11 +75,6 @@ def _owe(store: Store, host: str, name: str, tenant: str = "default") -> str:
     store.submit([NewJob(name, "zimg", "{}", tenant=tenant, callback_url=f"https://{host}/hook")], now)
     store.end_waiting(name, Why.CANCEL_REQUESTED, now)
     return name
-
-
-def _states(database: Database) -> dict[str, str]:
-    with database.read() as connection:
-        return {row.job_id: row.state for row in connection.execute(rows.select())}
 
 
 def _until_quiet(deliveries: Deliveries) -> None:
@@ -101,9 +101,9 @@ def test_silent_receivers_do_not_delay_those_that_answer(deliveries, store, rece
 
 
 def test_one_receivers_pile_does_not_hide_what_is_owed_to_another(deliveries, store, receivers, monkeypatch) -> None:
-    monkeypatch.setattr(callback_urls, "_PAGE", 10)
+    monkeypatch.setattr(source, "_PAGE", 10)
     monkeypatch.setattr(webhooks, "_LOOKING_SHARE", 1e9)
-    monkeypatch.setattr(callback_urls, "_NEWEST", 5)
+    monkeypatch.setattr(source, "_NEWEST", 5)
     for n in range(50):
         _owe(store, "silent", f"s{n}")
         if n == 30:
@@ -120,7 +120,7 @@ def test_one_receivers_pile_does_not_hide_what_is_owed_to_another(deliveries, st
 def test_what_has_become_due_just_now_does_not_wait_until_a_pile_has_been_read(
     deliveries, store, receivers, monkeypatch
 ) -> None:
-    monkeypatch.setattr(callback_urls, "_PAGE", 10)
+    monkeypatch.setattr(source, "_PAGE", 10)
     monkeypatch.setattr(webhooks, "_LOOK_EVERY_S", 60.0)
     monkeypatch.setattr(webhooks, "_LOOKING_SHARE", 1e-9)
     for n in range(50):
@@ -138,6 +138,15 @@ def test_a_silent_receiver_of_one_tenant_is_tried_once_at_a_time(deliveries, sto
     assert deliveries.under_way == 1
 
 
+def test_a_host_that_refuses_one_job_is_sent_the_others_beside_each_other(deliveries, store, receivers) -> None:
+    _owe(store, "refusing", "first")
+    _until_quiet(deliveries)
+    for n in range(3):
+        _owe(store, "refusing", f"r{n}")
+    deliveries.turn()
+    eventually(lambda: len(receivers.asked) == 4, "all are asked in one turn")
+
+
 def test_receivers_take_turns(deliveries, store, receivers) -> None:
     for n in range(3):
         _owe(store, "silent-a", f"a{n}")
@@ -152,14 +161,15 @@ def test_a_message_that_cannot_be_sent_ends_nothing_and_is_tried_again(database,
     _owe(store, "good", "well")
     _until_quiet(deliveries)
     assert receivers.told == [("good", "well")]
-    assert _states(database) == {"bad": "pending", "well": "delivered"}
     with database.read() as connection:
-        tries = {row.job_id: (row.tries, row.last_error) for row in connection.execute(rows.select())}
-    assert tries["bad"] == (1, "It could not be sent: ZeroDivisionError.")
+        (left,) = connection.execute(rows.select()).all()
+    said = "It could not be sent: ZeroDivisionError."
+    assert (left.job_id, left.state, left.tries, left.last_error) == ("bad", "pending", 1, said)
+    assert [it.outcome for it in Messages(database).tries_of("well")] == ["delivered"]
 
 
 def test_two_processes_tell_each_client_once(database, store, receivers, deliveries) -> None:
-    other = _deliveries(database, store, receivers)
+    other = _deliveries(database, receivers)
     names = [_owe(store, f"good{n % 3}", f"g{n}") for n in range(30)]
 
     def all_told() -> bool:
@@ -177,11 +187,11 @@ def test_two_processes_tell_each_client_once(database, store, receivers, deliver
 def test_a_claim_that_fails_gives_its_berths_back(deliveries, store, receivers, monkeypatch) -> None:
     _owe(store, "good", "g")
 
-    def refuse(*_: Any) -> list[Webhook]:
+    def refuse(*_: Any) -> list[Message]:
         raise RecordUnavailable("the database is away")
 
     with monkeypatch.context() as away:
-        away.setattr(Webhooks, "claim_all", refuse)
+        away.setattr(Messages, "claim_all", refuse)
         with pytest.raises(RecordUnavailable):
             deliveries.turn()
         assert deliveries.under_way == 0
@@ -194,14 +204,14 @@ def test_the_process_ends_when_told_to_and_survives_a_database_that_is_away(
 ) -> None:
     monkeypatch.setattr(webhooks, "_AWAY_S", 0.01)
     looks = iter([RecordUnavailable("away"), ZeroDivisionError("a bug")])
-    look = Webhooks.due
+    look = Callbacks.due
 
-    def shaky(self: Webhooks, *args: Any) -> Any:
+    def shaky(self: Callbacks, *args: Any) -> Any:
         if (error := next(looks, None)) is not None:
             raise error
         return look(self, *args)
 
-    monkeypatch.setattr(Webhooks, "due", shaky)
+    monkeypatch.setattr(Callbacks, "due", shaky)
     _owe(store, "good", "g")
     thread = threading.Thread(target=deliveries.run)
     thread.start()
@@ -235,7 +245,7 @@ def test_what_comes_to_be_owed_while_nothing_was_is_sent(deliveries, store, rece
 def test_what_is_due_later_is_sent_though_nobody_writes_to_the_record(
     deliveries, store, receivers, monkeypatch
 ) -> None:
-    monkeypatch.setattr(callback_urls, "_FIRST_RETRY_S", 0.5)
+    monkeypatch.setattr(source, "_FIRST_RETRY_MS", 500)
     with _resting(deliveries, monkeypatch):
         _owe(store, "broken", "b")
         eventually(lambda: len(receivers.asked) == 2, "it is tried once more")

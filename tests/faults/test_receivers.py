@@ -11,12 +11,12 @@ from sqlalchemy import insert, select
 from database.db import Database, Transaction
 from foundation.traces import span_of
 from jobs.models import events
+from jobs.models import messages as rows
 from jobs.record import NewJob, now_ms
 from jobs.states import Why
 from jobs.store import Store
 from outbox.messages import Message, Messages
 from outbox.receivers import FAILURES_TO_OPEN, Receiver, Receivers, new_id
-from outbox.tables import messages as rows
 from outbox.tables import receivers as table
 from tasks import receivers as source
 from tasks import webhooks

@@ -17,11 +17,11 @@ from local.ports import free_port
 from outbox import trails
 from outbox.relays import Relays
 from outbox.tail import Tail
-from outbox.webhooks import Webhooks
 from tasks.config import EventSettings
 from tasks.relay import Relay
 from tasks.sinks.sink import Published
 from tests.support.builders import CALLBACK, SECOND, T0, a_queued_job, a_start, an_ended_job
+from tests.support.callbacks import claim, delivered, due_ids
 
 otlp = pytest.importorskip("tasks.sinks.otlp", reason="the extra otel is not installed")
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
@@ -79,9 +79,8 @@ def test_the_trace_of_a_job_that_was_tried_thrice_is_whole(database, store):
     memory = InMemorySpanExporter()
     relay = a_relay(database, memory)
     job = a_tried_job(store, callback_url=CALLBACK)
-    hooks = Webhooks(database)
-    (claimed,) = hooks.claim_all([it.id for it in hooks.due(T0 + 99 * SECOND)], T0 + 15 * SECOND, T0 + 99 * SECOND)
-    assert hooks.delivered(claimed, T0 + 16 * SECOND, 200)
+    (owed,) = due_ids(database, T0 + 99 * SECOND)
+    delivered(database, claim(database, owed, T0 + 15 * SECOND, T0 + 99 * SECOND), T0 + 16 * SECOND)
     relay.turn()
     by_id = told_by(memory)
     is_whole(by_id)
@@ -167,14 +166,14 @@ def test_a_job_that_was_revived_is_told_as_it_went_on_and_what_was_told_before_s
 
 
 def test_each_end_of_a_job_has_a_webhook_of_its_own(database, store):
-    memory, hooks = InMemorySpanExporter(), Webhooks(database)
+    memory = InMemorySpanExporter()
     relay = a_relay(database, memory)
     job = an_ended_job(store, State.DEAD, traceparent=GIVEN, callback_url=CALLBACK)
     store.revive(job.id, T0 + SECOND)
     a_start(store, job.id, now_ms=T0 + SECOND)
     store.settle(job.id, 2, Why.FINISHED, T0 + 2 * SECOND, result="{}")
-    for one in hooks.claim_all([it.id for it in hooks.due(T0 + 99 * SECOND)], T0 + 9 * SECOND, T0 + 99 * SECOND):
-        assert hooks.delivered(one, T0 + 10 * SECOND, 200)
+    for owed in sorted(due_ids(database, T0 + 99 * SECOND)):  # the first end comes first
+        delivered(database, claim(database, owed, T0 + 9 * SECOND, T0 + 99 * SECOND), T0 + 10 * SECOND)
     relay.turn()
     told = [it for it in memory.get_finished_spans() if it.name == "webhook"]
     assert len({it.context.span_id for it in told}) == 2

@@ -54,7 +54,8 @@ def test_the_migrated_schema_is_the_one_that_the_models_would_create(connection,
         expected = schema_of(other)
     created.dispose()
     assert len(expected) >= len(metadata.tables)  # the comparison saw something
-    assert schema_of(connection) == expected
+    # A view for the release before is in no model (0020).
+    assert {name: it for name, it in schema_of(connection).items() if not name.startswith("webhooks")} == expected
 
 
 @pytest.fixture

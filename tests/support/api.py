@@ -29,7 +29,7 @@ from database.db import Database
 from dispatch.dispatcher import ActiveRun, Announcer, Dispatcher
 from dispatch.verdict import Verdict
 from foundation.once import Once
-from jobs.models import events, idempotency_keys, jobs, webhooks
+from jobs.models import events, idempotency_keys, jobs, messages
 from jobs.record import Job, Waiting, now_ms
 from jobs.states import Why
 from jobs.store import Error, Moved
@@ -212,7 +212,7 @@ class Api:
         with self.database.read() as connection:
             counts = {
                 table.name: select(func.count()).select_from(table)
-                for table in (jobs, events, idempotency_keys, webhooks)
+                for table in (jobs, events, idempotency_keys, messages)
             }
             counts["events"] = counts["events"].where(events.c.actor.is_(None))
             return {name: connection.execute(count).scalar_one() for name, count in counts.items()}
@@ -282,7 +282,7 @@ def _an_app() -> Flask:
     return app
 
 
-NOTHING = {"jobs": 0, "events": 0, "idempotency_keys": 0, "webhooks": 0}
+NOTHING = {"jobs": 0, "events": 0, "idempotency_keys": 0, "messages": 0}
 
 
 def build(

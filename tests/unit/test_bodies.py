@@ -2,6 +2,8 @@
 
 import json
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ from hypothesis import strategies as st
 
 from foundation.errors import InvalidRequest
 from jobs.record import Event
+from jobs.states import State
 from outbox.messages import Message
+from outbox.receivers import ENDS, Receiver
 from outbox.tail import Entry
 from tasks import bodies
 from tasks.bodies import FIELDS, LONGEST_VALUE, MOST_NAMES, MOST_TEMPLATE_BYTES, body, checked_template, told_of_event
@@ -165,3 +169,30 @@ def test_a_job_that_has_gone_on_does_not_speak_for_the_end_it_had() -> None:
 
 def test_a_test_says_what_an_end_says() -> None:
     assert {"job_id", "model", "status", "result", "error"} <= bodies.told_of_test("acme").keys()
+
+
+@pytest.mark.parametrize("template, expected", [(None, True), ('{"a":1}', False)])
+def test_an_address_of_slack_is_sent_what_slack_takes_unless_it_has_a_template(
+    template: str | None, expected: bool
+) -> None:
+    receiver = Receiver("we", "acme", "https://Hooks.Slack.com/services/T/B/X", ENDS, "", 0, template)
+    found = bodies.template_of(receiver)
+    assert found is not None and (found != template) is expected
+    assert bodies.template_of(replace(receiver, url="https://example.com/hooks.slack.com", template=None)) is None
+
+
+def test_a_job_whose_callback_is_an_address_of_slack_is_told_there_in_a_text() -> None:
+    job = SimpleNamespace(id="j<1>", model="zimg", state=State.DEAD, attempts=2, result=None)
+    job.error_code, job.error_message = "oom", "<!channel>"
+    message = replace(MESSAGE, receiver="j<1>", job_id="j<1>", type="job.dlq")
+    template = bodies.template_of(Receiver("j<1>", "acme", "https://hooks.slack.com/services/T/B/X", ENDS, "", 0))
+    told = bodies.told_of_end(message, job)  # type: ignore[arg-type]
+    assert json.loads(body(message, told, template)) == {"text": "zimg: job.dlq, job j&lt;1&gt; &lt;!channel&gt;"}
+    assert json.loads(body(message, told, None)) == {
+        "job_id": "j<1>",
+        "model": "zimg",
+        "status": "dead",
+        "attempts": 2,
+        "result": None,
+        "error": {"code": "oom", "message": "<!channel>"},
+    }

@@ -48,7 +48,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Owed:
-    """A webhook as the record knows it.  `state`: pending, delivered, given_up."""
+    """A message to a job's `callback_url` as the record knows it.  `state`: pending, given_up."""
 
     id: str
     job_id: str

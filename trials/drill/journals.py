@@ -12,7 +12,8 @@ from database.db import Database
 from jobs import events
 from jobs.models import events as _events
 from jobs.models import jobs as _jobs
-from jobs.models import webhooks as _webhooks
+from jobs.models import messages as _messages
+from jobs.owed import message_id
 from jobs.record import Event
 from jobs.states import State
 from trials.drill.accounts import Owed
@@ -114,15 +115,18 @@ def numbers(database: Database) -> dict[str, int]:
 
 
 def owed(database: Database, now_ms: int) -> list[Owed]:
-    """The record's webhooks, judged at this time."""
-    columns = (_webhooks.c.id, _webhooks.c.job_id, _webhooks.c.state, _webhooks.c.next_ms, _webhooks.c.tries)
+    """What jobs' `callback_url` were not told yet, or not at all, judged at this time."""
+    names = ("job_id", "event", "state", "next_ms", "tries")
+    columns = (_messages.c[name] for name in names)
     with database.read() as connection:
-        rows = connection.execute(select(*columns)).all()
+        rows = connection.execute(select(*columns).where(_messages.c.receiver == _messages.c.job_id)).all()
     found = []
     for row in rows:
         wait_ms = row.next_ms - now_ms if row.state == "pending" else 0
         longest_ms = _LEAST_WAIT_MS + _FIRST_WAIT_MS * 2.5 ** max(row.tries - 1, 0)
-        found.append(Owed(row.id, row.job_id, row.state, wait_ms < -_OVERDUE_MS, wait_ms > longest_ms))
+        found.append(
+            Owed(message_id(row.job_id, row.event), row.job_id, row.state, wait_ms < -_OVERDUE_MS, wait_ms > longest_ms)
+        )
     return found
 
 

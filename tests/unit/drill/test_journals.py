@@ -4,7 +4,7 @@ import orjson
 import pytest
 
 from database.db import Database
-from jobs.models import webhooks
+from jobs.models import messages
 from jobs.record import Event
 from jobs.states import State
 from jobs.store import Store
@@ -89,7 +89,7 @@ def test_turns_are_numbered_anew_after_redis_was_emptied() -> None:
 def test_a_webhook_is_overdue_a_minute_after_its_time_and_put_off_if_its_time_is_too_late(
     database: Database, tries: int, next_in_s: int, overdue: bool, put_off: bool
 ) -> None:
-    row = {"id": "w", "job_id": "j", "url": "http://hook", "status": "completed", "state": "pending", "created_ms": 0}
+    row = {"receiver": "j", "event": 11, "job_id": "j", "type": "job.completed", "at_ms": 0, "owed_ms": 0}
     row |= {"tries": tries, "next_ms": 1_000_000 + next_in_s * 1000}
-    database.write(lambda tx: tx.connection.execute(webhooks.insert(), row))
-    assert owed(database, 1_000_000) == [Owed("w", "j", "pending", overdue, put_off)]
+    database.write(lambda tx: tx.connection.execute(messages.insert(), row))
+    assert owed(database, 1_000_000) == [Owed("msg_j_1_completed", "j", "pending", overdue, put_off)]

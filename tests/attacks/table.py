@@ -300,7 +300,7 @@ TABLE = [
             "tests/contracts/test_descriptions.py::test_what_describes_no_server_is_refused_with_its_place_and_a_remedy",
             "tests/contracts/test_descriptions.py::test_a_registration_is_refused_the_same_way",
             "tests/contracts/test_misconfigured_models.py::test_maintenance_of_all_others_goes_on",
-            "tests/unit/servers/test_patterns.py::test_a_pattern_that_could_run_away_is_refused",
+            "tests/unit/servers/test_patterns.py::test_a_pattern_whose_program_is_large_is_refused",
         ),
     ),
     # -- push ----------------------------------------------------------------------------------------------------------

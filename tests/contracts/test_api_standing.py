@@ -246,9 +246,7 @@ def test_a_name_that_no_tenant_has_is_refused(api: Api, name: str) -> None:
 @pytest.mark.parametrize(
     "body, field",
     [
-        ({}, "state"),
         ({"state": "broken"}, "state"),
-        ({"state": None}, "state"),
         ({"state": "Paused"}, "state"),
         ({"state": "paused", "slots": 2}, "slots"),
         ({"state": "paused", "reason": 7}, "reason"),
@@ -263,6 +261,15 @@ def test_a_wrong_change_is_refused_and_changes_nothing(api: Api, path: str, body
     assert _servers(api)[0]["state"] == "online"
     assert api.client.get("/admin/models/zimg").json["state"] == "online"
     assert api.client.get("/admin/tenants").json["tenants"] == []
+
+
+@pytest.mark.parametrize("path", ["servers/gpu1", "models/zimg"])
+@pytest.mark.parametrize("body", [{}, {"state": None}])
+def test_a_change_of_a_server_or_model_names_its_state(api: Api, path: str, body: dict[str, Any]) -> None:
+    api.register()
+    answer = api.client.patch(f"/admin/{path}", json=body)
+    assert (answer.status_code, answer.json["field"]) == (422, "state")
+    assert _servers(api)[0]["state"] == "online"
 
 
 @pytest.mark.parametrize("path", ["servers/nobody", "models/nobody"])

@@ -1,11 +1,8 @@
 """Endpoints of servers: none leads to a cloud's metadata or back to this API, and none shows the keys that it holds."""
 
-from typing import Any
-
 import pytest
 
 from app.context import context
-from foundation.addresses import masked_url
 from registry.tables import endpoints
 from tests.support.api import Api
 from tests.support.hostile_hosts import METADATA, METADATA_NAMES, THIS_MACHINE
@@ -61,15 +58,6 @@ def test_the_keys_of_an_endpoint_are_kept_where_the_server_is_called_from_and_no
         answer = api.client.get(path)
         assert answer.status_code == 200, path
         assert HIDDEN not in answer.text, path
-
-
-def test_an_act_that_an_older_release_noted_with_its_keys_is_shown_without(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("registry.catalog.masked_url", lambda url: url)
-    assert api.register(endpoint=URL).status_code == 201
-    acts: Any = api.client.get("/admin/audit?act=server.register").json["acts"]
-    assert acts[0]["data"]["url"] == masked_url(URL) == "http://gpu1:9001/generate?version=***&token=***"
 
 
 def test_the_keys_of_a_webhooks_url_are_not_shown(api: Api) -> None:

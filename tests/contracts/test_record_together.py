@@ -51,7 +51,7 @@ def test_ends_that_come_together_take_no_more_statements_than_one(database, stor
     runs = [a_running_job(store) for _ in range(8)]
     with _heard(database, "before_cursor_execute") as heard:
         moved = database.do_all([_end(store, run, result=f'"{n}"') for n, run in enumerate(runs)])
-    assert [text.split()[0] for text in _statements(heard)] == ["UPDATE", "INSERT"]
+    assert [text.split()[0] for text in _statements(heard)] == ["WITH", "INSERT"]
     assert [it.job for it in moved] == [run.job for run in runs]
     assert [store.get(run.job.id).result for run in runs] == [f'"{n}"' for n in range(8)]
     assert all(trail_of(store, run.job.id)[-1] == ("job.completed", "finished", 1) for run in runs)
@@ -64,7 +64,7 @@ def test_starts_that_come_together_take_no_more_statements_than_one(database, st
     ]
     with _heard(database, "before_cursor_execute") as heard:
         runs = database.do_all(starts)
-    assert [text.split()[0] for text in _statements(heard)] == ["UPDATE", "INSERT"]
+    assert [text.split()[0] for text in _statements(heard)] == ["WITH", "INSERT"]
     for n, (job, run) in enumerate(zip(waiting, runs, strict=True)):
         assert (run.job.id, run.payload, run.attempt, run.described_by) == (job.id, f'"{n}"', 1, f"v{n}")
         assert (run.server, run.slot, store.get(job.id).lease) == (f"gpu{n}", f"gpu{n}-slot0", f"l{n}")
@@ -175,7 +175,7 @@ def test_an_end_that_nobody_asks_for_again_keeps_no_others_from_being_written_to
     ends.pop().unheard()
     with _heard(database, "before_cursor_execute") as heard:
         database.do_all(ends)
-    assert [text.split()[0] for text in _statements(heard)] == ["UPDATE", "INSERT"]
+    assert [text.split()[0] for text in _statements(heard)] == ["WITH", "INSERT"]
 
 
 @pytest.mark.postgres

@@ -69,12 +69,6 @@ ALLOWED = (
         "jobs run in the event loop, other tasks in threads",
         PENDING,
     ),
-    Allowed(
-        "tasks/servers/patterns.py",
-        ("re._constants", "re._parser"),
-        "which patterns may take exponential time is seen in the parsed pattern alone",
-        "none: it bounds what a description can do",
-    ),
     Allowed("tasks/shown.py", ("request._context",), "the context that Celery's signals carry", PENDING),
     Allowed(
         "tasks/telling.py",

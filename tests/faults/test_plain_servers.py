@@ -100,7 +100,8 @@ def test_a_slot_whose_runs_time_is_over_is_used_again_when_its_server_answers_af
 ) -> None:
     server, gate = plain(), Gate(tmp_path / "gate")
     model = _model(town, "plain-expired", server)
-    first = town.api.submit(model, gate.payload, ttl=1)
+    first = town.api.submit(model, gate.payload, ttl=5)
+    server.begun(first)
     town.until(first, "expired")
     assert "ttl" in (town.row(first).error_message or "") or town.row(first).error_code == "deadline_passed"
     following = town.api.submit(model, {})

@@ -37,7 +37,6 @@ from tasks import descriptions, messages, settlement
 from tasks.abandoned import Abandoned
 from tasks.aside import Aside
 from tasks.config import TaskSettings
-from tasks.descriptions import Misconfigured
 from tasks.engine import Engine
 from tasks.heartbeat import Heartbeat, Watch
 from tasks.inquiry import Inquiry
@@ -277,7 +276,7 @@ class Worker:
             return outcome
         except RecordUnavailable:
             raise  # It says nothing of the server, nor of the job.
-        except Misconfigured as error:
+        except descriptions.Misconfigured as error:
             return Outcome(Kind.RETRY, code="misconfigured", message=f"The model's configuration is wrong: {error}.")
         except Exception as error:
             log.exception("run_failed", job_id=run.active.run.job.id)

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -152,24 +154,31 @@ def test_a_record_without_a_schema_says_what_to_do(tmp_path, monkeypatch):
     assert done.exit_code == 2 and "slotkeeper migrate" in done.stderr
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder whose path is short enough for a socket: that of `tmp_path` grows with each run of pytest."""
+    with tempfile.TemporaryDirectory(prefix="sim-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_whatever_ends_it_leaves_no_process_and_no_folder(tmp_path, number):
+def test_whatever_ends_it_leaves_no_process_and_no_folder(short_folder, number):
     words = [sys.executable, "-m", "cli", "simulate", "--rate", "20000", "--duration", "5h"]
-    env = os.environ | {"TMPDIR": str(tmp_path)}
+    env = os.environ | {"TMPDIR": str(short_folder)}
     process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        until(lambda: valkey_below(tmp_path) or process.poll() is not None, "a Valkey")
+        until(lambda: valkey_below(short_folder) or process.poll() is not None, "a Valkey")
         assert process.poll() is None
         process.send_signal(number)
         _, said = process.communicate(timeout=30)
     finally:
         process.kill()
         process.wait()
-    until(lambda: valkey_below(tmp_path) is None, "the end of the Valkey")
+    until(lambda: valkey_below(short_folder) is None, "the end of the Valkey")
     if number != signal.SIGKILL:
         # Where Ctrl-C comes while Python executes a text, it ends by the signal, which a shell calls 130, too.
         assert process.returncode in (130, -signal.SIGINT) and said == "Stopped; nothing is left running.\n"
-        assert list(tmp_path.iterdir()) == []
+        assert list(short_folder.iterdir()) == []
 
 
 class Dying:

@@ -60,7 +60,8 @@ def test_a_prefix_cannot_break_the_hash_tag():
             RoutingSettings(redis_prefix=prefix)
 
 
-def test_the_embedded_redis_is_used_unless_another_is_named(monkeypatch):
+def test_the_embedded_redis_is_used_unless_another_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path))  # That of the checkout may hold a password of `make run`.
     assert RoutingSettings().room_url == "redis://127.0.0.1:6399/0"
     monkeypatch.setenv("SLOTKEEPER_REDIS_PORT", "7000")
     assert RoutingSettings().room_url == "redis://127.0.0.1:7000/0"

@@ -131,13 +131,15 @@ def _values(state: State, why: Why, to: State) -> dict[str, Any]:
         case State.DELAYED:
             return stopped | forgotten | error | {"due_ms": bindparam("p_due")}
         case _:
-            return error | {
+            ended = error | {
                 "finished_ms": bindparam("p_now"),
                 "result": bindparam("p_result"),
                 "due_ms": None,
                 "lease": None,
                 "sent_to": None,  # It may hold a password.
             }
+            # Where a job ended that waited to be resumed: its slot is withheld, see upkeep/draining.py.
+            return ended if state is State.RUNNING else ended | {"slot": None}
 
 
 # What was begun is gone on with in the same words.

@@ -76,6 +76,8 @@ class Waiting:
     tenant: str
     created_ms: int = 0
     constraints: str = ""
+    resumes_in: str | None = None
+    """The slot whose server may be at its last run still: there it is resumed, and nowhere else."""
 
 
 @dataclass(frozen=True, slots=True)

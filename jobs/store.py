@@ -277,7 +277,7 @@ class Store:
             if moved is None and instead is not None and _CANCEL_WANTED.scalar(tx.connection, params) is not None:
                 moved = self._moved(tx, instead)
             if withhold is not None and withhold.resumes and moved is not None and moved.to is State.QUEUED:
-                withheld.drop(tx, job_id, attempt)
+                withheld.leave_to_job(tx, job_id, attempt)
             return moved
 
         return Write(
@@ -478,7 +478,8 @@ class Store:
         queries = [listings.QUEUED_OF_ALL] if models is None else listings.queued_of(models)
         params = {"p_after": after_seq, "p_limit": limit}
         with self.database.read() as connection:
-            found = [_waiting(row) for query in queries for row in connection.execute(query, params)]
+            rows = [row for query in queries for row in connection.execute(query, params)]
+        found = [_waiting(it) if it.slot is None else replace(_waiting(it), resumes_in=it.slot) for it in rows]
         return sorted(found, key=lambda job: job.seq)[:limit]
 
     def having_queued(self, models: Sequence[str]) -> set[str]:

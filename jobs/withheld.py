@@ -69,6 +69,11 @@ _NOTE_MANY = insert(withheld).from_select(
 _ALL = Prepared(select(withheld).order_by(withheld.c.since_ms, withheld.c.job_id))
 _ONE = Prepared(select(withheld).where(*_THIS))
 _FORGET = Prepared(delete(withheld).where(*_THIS))
+_KEEP_SLOT = (
+    update(jobs)
+    .where(jobs.c.id == bindparam("p_id"), stands(State.QUEUED))
+    .values(slot=select(withheld.c.slot).where(*_THIS).scalar_subquery())
+)
 _SHORTEN = update(withheld).where(*_THIS).values(until_ms=bindparam("p_until"))
 _QUIET = update(withheld).where(*_THIS).values(quiet_ms=bindparam("p_quiet"))
 
@@ -87,6 +92,12 @@ def note_many(tx: Transaction, seqs: Sequence[int], now_ms: int, it: Withholding
 
 def drop(tx: Transaction, job_id: str, attempt: int) -> bool:
     return _FORGET.count(tx.connection, {"p_id": job_id, "p_attempt": attempt}) == 1
+
+
+def leave_to_job(tx: Transaction, job_id: str, attempt: int) -> None:
+    """The job, which this transaction has queued, keeps the slot: an emptied Redis must not offer it elsewhere."""
+    tx.connection.execute(_KEEP_SLOT, {"p_id": job_id, "p_attempt": attempt})
+    drop(tx, job_id, attempt)
 
 
 def add(database: Database, it: Withheld) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 import structlog
 
 from dispatch.dispatcher import ActiveRun, Dispatcher
-from jobs.record import Job, Run, now_ms
+from jobs.record import Job, Run, Waiting, now_ms
 from jobs.states import State
 from routing.leases import Lease, Restored
 from upkeep.each import alone
@@ -71,6 +71,17 @@ def restore_all(dispatcher: Dispatcher, fleets: Collection[str]) -> None:
         if fleet in fleets:
             with alone("restore", fleet=fleet):
                 _write(dispatcher, fleet, its, dispatcher.settings.lease_ms)
+
+
+def restore_offers(dispatcher: Dispatcher, fleet: str, jobs: Sequence[Waiting]) -> int:
+    """Offer those of these queued jobs that wait to be resumed in their slots again, where Redis has lost that.
+
+    Answers how many it had lost.  In any other slot they would run twice at once.  Workers look for such offers.
+    """
+    servers = {server.name for server in dispatcher.catalog.snapshot().servers_of(fleet)}
+    offers = [Lease(fleet, job.id, "", "", job.resumes_in) for job in jobs if job.resumes_in is not None]
+    known = {offer.job_id: offer for offer in offers if offer.server in servers}
+    return dispatcher.leases.offer_again(fleet, [Restored(known[job.id], job) for job in jobs if job.id in known])
 
 
 def restore_missed(dispatcher: Dispatcher, *, silence_proves: bool = True) -> int:

@@ -1,4 +1,4 @@
---[[ restore: write the leases of running jobs again, as the record knows them, after Redis has lost them.
+--[[ restore: write leases again, as the record knows them, after Redis has lost them.
   Keys: classes, groups, kinds, lanes, rules, free, cooling, slots, leases, servers, tags, stats, held, meta
   Takes
     lease_ms: int
@@ -6,7 +6,8 @@
               lane: text, job: {constraints: text, seq: int, created_ms: int}}]
   Returns
     restored: int     a job that has a lease is left alone, and so is one that waits in an open room
-  Where another holds the slot by now, the lease stands beside, see lib/holding
+  Where another holds the slot by now, a run's lease stands beside, see lib/holding
+  owner "": an open offer, to a queued job that is to be resumed in that slot; none if another holds it by now
   Clock Redis TIME    Cost O(jobs log leases)    Upholds LEASE-1, SLOT-1 ]]
 -- @include lib/now_ms
 -- @include lib/fleet
@@ -29,7 +30,8 @@ for _, lost in ipairs(leases) do
   local member = member_of(lease.job_id, job.created_ms)
   if not is_complete then take_from_lane(lane, member) end
   local waits = redis.call("ZSCORE", lane_key(lane.name), member)
-  if not waits and redis.call("EXISTS", lease_key(lease.job_id)) == 0 then
+  local is_passed_on = lease.owner == "" and field(SLOTS, lease.slot)
+  if not waits and not is_passed_on and redis.call("EXISTS", lease_key(lease.job_id)) == 0 then
     write_lease(lease.job_id, lease.name, lease.owner, lease.slot, lane, job.constraints, job.seq,
       job.created_ms, 0, 0, now, now + lease_ms)
     redis.call("ZREM", FREE, lease.slot)

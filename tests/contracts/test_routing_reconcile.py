@@ -238,6 +238,39 @@ def test_a_draining_worker_hands_its_run_back_and_it_costs_the_job_nothing(stage
     assert (again.run.remote_id, again.lease.slot) == ("r-1", task.lease.slot)
 
 
+@pytest.mark.parametrize("fill", ["sweep", "reconcile"])
+@pytest.mark.parametrize("end", ["reap", "hand_back"])
+def test_a_job_that_waits_to_be_resumed_keeps_its_slot_when_redis_is_emptied(stage, end, fill):
+    """Its server may be at it: in any other slot it would run twice at once."""
+    stage.register(1, server="z")
+    job_id = stage.submit()
+    task = stage.start()
+    if end == "reap":
+        stage.later(LEASE_MS)
+        assert reconcile.reap(stage.dispatcher) == 1
+    else:
+        assert stage.dispatcher.hand_back(task)
+    stage.register(2, server="a")
+    stage.lose_redis()
+    getattr(reconcile, fill)(stage.dispatcher)
+    assert stage.room.taken() == {task.lease.slot: job_id} and stage.room.waiting() == []
+    stage.told.offers.clear()  # Redis was the broker, too.
+    assert stage.run_all() == [job_id]
+    assert (stage.state(job_id), stage.job(job_id).slot) == (State.COMPLETED, task.lease.slot)
+
+
+def test_a_job_that_waits_to_be_resumed_is_offered_elsewhere_once_its_server_is_removed(stage):
+    stage.register(1, server="a")
+    job_id = stage.submit()
+    assert stage.dispatcher.hand_back(stage.start())
+    stage.register(1, server="b")
+    removal.remove_server(stage.database, "a", stage.now, "")
+    stage.dispatcher.catalog.refresh()
+    stage.lose_redis()
+    reconcile.sweep(stage.dispatcher)
+    assert stage.room.taken() == {"b-slot0": job_id}
+
+
 def test_while_no_worker_comes_the_slot_stays_with_the_job_that_its_server_has(stage):
     stage.register(3)
     job_id = stage.submit()

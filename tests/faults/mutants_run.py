@@ -232,6 +232,23 @@ RUN = [
         (f"{DRAINING}test_an_emptied_redis_does_not_forget_what_drains",),
     ),
     Mutant(
+        "an emptied Redis offers a job anywhere that its server may be at",
+        "LEASE-1",
+        "jobs/withheld.py",
+        """    tx.connection.execute(_KEEP_SLOT, {"p_id": job_id, "p_attempt": attempt})
+""",
+        "",
+        (f"{MAINTENANCE}test_a_job_that_waits_to_be_resumed_keeps_its_slot_when_redis_is_emptied",),
+    ),
+    Mutant(
+        "a slot that was given away is offered to who waited to be resumed in it",
+        "SLOT-1",
+        "routing/lua/restore.lua",
+        'local is_passed_on = lease.owner == "" and field(SLOTS, lease.slot)',
+        "local is_passed_on = false",
+        (f"{LEASES}test_an_open_offer_that_is_restored_can_be_claimed_and_is_not_made_of_a_slot_that_was_given_away",),
+    ),
+    Mutant(
         "the slot of a job that ended before it was resumed is free",
         "SLOT-1",
         "upkeep/draining.py",

@@ -458,6 +458,16 @@ def test_a_lease_that_comes_back_to_a_slot_that_was_given_away_stands_beside_and
     assert not room.client.exists(room.key("slots:gpu-slot0"))
 
 
+def test_an_open_offer_that_is_restored_can_be_claimed_and_is_not_made_of_a_slot_that_was_given_away(room):
+    room.with_slots(2).enqueue(a("holder", 1))
+    (taken,) = room.taken()
+    (free,) = {"gpu-slot0", "gpu-slot1"} - {taken}
+    assert room.restore((a("late", 2), "p1-7", "", taken), (a("j", 3), "p1-8", "", free)) == 1
+    assert room.taken() == {taken: "holder", free: "j"}
+    offer = Offered("j", "p1-8", free, "gpu", "zimg", 0, "")
+    assert [room.claim(offer, owner) for owner in ("w1", "w2")] == ["claimed", "lost"]
+
+
 def test_a_cooling_slot_whose_lease_is_restored_is_taken(room):
     room.with_slots(1)
     room.cool_down("gpu", 1000)

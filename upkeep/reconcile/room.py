@@ -129,10 +129,15 @@ def _enqueue(dispatcher: Dispatcher, fleets: Collection[str], jobs: Iterable[Wai
         taken = False
         if fleet in fleets:
             with alone("enqueue", fleet=fleet):
-                dispatcher.queues.fill(fleet, its)
+                _take_in(dispatcher, fleet, its)
                 taken = True
         if not taken:  # It is filled as a whole later.
             seen_by(dispatcher).filling.setdefault(fleet, 0)
+
+
+def _take_in(dispatcher: Dispatcher, fleet: str, jobs: Sequence[Waiting]) -> int:
+    """Put queued jobs where they are missing, each to be resumed in its slot; answers how many were."""
+    return runs.restore_offers(dispatcher, fleet, jobs) + dispatcher.queues.fill(fleet, jobs)
 
 
 def _by_fleet(dispatcher: Dispatcher, jobs: Iterable[Waiting]) -> dict[str, list[Waiting]]:
@@ -277,7 +282,7 @@ def _fill(dispatcher: Dispatcher, fleet: str) -> int:
     """
     models, seq, filled = dispatcher.catalog.snapshot().models_of(fleet), 0, 0
     while batch := dispatcher.store.queued(models, seq, _CHUNK):
-        dispatcher.queues.fill(fleet, batch)
+        _take_in(dispatcher, fleet, batch)
         seq, filled = batch[-1].seq, filled + len(batch)
     return filled
 
@@ -299,7 +304,7 @@ def _fill_on(dispatcher: Dispatcher, fleet: str, until: float) -> None:
     """Go on filling a fleet's room until all is done, or it is `until`."""
     seen, models = seen_by(dispatcher), dispatcher.catalog.snapshot().models_of(fleet)
     while batch := dispatcher.store.queued(models, seen.filling[fleet], _CHUNK):
-        missing = dispatcher.queues.fill(fleet, batch)
+        missing = _take_in(dispatcher, fleet, batch)
         if missing and fleet in seen.doubts:
             seen.doubts[fleet].pause_s = 0.0
         seen.filling[fleet] = batch[-1].seq

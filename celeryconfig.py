@@ -6,12 +6,14 @@ Jobs wait in the record and in the waiting room, never as ETA messages in a work
 
 from datetime import timedelta
 
-from tasks.beat import every
+from tasks.beat import QUEUE, entries
 from tasks.config import TaskSettings
 
 _settings = TaskSettings()
 
 broker_url = _settings.broker
+# What is no message shall end no worker.  kombu takes no path of a class in a URL.
+broker_transport = "tasks.broker:Transport" if broker_url.startswith(("redis://", "rediss://")) else None
 result_backend = _settings.results
 result_expires = timedelta(days=1)
 # A backend that has fallen silent: nobody hangs on it for the default of two minutes.
@@ -39,7 +41,7 @@ worker_consumer = "tasks.consumer:Consumer"
 worker_pool = "tasks.pool:Pool"
 worker_concurrency = _settings.threads
 worker_prefetch_multiplier = 1
-worker_disable_prefetch = True
+worker_disable_prefetch = broker_transport is not None  # Celery can do it with Redis alone.
 worker_disable_rate_limits = True  # A wake-up that a worker holds back holds a slot.
 worker_send_task_events = False  # The relay publishes them, also of jobs that wait (tasks/sinks/task_events.py).
 task_send_sent_event = False
@@ -52,28 +54,10 @@ task_create_missing_queues = True
 
 # A bare client publishes `infer` to Celery's own default queue; workers admit it from there.
 task_default_queue = "celery"
-task_routes = {"slotkeeper.canary": {"queue": "canary"}, "maintenance.*": {"queue": "maintenance"}}
-
-
-def _every(task: str, seconds: float, *args: object) -> dict[str, object]:
-    """A beat entry.  It does not expire, which would compare two hosts' clocks; tasks/maintenance.py drops doubles."""
-    return {"task": task, "schedule": every(seconds), "args": args}
-
+task_default_queue_type = task_create_missing_queue_type = _settings.broker_queues
+broker_native_delayed_delivery_queue_type = _settings.broker_queues
+task_routes = {"slotkeeper.canary": {"queue": "canary"}, "maintenance.*": {"queue": QUEUE}}
 
 beat_scheduler = "tasks.beat:Scheduler"
 beat_max_loop_interval = 1
-beat_schedule = {
-    "sweep": _every("maintenance.sweep", 2),
-    "keep-time": _every("maintenance.keep_time", 1),
-    "reap": _every("maintenance.reap", 0.5),
-    "reap-killed": _every("maintenance.reap_killed", 0.5),
-    "watch-runs": _every("maintenance.watch_runs", 2),
-    "check-servers": _every("maintenance.check_servers", 10),
-    "check-urgent-servers": _every("maintenance.check_servers", 2, False),
-    "sync-locks": _every("maintenance.sync_locks", 30),
-    "reconcile": _every("maintenance.reconcile", 300),
-    "scan-dlq": _every("maintenance.scan_dlq", 60),
-    "count": _every("maintenance.count", 5),
-    "check_invariants": _every("maintenance.check_invariants", 60),
-    "tell-ends": _every("maintenance.tell_due", 5),
-}
+beat_schedule = entries()

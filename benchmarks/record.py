@@ -66,7 +66,7 @@ def _play(where: str, times: int) -> None:
             runs.append(run)
 
         def settle(n: int) -> None:
-            assert store.settle(ids[n], runs[n].attempt, Why.FINISHED, 3, result="{}")
+            assert store.database.do(store.settle_write(ids[n], runs[n].attempt, Why.FINISHED, 3, result="{}"))
 
         _measure("a transaction of nothing", lambda _: store.database.write(lambda tx: None), times)
         _measure("submit", lambda n: store.submit([NewJob(ids[n], "bench", _PAYLOAD)], 1), times)

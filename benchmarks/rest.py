@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _measure(supervisor: int, seconds: float) -> None:
-    pids = [supervisor, *_children(supervisor)]
+    pids = [supervisor, *_descendants(supervisor)]
     before = {pid: processor_s(pid) for pid in pids}
     time.sleep(seconds)
     rows = [(100 * (processor_s(pid) - before[pid]) / seconds, *memory_mib(pid), _command(pid)) for pid in pids]
@@ -47,9 +47,10 @@ def _measure(supervisor: int, seconds: float) -> None:
     sys.stdout.write(f"{cpu:5.2f} %  RSS {rss:4.0f}  PSS {pss:4.0f} MiB  all together\n")
 
 
-def _children(parent: int) -> list[int]:
-    text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
-    return [int(pid) for pid in text.split()]
+def _descendants(parent: int) -> list[int]:
+    texts = [path.read_text() for path in Path(f"/proc/{parent}/task").glob("*/children")]
+    children = [int(pid) for text in texts for pid in text.split()]
+    return [found for child in children for found in (child, *_descendants(child))]
 
 
 def processor_s(pid: int) -> float:

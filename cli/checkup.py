@@ -382,8 +382,8 @@ def _of_slots(snapshot: Any) -> Iterator[Finding]:
 
 def maintenance() -> Iterator[Finding]:
     """It goes on, and each of its tasks has lately come to its end."""
-    import celeryconfig
     from foundation.clock import now_ms
+    from tasks.beat import EVERY_S
     from tasks.wiring import scripts
     from upkeep import pulse
 
@@ -393,9 +393,7 @@ def maintenance() -> Iterator[Finding]:
         yield Finding("maintenance", "fail", said, remedy)
         return
     runs, now, late = pulse.last_runs(scripts()), now_ms(), []
-    for entry in celeryconfig.beat_schedule.values():
-        name = str(entry["task"]).removeprefix("maintenance.")
-        every_s = entry["schedule"].run_every.total_seconds()  # type: ignore[attr-defined]
+    for name, every_s in EVERY_S.items():
         if name in runs and now - runs[name].ended_ms > (_LATE * every_s + _LATE_S) * 1000:
             late.append(f"{name} ({(now - runs[name].ended_ms) / 1000:.0f} s ago)")
     if late:

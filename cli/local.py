@@ -67,6 +67,7 @@ def flower() -> None:
     _close_flower()
     collect_rarely()
     celery.conf.include = ["tasks.signals"]  # It shows tasks, and runs none.
+    celery.conf.broker_transport = None  # Its page of the broker goes by the scheme of the URL.
     run(["flower"])
 
 

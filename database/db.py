@@ -2,7 +2,8 @@
 
 Threads that write at the same moment share one transaction (group commit): each hands in a *unit*, one of
 them becomes the leader, runs all units that are waiting, commits once, and wakes the others.  Alone, a caller
-leads itself and pays nothing for it.  Nobody is answered before the commit.
+leads itself and pays nothing for it.  Nobody is answered before the commit.  An event loop, which must not wait, tries
+to commit by itself and leaves the rest to a thread (`Batch`).
 
 Everything has its time (config.Limits), and an unknown is never called a no: when the answer to a COMMIT is lost,
 its fate is asked on a new connection before anybody is answered.
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import groupby, islice
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -110,6 +111,27 @@ class Write(NamedTuple, Generic[T]):
     size: int = 0
 
 
+class Batch:
+    """Writes that are committed together, by the thread that brings them or by another, and what came of them.
+
+    One guarantee, whoever commits: the answers are there when what they promise is on the disk, and not before.
+    `answers`: of each write its result or an exception; None: not known yet.  `committed`: the same when all others
+    see it, and the disk is still to be waited for.
+    """
+
+    __slots__ = ("answers", "committed", "writes")
+
+    def __init__(self, writes: Sequence[Write[Any]]) -> None:
+        self.writes = writes
+        self.committed: Sequence[Any] | None = None
+        self.answers: list[Any] | None = None
+
+    @property
+    def size(self) -> int:
+        """How much it writes, in signs, where that may be much."""
+        return sum(write.size for write in self.writes)
+
+
 class _Ticket(Generic[T]):
     """One unit in the line for the next commit."""
 
@@ -199,6 +221,51 @@ class Database:
 
     def do_all(self, writes: Sequence[Write[Any]]) -> list[Any]:
         """Several writes together, in one transaction if none spoils it; the result, or the error, of each."""
+        batch = Batch(writes)
+        self.complete([batch])
+        return batch.answers or []
+
+    def try_commit(self, batch: Batch) -> None:
+        """Commit a batch if that waits for nothing; whatever is left to do then, `complete` does.
+
+        Only on SQLite, while no other thread or process writes, and if it is not much.  A batch of which one write
+        spoils what they share is left whole to `complete`, which finds out which.  So is any after a COMMIT that failed
+        here, as on a full disk, until one of `complete`'s has not: that connects anew, and asks what became of it.
+        """
+        if not self._writer.is_quick or self._is_doubted or batch.size > _LARGEST_AT_ONCE:
+            return
+        with self._lock:
+            if self._led:
+                return
+            self._led = True
+        try:
+            batch.committed = self._tried(batch.writes)
+        finally:
+            self._pass_the_lead_on()
+        if batch.committed is not None and all(write.relaxed for write in batch.writes):
+            batch.answers = _told(batch.writes, batch.committed)
+
+    def complete(self, batches: Sequence[Batch]) -> None:
+        """Have batches committed, if they are not yet, and the disk waited for, so that each has its answers."""
+        if committed := [batch for batch in batches if batch.committed is not None]:
+            self._wait_for_disk(committed)
+        if others := [batch for batch in batches if batch.committed is None]:
+            answers = iter(self._commit_all([write for batch in others for write in batch.writes]))
+            for batch in others:
+                batch.answers = list(islice(answers, len(batch.writes)))
+
+    def _wait_for_disk(self, batches: Sequence[Batch]) -> None:
+        lost: RecordUncertain | None = None
+        try:
+            self._writer.sync()
+        except OSError as error:
+            lost = _uncertain(_reason(error))
+        for batch in batches:
+            found = batch.committed or []
+            answers = found if lost is None else [it if isinstance(it, Exception) else lost for it in found]
+            batch.answers = _told(batch.writes, answers)
+
+    def _commit_all(self, writes: Sequence[Write[Any]]) -> list[Any]:
         until = time.monotonic() + self.limits.turn_s
         tickets: list[_Ticket[Any]] = [_Ticket(it, until) for it in writes]
         with self._lock:
@@ -209,36 +276,6 @@ class Database:
         except BaseException:
             self._abandon(tickets)
             raise
-        return _told(writes, answers)
-
-    def do_at_once(self, writes: Sequence[Write[Any]]) -> list[Any] | None:
-        """As `do_all`, for a caller that must not wait.  None: nothing was stored, as somebody else writes
-        now, or it is much, or one of these spoils what they share; `do_all` finds out which.  So it is after a COMMIT
-        that failed here, as on a full disk, until one of theirs has not: they connect anew, and ask what became of it.
-
-        Only on SQLite.  Nobody may hear of these answers before `secured`, unless all writes are relaxed.
-        """
-        if not self._writer.is_quick or self._is_doubted or sum(write.size for write in writes) > _LARGEST_AT_ONCE:
-            return None
-        with self._lock:
-            if self._led:
-                return None
-            self._led = True
-        try:
-            answers = self._tried(writes)
-        finally:
-            self._pass_the_lead_on()
-        if answers is None or not all(write.relaxed for write in writes):
-            return answers
-        return _told(writes, answers)
-
-    def secured(self, writes: Sequence[Write[Any]], answers: Sequence[Any]) -> list[Any]:
-        """The answers of `do_at_once`, when what they promise is on the disk."""
-        try:
-            self._writer.sync()
-        except OSError as error:
-            lost = _uncertain(_reason(error))
-            answers = [answer if isinstance(answer, Exception) else lost for answer in answers]
         return _told(writes, answers)
 
     def _tried(self, writes: Sequence[Write[Any]]) -> list[Any] | None:

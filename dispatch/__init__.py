@@ -1,8 +1,9 @@
-"""dispatch: what is done with a job, the record first and Redis after it.
+"""dispatch: what is done with a job, the database first and Redis after it, but where a decision says otherwise.
 
-    dispatcher   the use cases: submit, settle, cancel, revive
-    outcome      what came of a call                        verdict      what that means for job, slot and server
-    retry        when to try again
+    dispatcher   the use cases: submit, cancel, revive
+    steps        how a run starts and ends, for an event loop and for threads
+    decision     how a run ends: its transition, its cost, and when its slot may be used again
+    outcome      what came of a call                        verdict      what that means for the job
 
 No Celery, Flask or HTTP in here.
 """

@@ -1,15 +1,13 @@
-"""The use cases: submit, settle, cancel, revive; a worker starts jobs (tasks/starts.py).
+"""The use cases: submit, cancel, revive.  How runs start and end: dispatch/steps.py.
 
 Each writes the record first and Redis after it.  If Redis fails in between, the record is right and
 upkeep.reconcile brings Redis to it; nothing here waits for that.
 """
 
-import random
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -22,15 +20,12 @@ from admission.gates.placed import is_matched
 from admission.questions import Entering, Position
 from admission.submission import Submission, UrlCheck, naming, prepare
 from audit import acts
-from dispatch import retry
-from dispatch.verdict import Verdict
 from foundation.crash import crash_at
 from foundation.errors import Conflict, InvalidJob, JobNotFound, TooMany, UnknownModel
-from jobs import run_times, withheld
-from jobs.record import Accepted, NewJob, Run, Waiting, now_ms
+from jobs import run_times
+from jobs.record import Accepted, Error, Job, NewJob, Run, Waiting, now_ms
 from jobs.states import FINAL, State, Why
-from jobs.store import Error, Moved, Store
-from jobs.withheld import Withholding
+from jobs.store import Moved, Store
 from registry.cache import CatalogCache
 from registry.tenants import Tenant
 from routing.config import RoutingSettings
@@ -58,8 +53,8 @@ class Announcer(Protocol):
         `new`: the job, if it has come just now and so never ran; else what a worker is told of it must be looked up.
         """
 
-    def ended(self, moved: Moved, *, by_worker: bool) -> None:
-        """A job has ended; `by_worker`: with the run of the worker that calls."""
+    def ended(self, moved: Moved) -> None:
+        """A job has ended."""
 
 
 class Receipt(NamedTuple):
@@ -79,14 +74,6 @@ class ActiveRun(NamedTuple):
 
     run: Run
     lease: Lease
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """What came of a run.  `moved` None: the run was over before, and nothing was stored."""
-
-    moved: Moved | None
-    next: Offer | None  # already claimed by this worker
 
 
 class Dispatcher:
@@ -231,65 +218,20 @@ class Dispatcher:
             except Exception as error:
                 log.warning("publish_failed", job_id=offer.job_id, error=str(error))
 
-    def announce_end(self, moved: Moved, *, by_worker: bool = False) -> None:
+    def announce_end(self, moved: Moved) -> None:
         """Tell the outside that a job has ended, if it has."""
         if moved.to not in FINAL:
             return
         try:
-            self._announcer.ended(moved, by_worker=by_worker)
+            self._announcer.ended(moved)
         except Exception as error:
             log.warning("announcement_failed", job_id=moved.job.id, error=str(error))
 
-    # -- start -----------------------------------------------------------------------------------------------
-
-    def begun(self, offer: Offer, run: Run, lease: Lease) -> ActiveRun:
-        """The active run of a job that has been started; the observer hears of a first start."""
-        if run.attempt == 1:
-            self.observer.started(offer.fleet, offer.model, run.job.id, run.started_ms)
-        return ActiveRun(run, lease)
-
-    # -- settle ----------------------------------------------------------------------------------------------
-
-    def settle(
-        self,
-        active: ActiveRun,
-        verdict: Verdict,
-        *,
-        result: str | None = None,
-        error: Error | None = None,
-        retry_after_s: float | None = None,
-        claimant: str = "",
-        lingers: str = "",
-    ) -> Settled:
-        """End a run: the record first, then the slot is freed and the next offer made in one step.
-
-        `claimant`: the worker that takes the next job at once; "": all offers are published.  `lingers`: why the server
-        may be at the run still, so that its slot is withheld; "": it has let go.
-        Raises RecordUnavailable; the lease is held on then.
-        """
-        run, now = active.run, now_ms()
-        due_ms = None
-        if verdict.why is Why.SERVER_ERROR:
-            config = self.catalog.model(run.job.model).config
-            due_ms = now + retry.delay_ms(run.failures, config, random.random(), retry_after_s)
-        withhold = Withholding(lingers, now + self.settings.withhold_max_ms) if lingers else None
-        moved = self.store.settle(
-            run.job.id, run.attempt, verdict.why, now, result=result, error=error, due_ms=due_ms, withhold=withhold
-        )
-        crash_at("settle_committed")
-        if moved is None and not lingers:
-            self.let_go(active)
-        if moved is None:
-            following = self.leave(active.lease, run.job.id, run.attempt, claimant=claimant)
-        elif withhold is not None:
-            following = self._withhold(active.lease, run.attempt, verdict, moved.to, claimant)
-        else:
-            following = self.free(active.lease, verdict, back=moved.to is State.QUEUED, claimant=claimant)
-        crash_at("settle_released")
-        if moved is not None:  # after the slot is free: a webhook may take its time
-            self.announce_end(moved, by_worker=True)
-        crash_at("settle_announced")
-        return Settled(moved, following)
+    def publish_others(self, offers: Sequence[Offer], claimant: str) -> Offer | None:
+        """The offer that `claimant` now owns; for the others workers are woken."""
+        mine = next((offer for offer in offers if claimant and offer.owner == claimant), None)
+        self.publish([offer for offer in offers if offer is not mine])
+        return mine
 
     def longest_usual_ms(self, model: str) -> int:
         """Return how long a run of the model may go on before it counts as over where nothing tells its end.
@@ -303,119 +245,6 @@ class Dispatcher:
             most = min(most, round(known.config.max_poll_time * 1000))
         usual = run_times.longest_usual_ms(self.store.database, model)
         return most if usual is None else min(most, max(_SHORTEST_USUAL_MS, _TIMES_USUAL * usual))
-
-    def let_go(self, active: ActiveRun) -> None:
-        """Free the slot that is withheld from a run which was ended elsewhere: its server has let go after all.
-
-        Raises RecordUnavailable.
-        """
-        run = active.run
-        if withheld.forget(self.store.database, run.job.id, run.attempt):
-            self.free(draining_lease(active.lease.fleet, run.job.id, run.attempt, run.slot), back=False)
-
-    def hand_back(self, active: ActiveRun) -> bool:
-        """Let another worker resume a run that its server goes on with: the slot stays taken, the offer is open."""
-        run, now = active.run, now_ms()
-        withhold = Withholding("canceled", now + self.settings.withhold_max_ms, resumes=True)
-        moved = self.store.settle(run.job.id, run.attempt, Why.HANDED_BACK, now, withhold=withhold)
-        crash_at("hand_back_committed")
-        if moved is not None and moved.to is State.QUEUED:
-            self.offer_again(active.lease, run.job.model)
-            return True
-        self.leave(active.lease, run.job.id, run.attempt)
-        if moved is not None:
-            self.announce_end(moved)
-        return moved is not None
-
-    def put_back(self, active: ActiveRun, *, claimant: str = "") -> Offer | None:
-        """Put a job back whose request was not sent, since its lease was lost before: it costs the job nothing.
-
-        Answers as `free`.  Raises RecordUnavailable.
-        """
-        run = active.run
-        moved = self.store.settle(run.job.id, run.attempt, Why.HANDED_BACK, now_ms())
-        if moved is None:
-            return self.leave(active.lease, run.job.id, run.attempt, claimant=claimant)
-        following = self.free(active.lease, back=moved.to is State.QUEUED, claimant=claimant)
-        if moved.to is State.QUEUED:
-            self.enqueue([moved.job])
-        self.announce_end(moved)
-        return following
-
-    def leave(self, lease: Lease, job_id: str, attempt: int, *, claimant: str = "") -> Offer | None:
-        """Give up the lease of a run that has ended elsewhere: its slot is free, unless the record withholds it.
-
-        Answers as `free`.  Raises RecordUnavailable.
-        """
-        it, state = withheld.of_run(self.store.database, job_id, attempt), self.store.state_of(job_id)
-        if it is not None and it.slot == lease.slot:
-            return self._withhold(lease, attempt, None, state, claimant)
-        return self.free(lease, back=state is State.QUEUED, claimant=claimant)
-
-    def _withhold(
-        self, lease: Lease, attempt: int, verdict: Verdict | None, state: State | None, claimant: str
-    ) -> Offer | None:
-        """Let the slot drain.  Redis away: the lease expires, and who reaps it finds in the record what to do."""
-        draining = draining_lease(lease.fleet, lease.job_id, attempt, lease.slot)
-        outcome = verdict.outcome if verdict is not None else ""
-        try:
-            _, offers = self.leases.withhold(
-                lease, draining, back=state is State.QUEUED, claimant=claimant, outcome=outcome
-            )
-        except RedisError as error:
-            log.warning("withholding_postponed", job_id=lease.job_id, error=str(error))
-            return None
-        crash_at("slot_withheld")
-        return self.publish_others(offers, claimant)
-
-    def offer_again(self, lease: Lease, model: str) -> None:
-        """Open a lease for whoever resumes its job on the same slot."""
-        try:
-            open_ = self.leases.seize(lease, "", self.settings.offer_ms, only_expired=False)
-        except RedisError as error:
-            log.warning("offer_postponed", job_id=lease.job_id, error=str(error))
-            return
-        if open_ is not None:
-            self.publish([Offer(open_.fleet, open_.job_id, open_.name, open_.slot, open_.server, model, 0)])
-
-    def free(
-        self, lease: Lease, verdict: Verdict | None = None, *, back: bool, claimant: str = "", cooldown_ms: int = 0
-    ) -> Offer | None:
-        """Free a slot, at once or after a cooldown, and hand it on; answers the offer that `claimant` now owns."""
-        cooldown_ms = max(cooldown_ms, self._cooldown_ms(verdict), self._server_cooldown_ms(lease, verdict))
-        try:
-            outcome = verdict.outcome if verdict is not None else ""
-            _, offers = self.leases.release(
-                lease, back=back, cooldown_ms=cooldown_ms, claimant=claimant, outcome=outcome
-            )
-        except RedisError as error:
-            log.warning("release_postponed", job_id=lease.job_id, error=str(error))
-            return None
-        return self.publish_others(offers, claimant)
-
-    def publish_others(self, offers: Sequence[Offer], claimant: str) -> Offer | None:
-        """The offer that `claimant` now owns; for the others workers are woken."""
-        mine = next((offer for offer in offers if claimant and offer.owner == claimant), None)
-        self.publish([offer for offer in offers if offer is not mine])
-        return mine
-
-    def _server_cooldown_ms(self, lease: Lease, verdict: Verdict | None) -> int:
-        """Begin the cooldown of a server that could not be reached; answers how long it is."""
-        if verdict is None or not verdict.blames_server:
-            return 0
-        try:
-            return self.slots.cool_down(lease.fleet, lease.server)
-        except RedisError as error:  # The slot itself is freed all the same, or remembered as one to be freed.
-            log.warning("cooldown_postponed", server=lease.server, error=str(error))
-            return 0
-
-    def _cooldown_ms(self, verdict: Verdict | None) -> int:
-        if verdict is None or verdict.why is not Why.SERVER_BUSY:
-            return 0
-        cooldown_ms = (
-            self.settings.busy_cooldown_ms if verdict.retry_after_s is None else round(verdict.retry_after_s * 1000)
-        )
-        return min(cooldown_ms, self.settings.busy_cooldown_max_ms)
 
     # -- cancel, revive --------------------------------------------------------------------------------------
 
@@ -485,6 +314,31 @@ class Dispatcher:
 
 def _waiting(job: NewJob, accepted: Accepted, now_ms: int) -> Waiting:
     return Waiting(job.id, accepted.seq, job.model, job.priority, job.tenant, now_ms, job.constraints)
+
+
+def active_run(dispatcher: Dispatcher, job: Job) -> ActiveRun | None:
+    """Return the run that `job` shows, as its worker knows it; None: the job does not run."""
+    if job.state is not State.RUNNING or not job.lease or not job.slot or not job.server:
+        return None
+    run = Run(
+        job=job.waiting,
+        payload=job.payload or "{}",
+        attempt=job.attempt,
+        failures=job.failures,
+        crashes=job.crashes,
+        deadline_ms=job.deadline_ms,
+        remote_id=job.remote_id,
+        sent_ms=None,
+        server=job.server,
+        slot=job.slot,
+        started_ms=job.started_ms or job.created_ms,
+        cancel_requested=job.cancel_requested_ms is not None,
+        envelope=job.envelope,
+        described_by=job.described_by,
+        sent_to=job.sent_to,
+        traceparent=job.traceparent,
+    )
+    return ActiveRun(run, Lease.of_tag(dispatcher.catalog.model(job.model).fleet, job.id, job.lease, job.slot))
 
 
 def draining_lease(fleet: str, job_id: str, attempt: int, slot: str) -> Lease:

@@ -1,9 +1,9 @@
 """What came of one exchange with an inference server: a plain value.
 
-The server adapters produce it, policies.verdict turns it into what happens to the job.
+The server adapters produce it, dispatch.decision says what it means for the job and its slot.
 """
 
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any, NamedTuple
 
 
@@ -32,3 +32,11 @@ class Outcome(NamedTuple):
     retry_after_s: float | None = None  # BUSY, RETRY: the server's wish, in seconds
     progress: Any = None  # PENDING: how far it is, as the server says it
     lingers: bool = False  # CANCELED, FAILED, LOST, RETRY: it ends here, and its server may go on with it all the same
+
+
+class StopReason(Enum):
+    """Why a worker does not go on with a run that goes on."""
+
+    LOST = "lost"  # Another worker has this job now, or none: what this one did is dropped.
+    STOPPED = "stopped"  # This worker is going down; another can go on with the job.
+    UNSENT = "unsent"  # The lease was lost before the request was sent.

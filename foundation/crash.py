@@ -28,7 +28,6 @@ POINTS = (
     "hand_back_committed",  # queued in the record, the slot kept for a resume that is not offered yet
     "cancel_committed",  # canceled in the record, still in the room
     "cancel_requested",  # the wish is in the record, the worker does not know
-    "retry_committed",  # delayed in the record, Celery does not know
     "relay_read",  # events are read, and no sink has got them
     "relay_published",  # the sink keeps them, its cursor does not say so
     "relay_moved",  # the cursor says so

@@ -81,6 +81,26 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
+class Error:
+    """Why a run did not succeed: a stable word and a sentence."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Withholding:
+    """That a run's slot is to be withheld when the run ends.
+
+    `until_ms`: the longest.  `resumes`: not if its job goes back to be resumed in that very slot.
+    """
+
+    reason: str
+    until_ms: int
+    resumes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """A job that has just been started: everything its worker needs.
 

@@ -73,7 +73,7 @@ class Edge:
     costs: Budget = Budget.NOTHING
 
 
-_SETTLE = "jobs.store.settle"
+_SETTLE = "jobs.store.settle_write"
 _DEADLINES = "jobs.store.expire_overdue"
 _CANCEL = "jobs.store.end_waiting"
 
@@ -81,7 +81,7 @@ TRANSITIONS: dict[tuple[State | None, Why], Edge] = {
     (None, Why.SUBMITTED): Edge(State.QUEUED, "jobs.store.submit"),
     (None, Why.SCHEDULED): Edge(State.DELAYED, "jobs.store.submit"),
     (State.DELAYED, Why.DUE): Edge(State.QUEUED, "jobs.store.promote_due"),
-    (State.QUEUED, Why.STARTED): Edge(State.RUNNING, "jobs.store.starting"),
+    (State.QUEUED, Why.STARTED): Edge(State.RUNNING, "jobs.store.start_write"),
     (State.RUNNING, Why.FINISHED): Edge(State.COMPLETED, _SETTLE),
     (State.RUNNING, Why.INVALID_REQUEST): Edge(State.FAILED, _SETTLE),
     (State.RUNNING, Why.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.WAITS),

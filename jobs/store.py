@@ -21,9 +21,8 @@ from jobs import events, idempotency, listings, moves, names, owed, withheld
 from jobs.counters import count
 from jobs.models import IS_ACTIVE, JOB_COLUMNS, MAY_EXPIRE, jobs
 from jobs.moves import UNFINISHED, WAITING_COLUMNS, stands
-from jobs.record import Accepted, Brief, Event, Job, NewJob, Run, Waiting, storable
+from jobs.record import Accepted, Brief, Error, Event, Job, NewJob, Run, Waiting, Withholding, storable
 from jobs.states import State, Why, edge
-from jobs.withheld import Withholding
 
 Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are named at the statements
 Committed: TypeAlias = Callable[[list[Accepted]], object]
@@ -42,14 +41,6 @@ class Moved:
     to: State
     attempt: int
     telling_id: str | None = None  # what those who wait outside are owed, if any do
-
-
-@dataclass(frozen=True, slots=True)
-class Error:
-    """Why a run did not succeed: a stable word and a sentence."""
-
-    code: str
-    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +198,7 @@ class Store:
 
     # -- transitions -----------------------------------------------------------------------------------------
 
-    def starting(
+    def start_write(
         self,
         job_id: str,
         server: str,
@@ -238,11 +229,7 @@ class Store:
         found = zip(steps, self._transitions(tx, steps), strict=True)
         return [row and _run(row, step.params["p_server"], step.params["p_slot"]) for step, row in found]
 
-    def settle(self, job_id: str, attempt: int, why: Why, now_ms: int, **ends: Any) -> Moved | None:
-        """End the run `attempt` for the reason `why`, see `settling`; None: it is over already, nothing was changed."""
-        return self.database.do(self.settling(job_id, attempt, why, now_ms, **ends))
-
-    def settling(
+    def settle_write(
         self,
         job_id: str,
         attempt: int,
@@ -254,7 +241,7 @@ class Store:
         due_ms: int | None = None,
         withhold: Withholding | None = None,
     ) -> Write[Moved | None]:
-        """The write that ends the run `attempt` for the reason `why`.
+        """Return the write that ends the run `attempt` for the reason `why`; it returns None: the run is over already.
 
         A job that shall be canceled, and whose run comes to no result, is canceled, whatever `why` says.
         After a RecordUncertain it can be asked again, and answers as if the first time had succeeded, if it had.

@@ -14,21 +14,10 @@ from database.db import Database, Transaction
 from database.prepared import Prepared
 from jobs.models import jobs, withheld
 from jobs.moves import stands
+from jobs.record import Withholding
 from jobs.states import State
 
 Row: TypeAlias = Any
-
-
-@dataclass(frozen=True, slots=True)
-class Withholding:
-    """That a run's slot is to be withheld when the run ends.
-
-    `until_ms`: the longest.  `resumes`: not if its job goes back to be resumed in that very slot.
-    """
-
-    reason: str
-    until_ms: int
-    resumes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

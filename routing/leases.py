@@ -52,6 +52,17 @@ class Lease:
         """The holder's name for the record, from which a lost Redis is rebuilt."""
         return f"{self.name} {self.owner}"
 
+    @classmethod
+    def of_offer(cls, offer: Offer, owner: str) -> "Lease":
+        """Return the lease of an offer that `owner` has claimed."""
+        return cls(offer.fleet, offer.job_id, offer.lease, owner, offer.slot)
+
+    @classmethod
+    def of_tag(cls, fleet: str, job_id: str, tag: str, slot: str) -> "Lease":
+        """Return the lease that the record knows by its tag."""
+        name, owner = tag.split(" ", 1)
+        return cls(fleet, job_id, name, owner, slot)
+
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -131,7 +142,7 @@ class Leases:
         self._room = room
         self._seen: dict[str, tuple[str, int]] = {}  # fleet -> epoch of its room, and offers made in it, as last told
 
-    def claiming(self, offer: Offer, owner: str) -> Command[Offer | None]:
+    def claim_command(self, offer: Offer, owner: str) -> Command[Offer | None]:
         """Return the command that makes an open offer one's own.
 
         It returns None: the offer is gone, another's, or one's own already.
@@ -162,30 +173,7 @@ class Leases:
         self._seen[fleet] = answer.epoch, answer.offers
         return answer.answers
 
-    def release(
-        self,
-        lease: Lease,
-        *,
-        back: bool,
-        cooldown_ms: int = 0,
-        claimant: str = "",
-        limit: int = 8,
-        outcome: Outcome = "",
-    ) -> Released:
-        """Free the slot and make the next offers; the first goes straight to `claimant`, if one is named.
-
-        `back`: the job returns to its place in its lane.  `outcome`: what the run tells of its server and model.
-        """
-        return self.scripts.run(
-            self.releasing(lease, back=back, cooldown_ms=cooldown_ms, claimant=claimant, limit=limit, outcome=outcome)
-        )[0]
-
-    def withhold(self, lease: Lease, draining: Lease, *, back: bool, claimant: str, outcome: Outcome) -> Released:
-        """Give up a lease whose slot stays taken, by the lease `draining`.  Answers as `release`."""
-        asked = self.releasing(lease, back=back, claimant=claimant, outcome=outcome, draining=draining)
-        return self.scripts.run(asked)[0]
-
-    def releasing(
+    def release_command(
         self,
         lease: Lease,
         *,
@@ -196,7 +184,11 @@ class Leases:
         outcome: Outcome = "",
         draining: Lease = _NOTHING,
     ) -> Command[list[Released]]:
-        """The command of `release` and of `withhold`.  It may have to ask Redis how much room there is."""
+        """Return the command that frees the slot and makes the next offers, the first for `claimant`, if one is named.
+
+        `back`: the job returns to its place in its lane.  `outcome`: what the run tells of its server and model.
+        `draining`: the lease by which the slot stays taken.  It may have to ask Redis how much room there is.
+        """
         making = offering(self._settings, self._room(), limit, claimant)
         one = _Release(lease, back, cooldown_ms, outcome, draining, making)
         return self._acts.release(lease.fleet, settings=self._settings, releases=[one])

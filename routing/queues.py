@@ -37,6 +37,11 @@ class Offer:
     number: int
     owner: str = ""
 
+    @property
+    def resumes(self) -> bool:
+        """Whether it was made again for a run that its server may still be at: the job may start in no other slot."""
+        return self.number == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Look:

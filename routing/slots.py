@@ -92,12 +92,8 @@ class Slots:
         """Let nothing be offered until the room has been filled again.  False: its catalog is no more `version`."""
         return self.scripts.run(self._acts.close(fleet, version=version)) == "closed"
 
-    def cool_down(self, fleet: str, server: str) -> int:
-        """A server failed: offer its slots to nobody for a while, longer each time in a row; answers ms."""
-        return self.scripts.run(self.cooling_down(fleet, server)).cooldown_ms
-
     def cooling_down(self, fleet: str, server: str) -> Command[Cooldown]:
-        """The command of `cool_down`."""
+        """A command: a server failed, offer its slots to no job for a while, longer each time in a row."""
         first_ms, max_ms = self._settings.unreachable_cooldown_ms, self._settings.unreachable_cooldown_max_ms
         return self._acts.cool_down(fleet, server=server, first_ms=first_ms, max_ms=max_ms)
 

@@ -4,15 +4,9 @@
     infer.delay("zimg", {"prompt": "a sunset"}).get(timeout=60)
 
 A worker
-    worker       the lives of its runs                      engine       the event loop that they live in
-    runner       one run: called, polled, held              servers      how inference servers are spoken to
-    ways         what the catalog says of them, found once
-    descriptions which description a server has             vault        secrets that descriptions name
-    poller       work that no message told of               heartbeat    keeps leases alive
-    pulse        threads that have stopped are noticed
-    settlement   a run's end, judged and settled            releases     slots that could not be freed, freed later
-    inquiry      what the record says of runs               aside        work that keeps nobody waiting
-    rights       whether a lease may still be used          starts       the start of a run, stored
+    worker       a worker process and its runs           servers      how inference servers are spoken to
+    descriptions which description a server has          vault        secrets that descriptions name
+    pulse        threads that have stopped are noticed   aside        work that keeps nobody waiting
     said         what servers say meanwhile, told on
     push, callbacks  ends that servers tell themselves
 
@@ -21,14 +15,14 @@ Celery
     celery_app   the application                            inference    the task `infer`
     asking       what a call of it asks for                 telling      how its callers hear of an end
                                                          large_telling  the same of a large result
-    abandoned    answers of runs that were given up
-    shown, requests  a run as a task                        pool         jobs to the loop, the rest to threads
+    active       what `inspect active` shows                pool         jobs to the loop, the rest to threads
+    retries      when a run that went wrong is tried again
     messages, wake_up  the wake-up, and how it is known   publisher    sends it, in a thread of its own
     announce     offers and ends, told                      revoking     a revoke is a cancel
     broker, consumer, packed, queues  messages that are none, or too much
 
 Beside the work
-    maintenance  what beat, or embedded_beat, runs          rounds       servers asked for their health
+    maintenance  what beat, or embedded_beat, has done      rounds       servers asked for their health
     webhooks     a process of its own                       lines, berths  whose turn it is, and how many at once
     receivers    what it sends, to whom, and what comes of it
     bodies       what is said in it, and templates

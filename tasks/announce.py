@@ -21,7 +21,7 @@ class CeleryAnnouncer:
         wake = partial(self._wake, offer) if new is None else partial(messages.publish, offer, new.priority, failures=0)
         publisher().soon(wake)
 
-    def ended(self, moved: Moved, *, by_worker: bool) -> None:
+    def ended(self, moved: Moved) -> None:
         if moved.telling_id is not None:
             self._teller.soon(Telling(moved.telling_id, moved.job.id))
 

@@ -10,9 +10,8 @@ from celery.signals import worker_shutting_down
 from foundation.garbage import collect_rarely
 from tasks import messages, presence
 from tasks.celery_app import celery
-from tasks.shown import Reception
 from tasks.wiring import dispatcher
-from tasks.worker import this_worker
+from tasks.worker.process import this_worker
 
 log = structlog.get_logger(__name__)
 
@@ -41,10 +40,15 @@ class _QueueWatch(threading.Thread):
         wanted = {messages.queue_of(model) for model in dispatcher().catalog.snapshot().models}
         # Not from here: the connection belongs to the thread of the loop.
         for queue in sorted(wanted - consumed):
-            self._consumer.hub.call_soon(self._consumer.add_task_queue, queue)
+            self._consumer.hub.call_soon(_consume, self._consumer, queue)
         for queue in sorted(name for name in consumed - wanted if messages.is_of_model(name)):
             self._consumer.hub.call_soon(self._consumer.cancel_task_queue, queue)
             self._consumer.hub.call_soon(_delete_queue, self._consumer, queue)
+
+
+def _consume(consumer: Any, name: str) -> None:
+    queue = celery.amqp.queues[name]  # Made of the type that celeryconfig.py says; add_task_queue makes a classic one.
+    consumer.add_task_queue(queue.name)
 
 
 def _delete_queue(consumer: Any, queue: str) -> None:
@@ -68,7 +72,7 @@ class RunsJobs(bootsteps.StartStopStep):
         if "celery" not in celery.amqp.queues.consume_from:
             return  # A worker for maintenance or webhooks alone.
         this_worker().capacity = parent.pool.limit  # as the worker's options or the settings say
-        this_worker().attend(parent, Reception(parent))
+        this_worker().attend(parent)
         collect_rarely()
         presence.show(this_worker(), parent)
         self._watch = _QueueWatch(parent)

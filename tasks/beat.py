@@ -1,50 +1,114 @@
-"""Beat's clock and its restraint.
+"""Maintenance's schedule, and beat's clock and restraint.
 
-Intervals are measured by a clock that nobody sets, so a step of the host's clock neither hurries nor stops beat.  And
-while nobody does maintenance nothing is said twice for hours: a queue that is long already gets no more.
+`python -m tasks beat` is Celery's beat with this schedule; it sends a message when a task is due.  Two of them do no
+harm: a task that comes too soon after its last run ends at once (tasks/maintenance.py).
 """
 
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import structlog
 from celery import beat
-from celery.schedules import schedule
+from celery.schedules import schedstate, schedule
 
 log = structlog.get_logger(__name__)
 
 QUEUE = "maintenance"
+_TASK = "maintenance.run"
+EVERY_S = {
+    "sweep": 2.0,
+    "keep_time": 1.0,
+    "reap": 0.5,
+    "reap_killed": 0.5,
+    "watch_runs": 2.0,
+    "check_servers": 10.0,
+    "check_urgent_servers": 2.0,
+    "sync_locks": 30.0,
+    "reconcile": 300.0,
+    "check_invariants": 60.0,
+    "scan_dlq": 60.0,
+    "count": 5.0,
+    "tell_due": 5.0,
+}
+"""Maintenance's tasks, each of which is one function of tasks/maintenance.py, and their periods in s.
+
+Those that are due together come by one message, and run one after another, the most frequent first.
+"""
+
 _MOST_QUEUED = 500
-_COUNT_EVERY_S = 5.0
+_COUNT_EVERY_S = 30.0
 _BEGAN, _BEGAN_AT = datetime.now(UTC), time.monotonic()
 
 
 def _steady_now() -> datetime:
+    """The time by a clock that nobody sets: a step of the host's clock neither hurries nor stops beat."""
     return _BEGAN + timedelta(seconds=time.monotonic() - _BEGAN_AT)
 
 
-def every(seconds: float) -> schedule:
-    """A schedule for beat: every so many seconds."""
-    return schedule(timedelta(seconds=seconds), nowfun=_steady_now)
+class Every(schedule):
+    """Due at the whole multiples of its period, so that tasks which are due together wake beat and worker once."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(timedelta(seconds=seconds), nowfun=_steady_now)
+        self._every_s = seconds
+
+    def is_due(self, last_run_at: datetime) -> schedstate:
+        """Return whether it is due, and in how many seconds it is due next."""
+        now_s, last_s = _seconds(self.now()), _seconds(last_run_at)
+        return schedstate(now_s // self._every_s > last_s // self._every_s, self._every_s - now_s % self._every_s)
+
+
+def _seconds(moment: datetime) -> float:
+    return (moment - _BEGAN).total_seconds()
+
+
+def entries() -> dict[str, dict[str, Any]]:
+    """Return `beat_schedule`: all is due when beat begins.
+
+    No message expires, which would compare two hosts' clocks.
+    """
+    before = _BEGAN - timedelta(days=1)
+    return {
+        name: {"task": _TASK, "schedule": Every(every_s), "args": [[name]], "last_run_at": before}
+        for name, every_s in EVERY_S.items()
+    }
 
 
 class Scheduler(beat.Scheduler):
-    """Celery's own, but that it adds nothing to a queue that nobody works off."""
+    """Celery's own, but for two things.
 
+    It sends what is due together as one message: a message costs more than most tasks of maintenance.  And it adds
+    nothing to a queue that no worker reads.
+    """
+
+    _due: Sequence[str] = ()
     _counted_at = float("-inf")
     _is_full = False
 
     def schedules_equal(self, old_schedules: Any, new_schedules: Any) -> bool:
-        """It stands in celeryconfig.py and does not change; Celery's own compares every entry at each tick."""
+        """Return whether there is a schedule: it does not change.  Celery's own compares all entries at each tick."""
         return old_schedules is not None
 
     def adjust(self, n: Any, drift: float = 0.0) -> Any:
-        """It wakes when something is due; Celery's own wakes 10 ms before, and looks at its clock until then."""
+        """Return `n`: wake when a task is due.  Celery's own wakes 10 ms before, and looks at its clock until then."""
         return n
 
+    def tick(self, *args: Any, **kwargs: Any) -> float:
+        """Send what is due, and return when more will be, in s."""
+        while (wait_s := super().tick(*args, **kwargs)) == 0:
+            pass
+        if self._due and not self._has_backlog():
+            names = sorted(self._due, key=EVERY_S.__getitem__)
+            super().apply_entry(self.Entry("maintenance", _TASK, args=(names,), app=self.app), self.producer)
+        self._due = ()
+        return float(wait_s)
+
     def apply_entry(self, entry: Any, producer: Any = None) -> None:
-        if not self._has_backlog():
+        if entry.task == _TASK:
+            self._due = [*self._due, *entry.args[0]]
+        else:
             super().apply_entry(entry, producer)
 
     def _has_backlog(self) -> bool:
@@ -57,10 +121,10 @@ class Scheduler(beat.Scheduler):
         return self._is_full
 
     def _queued(self) -> int:
-        """Messages in the queue; 0 if there is none yet, or the broker does not say."""
+        """Return how many messages are in the queue; 0 if there is none yet, or the broker does not say."""
         try:
-            with self.app.connection_for_write() as connection:
-                channel: Any = connection.default_channel
+            channel: Any
+            with self.connection.channel() as channel:  # RabbitMQ closes it where there is no queue.
                 return int(channel.queue_declare(QUEUE, passive=True).message_count)
         except Exception:  # Each transport has errors of its own, and sending will meet the same.
             return 0

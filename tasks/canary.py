@@ -15,8 +15,9 @@ from kombu import Exchange, Queue
 from database.db import Write
 from routing.workers import Workers
 from tasks.celery_app import celery
-from tasks.engine import Engine
+from tasks.config import TaskSettings
 from tasks.publisher import publisher
+from tasks.worker.engine import Engine
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +42,15 @@ class Canary:
     def queue_of(self, node: str) -> Queue:
         """The queue of this worker alone.  `node`: its name among Celery's workers, which outlives it."""
         name = f"canary.{node}"
-        self._queue = Queue(name, Exchange("canary", "direct"), name, auto_delete=True, expires=_EXPIRES_S)
+        arguments = {"x-queue-type": "classic"} if TaskSettings().broker_queues == "quorum" else None
+        self._queue = Queue(
+            name,
+            Exchange("canary", "direct"),
+            name,
+            auto_delete=True,
+            expires=_EXPIRES_S,
+            queue_arguments=arguments,  # Quorum queues are not deleted with their last consumer.
+        )
         return self._queue
 
     def send_in_time(self) -> None:
@@ -69,8 +78,8 @@ class Canary:
         self._took_s = self._came_s - sent_s
 
     async def _pass(self) -> None:
-        await self._engine.ask_room(self._workers.looking())
-        await self._engine.store(Write(lambda tx: None))
+        await self._engine.redis(self._workers.looking())
+        await self._engine.commit(Write(lambda tx: None))
 
     def facts(self) -> dict[str, Any]:
         """How the last one fared: `canary_ms`, and `canary_age_ms` since it came; None: none has come."""

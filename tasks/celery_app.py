@@ -2,12 +2,8 @@
 
 from celery import Celery
 from click import Option
-from kombu.transport import TRANSPORT_ALIASES
 
-# Before the first connection, which finds its transport here.
-TRANSPORT_ALIASES.update(dict.fromkeys(("redis", "rediss"), "tasks.broker:Transport"))
-
-_MODULES = ["attendance", "canary", "inference", "maintenance", "signals", "webhooks"]
+_MODULES = ["active", "attendance", "canary", "inference", "maintenance", "signals", "webhooks"]
 
 celery = Celery("slotkeeper", include=[f"tasks.{name}" for name in _MODULES])
 celery.config_from_object("celeryconfig")

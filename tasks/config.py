@@ -73,6 +73,8 @@ class TaskSettings(BaseSettings):
 
     broker_url: str = ""
     """A broker of one's own; empty: the Redis of the waiting room."""
+    broker_queues: Literal["classic", "quorum"] = "classic"
+    """The type of our queues at RabbitMQ; `quorum` also where the virtual host makes quorum queues by default."""
     result_url: str = ""
     """Celery's result backend; empty: the Redis of the waiting room."""
     threads: int = Field(1000, ge=1, le=100_000)

@@ -294,7 +294,7 @@ def address_of(catalog: Snapshot, server: str, model: str, sent_to: str | None) 
     if server not in catalog.servers:
         return None
     now = catalog.endpoint(server, model)
-    return now if sent_to is None or (now is not None and place_of(now) == place_of(sent_to)) else sent_to
+    return now if sent_to in (None, now) or (now is not None and place_of(now) == place_of(sent_to or "")) else sent_to
 
 
 def server_of(

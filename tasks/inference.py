@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import structlog
-from celery import Task as CeleryTask
 from celery.exceptions import Ignore, Reject
 from celery.result import AsyncResult
 from celery.worker.request import Request
@@ -20,15 +19,14 @@ from admission.submission import Submission
 from foundation import traces
 from foundation.errors import IdempotencyConflict, SlotkeeperError
 from jobs.record import new_job_id
-from registry.config import ModelConfig
 from tasks import asking, messages
 from tasks.celery_app import celery
+from tasks.retries import RetriedTask
 from tasks.revoking import cancels, is_revoked
-from tasks.shown import ServerFault
 from tasks.telling import AWAY, tell_refusal
 from tasks.wake_up import is_wake_up
 from tasks.wiring import dispatcher
-from tasks.worker import this_worker
+from tasks.worker.process import this_worker
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -39,37 +37,21 @@ _OF_TRACES = ("traceparent", "tracestate", "baggage")  # headers that instrument
 
 
 class InferRequest(Request):
-    """Acknowledges a wake-up as soon as a thread has it, a bare client's message only when it is recorded."""
+    """Neither waits nor is revoked: jobs wait in the database, and an offer that is dropped holds its slot."""
 
-    def __init__(self, message: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(message, *args, **kwargs)
-        self._eta = None  # A job waits in the record, never in this worker's memory.
-
-    @property
-    def carries_offer(self) -> bool:
-        return is_wake_up(self.request_dict)
-
-    def on_accepted(self, pid: Any, time_accepted: Any) -> None:
-        super().on_accepted(pid, time_accepted)
-        if self.carries_offer:
-            self.acknowledge()
+    eta = None
+    """A job with an earliest start waits in the database, never in this worker's memory."""
 
     def revoked(self) -> bool:
-        """Never: dropped here, an offer would hold its slot for nobody.  A revoke is a cancel, see revoking.py."""
+        """Return False: the job of the message is canceled, see revoking.py."""
         return False
 
 
-class InferTask(CeleryTask):
+class InferTask(RetriedTask):
     """`apply_async` submits; the rest is Celery's."""
 
     Request = "tasks.inference:InferRequest"
-    # What a model's configuration says where it was not changed; jobs wait in the record, by the policy.
-    autoretry_for = (ServerFault,)
-    retry_backoff = ModelConfig().retry_backoff
-    retry_backoff_max = ModelConfig().retry_backoff_max
-    retry_jitter = True
-    max_retries = ModelConfig().max_retries
-    acks_late = True  # see InferRequest
+    acks_late = True  # A bare client's message is acknowledged when its job is recorded, a wake-up by the pool.
     send_events = False  # The relay publishes them, also where Flower asks workers to.
     typing = False
 

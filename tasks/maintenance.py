@@ -1,16 +1,15 @@
-"""What beat runs: each task is one call of a plain function elsewhere, and harmless when run twice at once.
+"""What beat runs, as tasks/beat.py lists it.  Each task calls a plain function, and is harmless when run twice at once.
 
-No task can take another's thread: each runs once at a time in a process, which has more threads than there are tasks.
-A message that comes while its task runs, or sooner after it than it should, ends at once.  Nothing is compared with
-beat's clock, so it does not matter what that says.
+Each runs once at a time in a process.  One that lasts longer than its period is passed over by the next message, which
+runs those after it: so none can hold up the others for longer.  Nothing is compared with beat's clock, so it does not
+matter what that says.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
-from typing import Any
 
 import structlog
 
@@ -30,6 +29,7 @@ from outbox.relays import Relays
 from registry import descriptions
 from registry.values import Server as ServerRow
 from tasks import vault
+from tasks.beat import EVERY_S
 from tasks.celery_app import celery
 from tasks.config import EventSettings
 from tasks.descriptions import Misconfigured, server_for, speaker_of
@@ -59,93 +59,122 @@ _TOO_SOON = 0.5  # of a task's period
 _patience = reconcile.Patience()
 
 
-def _task(name: str, every_s: float) -> Callable[[Callable[..., None]], Any]:
-    """Decorator for what beat runs every `every_s`; called as a function it runs however soon after the last time.
+class Periodic:
+    """A function that beat has run every so often, see EVERY_S; once at a time, also where it is called."""
 
-    Without results and events: several of them run each second, and Flower shall show jobs.
-    """
+    def __init__(self, name: str, function: Callable[[], None]) -> None:
+        self.__doc__ = function.__doc__
+        self._name, self._function, self._every_s = name, function, EVERY_S[name]
+        self._running = threading.Lock()
+        self._began_s = -self._every_s
 
-    def decorate(function: Callable[..., None]) -> Any:
-        running: dict[tuple[Any, ...], threading.Lock] = {}
-        began: dict[tuple[Any, ...], float] = {}
+    def __call__(self) -> None:
+        """Run it, however soon after the last time, unless it is under way."""
+        if not self._running.acquire(blocking=False):
+            return
+        try:
+            self._began_s = time.monotonic()
+            self._function()
+            last_runs().note(self._name, time.monotonic() - self._began_s)
+        finally:
+            self._running.release()
 
-        def run(self: Any, *args: Any) -> None:
-            lock = running.setdefault(args, threading.Lock())
-            if not lock.acquire(blocking=False):
-                return
-            try:
-                now = time.monotonic()
-                if self.request.called_directly or now - began.get(args, -every_s) >= _TOO_SOON * every_s:
-                    began[args] = now
-                    function(*args)
-                    last_runs().note(name, time.monotonic() - now)
-            finally:
-                lock.release()
+    def run_in_time(self) -> None:
+        """Run it, unless it is under way or began just now: of messages that have piled up one is enough."""
+        if time.monotonic() - self._began_s >= _TOO_SOON * self._every_s:
+            self()
 
-        run.__doc__ = function.__doc__
-        return celery.task(bind=True, name=f"maintenance.{name}", ignore_result=True, send_events=False)(run)
+
+_periodic: dict[str, Periodic] = {}
+
+
+def _task(name: str) -> Callable[[Callable[[], None]], Periodic]:
+    """Decorator of what beat runs under this name."""
+
+    def decorate(function: Callable[[], None]) -> Periodic:
+        return _periodic.setdefault(name, Periodic(name, function))
 
     return decorate
 
 
-@_task("sweep", 2)
+@celery.task(name="maintenance.run", ignore_result=True, send_events=False)
+def run(names: Sequence[str]) -> None:
+    """Run these tasks one after another; the error of one is no other's."""
+    for name in names:
+        try:
+            _periodic[name].run_in_time()
+        except Exception:
+            log.exception("maintenance_failed", task=name)
+
+
+@_task("sweep")
 def sweep() -> None:
-    """Every 2 s: offer what was missed; rebuild a room that turns out to be new."""
+    """Offer what was missed; rebuild a room that turns out to be new."""
     reconcile.sweep(dispatcher())
     pulse.leave(scripts())
 
 
-@_task("keep_time", 1)
+@_task("keep_time")
 def keep_time() -> None:
-    """Every second: delayed jobs whose time has come, and deadlines; of very many a batch of each in turn."""
+    """Promote the jobs that are due, and expire those past their deadlines; of very many a batch of each in turn."""
     until = time.monotonic() + _KEEP_TIME_S
     while reconcile.promote_due(dispatcher(), 0) + reconcile.expire_overdue(dispatcher(), 0):
         if time.monotonic() >= until:
             return
 
 
-@_task("reap", 0.5)
+@_task("reap")
 def reap() -> None:
-    """Twice a second: leases that were not renewed, offers that nobody took up, runs that lack a lease."""
+    """Seize leases that were not renewed and offers that no worker took up; restore leases that runs lack."""
     reconcile.reap(dispatcher(), _patience)
     runs.restore_missed(dispatcher(), silence_proves=not _patience.lasts)
 
 
-@_task("reap_killed", 0.5)
+@_task("reap_killed")
 def reap_killed() -> None:
-    """Twice a second: what workers hold whose processes have ended on this machine.  A task of its own, as it asks
-    the file system, which may be slow to answer."""
+    """Seize what workers hold whose processes have ended on this machine.
+
+    A task of its own, as it asks the file system, which may be slow to answer.
+    """
     reconcile.reap_killed(dispatcher(), workers(), lifetimes())
 
 
-@_task("watch_runs", 2)
+@_task("watch_runs")
 def watch_runs() -> None:
-    """Every 2 s: end runs that exceed their longest time although their workers do not; give slots that drain their
-    leases again where Redis has lost them; go on with removals of models and servers."""
+    """End runs that exceed their longest time, restore lost leases of draining slots, and go on with removals."""
     draining.end_overlong(dispatcher())
     draining.keep(dispatcher())
     removal.go_on(dispatcher())
 
 
-@_task("check_servers", 2)
-def check_servers(all_of_them: bool = True) -> None:
-    """Every 10 s all servers, every 2 s those that were down or whose workers went silent.
+@_task("check_servers")
+def check_servers() -> None:
+    """Ask all servers for their health.
 
     The slots of servers that are down are in cooldown, until these are back; leases of jobs that their server
     does not know are freed, and slots that others use are not offered.  Each report is heeded as it comes.
     """
+    _check(dispatcher().catalog.snapshot().servers)
+
+
+@_task("check_urgent_servers")
+def check_urgent_servers() -> None:
+    """Ask the servers that were down, or whose workers went silent, as check_servers does."""
+    _check(reconcile.urgent_servers(dispatcher()))
+
+
+def _check(names: Iterable[str]) -> None:
     global _awaited
     servers, _awaited = dispatcher().catalog.snapshot().servers, frozenset(draining.servers(dispatcher()))
     _ask_about_runs()
-    names = servers if all_of_them else reconcile.urgent_servers(dispatcher())
     for reports in _as_they_come(_rounds().ask(servers[name] for name in names)):
         reconcile.note_health(dispatcher(), reports)
         reconcile.heed_reports(dispatcher(), reports, silence_proves=not _patience.lasts)
 
 
-@_task("sync_locks", 30)
+@_task("sync_locks")
 def sync_locks() -> None:
-    """Every 30 s: free leases of jobs that their servers do not know, after a second look."""
+    """Free leases of jobs that their servers do not know, after a second look."""
     catalog = dispatcher().catalog.snapshot()
     suspects = reconcile.suspects(dispatcher(), _reports(catalog.servers.values()))
     if suspects:
@@ -155,29 +184,29 @@ def sync_locks() -> None:
         reconcile.free_stale_leases(dispatcher(), suspects, reports)
 
 
-@_task("reconcile", 300)
+@_task("reconcile")
 def reconcile_all() -> None:
-    """Every 5 min: bring back what the record knows and Redis does not."""
+    """Bring back what the record knows and Redis does not."""
     reconcile.reconcile(dispatcher())
 
 
-@_task("tell_due", 5)
+@_task("tell_due")
 def tell_due() -> None:
-    """Every 5 s: tell Celery's clients of ends that they should have been told of by now."""
+    """Tell Celery's clients of ends that they should have been told of by now."""
     teller().tell_due()
 
 
-@_task("count", 5)
+@_task("count")
 def count() -> None:
-    """Every 5 s: add what has happened to the figures, and say in the log which jobs have ended."""
+    """Add what has happened to the figures, and say in the log which jobs have ended."""
     until = time.monotonic() + _COUNT_S
     while _historian().count() and time.monotonic() < until:
         pass
 
 
-@_task("scan_dlq", 60)
+@_task("scan_dlq")
 def scan_dlq() -> None:
-    """Every 60 s: say how many jobs are dead, and remove what ended before the retention time."""
+    """Say how many jobs are dead, and remove what ended before the retention time."""
     dead = listing.count(dispatcher().store.database, State.DEAD)
     removed = reconcile.purge(dispatcher(), RecordSettings().retention_s, _PURGE_S)
     _remove_old_events(RecordSettings(), EventSettings().lasting_sinks)
@@ -201,9 +230,9 @@ def _remove_old_events(settings: RecordSettings, sinks: list[str]) -> None:
             break
 
 
-@_task("check_invariants", 60)
+@_task("check_invariants")
 def check_invariants() -> None:
-    """Every 60 s: raise the gauges, and an event, for each difference that two looks find."""
+    """Raise the gauges, and an event, for each difference that two looks find."""
     servers = dispatcher().catalog.snapshot().servers.values()
     findings = invariants.look(dispatcher(), _reports(servers))
     if findings:

@@ -1,7 +1,4 @@
-"""The wake-up message for an offer: a Celery task message that carries ids, never the job itself.
-
-The same message goes to the broker, or is told to this worker's own Celery of a run that is under way (worker.py).
-"""
+"""The wake-up message for an offer: a Celery task message that carries ids, never the job itself."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -85,27 +82,6 @@ def written_args(model: str) -> tuple[str, str]:
     """Arguments, and named ones, of the messages for a model, as people read them."""
     headers = _of_model(model).headers
     return headers["argsrepr"], headers["kwargsrepr"]
-
-
-HANDED_ON: Mapping[str, Any] = {"exchange": "", "routing_key": "handoff", "priority": None, "redelivered": False}
-"""How a run came that no message brought, in the words that a request has for it."""
-
-
-class Unsent:
-    """A task message that is at no broker, as far as a worker's strategy looks at one."""
-
-    content_type = content_encoding = None  # its body is not encoded
-
-    def __init__(self, message: task_message, way: Mapping[str, Any] = HANDED_ON) -> None:
-        self.headers = message.headers
-        self.properties = {**message.properties, "priority": way["priority"]}
-        self.delivery_info = way
-        self.payload = self.body = message.body
-
-
-def handed_on(offer: Offer, failures: int, way: Mapping[str, Any] = HANDED_ON) -> Any:
-    """The message for a run that its worker has begun without the broker; or as it came, by what a request says."""
-    return Unsent(build(offer, failures), way)
 
 
 def read_offer(job_id: str, args: Sequence[Any], headers: Mapping[str, Any] | None) -> Offer | None:

@@ -5,8 +5,8 @@ from typing import Any, Protocol
 from foundation.once import once
 from tasks import alive
 from tasks.canary import Canary, listen
-from tasks.engine import Engine
 from tasks.wiring import processes, workers
+from tasks.worker.engine import Engine
 
 
 class Shows(Protocol):

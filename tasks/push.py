@@ -6,19 +6,20 @@ been told: the same verdict, the same guarded write.  The worker that still poll
 
 from functools import partial
 
+from dispatch.dispatcher import active_run
 from dispatch.outcome import Kind, Outcome
+from dispatch.steps import settle
 from foundation import exact, large_json
 from jobs import withheld
 from jobs.events import TYPES
 from jobs.record import Job
 from jobs.states import State
-from tasks import callbacks
+from tasks import callbacks, retries
 from tasks.descriptions import Misconfigured, address_of, server_for
 from tasks.servers import Call, Live, call_server
 from tasks.servers.pointers import resolve
-from tasks.settlement import settle
 from tasks.wiring import dispatcher
-from upkeep import draining, runs
+from upkeep import draining
 
 # What a push can say about the end of a run.  Of anything else the polling worker makes more.
 _ENDS = frozenset({Kind.DONE, Kind.FAILED, Kind.RETRY, Kind.CANCELED})
@@ -97,10 +98,12 @@ def push(job: Job, outcome: Outcome) -> bool:
 
     Raises RecordUnavailable.
     """
-    active = runs.active_run(dispatcher(), job)
+    active = active_run(dispatcher(), job)
     if active is None:
         return False
-    return settle(active, outcome, canceling=active.run.cancel_requested).moved is not None
+    config, canceling = dispatcher().catalog.model(job.model).config, active.run.cancel_requested
+    decision = retries.decide_end(active.run, outcome, config, dispatcher().settings, canceling=canceling)
+    return settle(dispatcher(), active, decision) is not None
 
 
 def _call(job: Job) -> Call:

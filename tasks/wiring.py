@@ -22,6 +22,7 @@ from registry.cache import CatalogCache
 from registry.catalog import Catalog
 from registry.rotations import Rotations
 from routing.config import RoutingSettings
+from routing.leases import Leases
 from routing.queues import Queues
 from routing.slots import Slots
 from routing.workers import Workers
@@ -30,7 +31,6 @@ from scripting.scripts import Scripts, connect
 from tasks.aside import Aside
 from tasks.config import TaskSettings
 from tasks.outbound import check_url, parse_allow
-from tasks.releases import PatientLeases
 from upkeep import pulse
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ def scripts() -> Scripts:
 
 
 @once
-def leases() -> PatientLeases:
-    return PatientLeases(scripts(), RoutingSettings(), workers().room)
+def leases() -> Leases:
+    return Leases(scripts(), RoutingSettings(), workers().room)
 
 
 @once

@@ -12,19 +12,17 @@ from datetime import UTC, datetime
 
 import structlog
 
-from dispatch.dispatcher import DRAINING, Dispatcher, draining_lease
+from dispatch.decision import decide
+from dispatch.dispatcher import DRAINING, Dispatcher, active_run, draining_lease
 from dispatch.outcome import Kind, Outcome
-from dispatch.verdict import judge
+from dispatch.steps import blocking, settle, wait
 from foundation.crash import crash_at
 from jobs import withheld
 from jobs.record import PRIORITY_DEFAULT, Job, Waiting, now_ms
-from jobs.states import FINAL, State
-from jobs.store import Error
 from jobs.withheld import Withheld
 from registry.values import Server
 from routing.leases import Lease, Restored
-from routing.queues import Offer
-from upkeep import identity, runs
+from upkeep import identity
 from upkeep.each import alone
 from upkeep.identity import LeaseView, ServerReport
 from upkeep.seen import seen_by
@@ -79,7 +77,7 @@ def _keep(dispatcher: Dispatcher, fleet: str, leases: Sequence[Lease], rows: Seq
     known = {draining_lease(fleet, row.job_id, row.attempt, row.slot) for row in rows}
     given_up = [lease for lease in leases if lease.owner == DRAINING and lease not in known]
     for lease in given_up:
-        dispatcher.free(lease, back=False)
+        wait(blocking(dispatcher).free(lease, back=False))
     if kept := [lease for lease in leases if lease in known]:
         dispatcher.leases.renew(fleet, DRAINING, kept)
     # Its worker may still be telling the server, under the job's own lease.
@@ -225,7 +223,7 @@ def release(dispatcher: Dispatcher, fleet: str, row: Withheld) -> bool:
         return False
     crash_at("withheld_forgotten")
     seen_by(dispatcher).told_to_run.pop((row.job_id, row.attempt), None)
-    dispatcher.free(draining_lease(fleet, row.job_id, row.attempt, row.slot), back=False)
+    wait(blocking(dispatcher).free(draining_lease(fleet, row.job_id, row.attempt, row.slot), back=False))
     log.info("slot_let_go", slot=row.slot, job_id=row.job_id, reason=row.reason, withheld_ms=now_ms() - row.since_ms)
     return True
 
@@ -239,43 +237,11 @@ def expire(dispatcher: Dispatcher, lease: Lease) -> bool:
         return False
     log.warning("slot_withheld_too_long", slot=lease.slot, job_id=job_id)
     withheld.forget(dispatcher.store.database, job_id, int(attempt))
-    dispatcher.free(lease, back=False)
+    wait(blocking(dispatcher).free(lease, back=False))
     return True
 
 
 # -- ends that no worker brings --------------------------------------------------------------------------------
-
-
-def leave(dispatcher: Dispatcher, lease: Lease, job: Job | None, claimant: str = "") -> Offer | None:
-    """Give up the lease of a job that does not run, freeing its slot unless that has to be withheld.
-
-    Answers as Dispatcher.free.  Raises RecordUnavailable.
-    """
-    if job is None:
-        return dispatcher.free(lease, back=False, claimant=claimant)
-    if job.state in FINAL and job.slot is None and job.server == lease.server:
-        _withhold_offered(dispatcher, lease, job)
-    return dispatcher.leave(lease, job.id, job.attempt, claimant=claimant)
-
-
-def _withhold_offered(dispatcher: Dispatcher, lease: Lease, job: Job) -> None:
-    """It ended while it waited to be resumed in this slot, where its server may still be at it."""
-    now, why = now_ms(), job.error_code or job.why.value
-    until_ms = now + dispatcher.settings.withhold_max_ms
-    row = Withheld(
-        job.id,
-        job.attempt,
-        lease.server,
-        lease.slot,
-        job.model,
-        job.tenant,
-        job.remote_id,
-        why,
-        job.started_ms or now,
-        now,
-        until_ms,
-    )
-    withheld.add(dispatcher.store.database, row)
 
 
 def end_overlong(dispatcher: Dispatcher) -> int:
@@ -285,19 +251,23 @@ def end_overlong(dispatcher: Dispatcher) -> int:
 
 def _end_overlong(dispatcher: Dispatcher, job: Job) -> bool:
     model = dispatcher.catalog.snapshot().models.get(job.model)
-    active = runs.active_run(dispatcher, job)
+    active = active_run(dispatcher, job)
     if model is None or active is None:
         return False
     ends_ms = active.run.started_ms + round(model.config.max_poll_time * 1000) + _OVERLONG_MARGIN_MS
     if now_ms() < ends_ms:
         return False
     message = "Exceeded max_poll_time, and its worker did not end it."
-    outcome = Outcome(Kind.RETRY, code="timed_out", message=message)
-    verdict = judge(outcome, job.failures, job.crashes, active.run.cancel_requested, model.config)
-    moved = dispatcher.settle(active, verdict, error=Error("timed_out", message), lingers="timed_out").moved
-    if moved is not None and moved.to in FINAL - {State.COMPLETED}:
-        dispatcher.announce_end(moved)
-    return moved is not None
+    outcome = Outcome(Kind.RETRY, code="timed_out", message=message, lingers=True)
+    decision = decide(
+        active.run,
+        outcome,
+        model.config,
+        dispatcher.settings,
+        now_ms(),
+        canceling=active.run.cancel_requested,
+    )
+    return settle(dispatcher, active, decision) is not None
 
 
 def sentence(row: Withheld, *, named: bool = True) -> str:

@@ -5,8 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 
-from dispatch.dispatcher import ActiveRun, Dispatcher
-from jobs.record import Job, Run, Waiting, now_ms
+from dispatch.dispatcher import Dispatcher
+from dispatch.steps import blocking, wait
+from jobs.record import Waiting, now_ms
 from jobs.states import State
 from routing.leases import Lease, Restored
 from upkeep.each import alone
@@ -24,36 +25,9 @@ def _recorded(dispatcher: Dispatcher) -> defaultdict[str, list[Restored]]:
     found = defaultdict[str, list[Restored]](list)
     for job in dispatcher.store.running():
         if job.model in models and job.lease and job.slot:
-            name, owner = job.lease.split(" ", 1)
             fleet = models[job.model].fleet
-            found[fleet].append(Restored(Lease(fleet, job.id, name, owner, job.slot), job.waiting))
+            found[fleet].append(Restored(Lease.of_tag(fleet, job.id, job.lease, job.slot), job.waiting))
     return found
-
-
-def active_run(dispatcher: Dispatcher, job: Job) -> ActiveRun | None:
-    """The run that `job` shows, as its worker knows it; None: the job does not run."""
-    if job.state is not State.RUNNING or not job.lease or not job.slot or not job.server:
-        return None
-    name, owner = job.lease.split(" ", 1)
-    run = Run(
-        job=job.waiting,
-        payload=job.payload or "{}",
-        attempt=job.attempt,
-        failures=job.failures,
-        crashes=job.crashes,
-        deadline_ms=job.deadline_ms,
-        remote_id=job.remote_id,
-        sent_ms=None,
-        server=job.server,
-        slot=job.slot,
-        started_ms=job.started_ms or job.created_ms,
-        cancel_requested=job.cancel_requested_ms is not None,
-        envelope=job.envelope,
-        described_by=job.described_by,
-        sent_to=job.sent_to,
-        traceparent=job.traceparent,
-    )
-    return ActiveRun(run, Lease(dispatcher.catalog.model(job.model).fleet, job.id, name, owner, job.slot))
 
 
 def restore(dispatcher: Dispatcher) -> int:
@@ -143,5 +117,5 @@ def _write(dispatcher: Dispatcher, fleet: str, runs: Sequence[Restored], lasts_m
     for run in runs:
         found = briefs.get(run.lease.job_id)
         if found is None or found.state is not State.RUNNING or found.lease != run.lease.tag:
-            dispatcher.free(run.lease, back=found is not None and found.state is State.QUEUED)
+            wait(blocking(dispatcher).free(run.lease, back=found is not None and found.state is State.QUEUED))
     return written

@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 
 from dispatch.dispatcher import ActiveRun
-from dispatch.outcome import Kind, Outcome
-from dispatch.verdict import Verdict
 from foundation import exact, large_json
 from jobs import withheld
-from jobs.record import Run
+from jobs.record import Error, Run
 from jobs.states import State, Why
-from jobs.store import Error
-from tasks import callbacks, push, settlement
+from tasks import callbacks, push
 from tests.support.api import Api
+from tests.support.ends import end_run, store_end
 from tests.support.starts import store_remote_id, store_start
 
 DONE = {"status": "success", "result": {"url": "https://cdn.example/1.png"}}
@@ -85,7 +83,7 @@ def test_a_pushed_end_without_a_result_is_told_once(api: Api) -> None:
     task = api.started()
     _push(api, task.run.job.id, _token(task), {"status": "failed", "error": "out of memory"})
     assert api.job(task.run.job.id).state is State.DEAD
-    assert [moved.to for moved, _ in api.heard.ends] == [State.DEAD]
+    assert [moved.to for moved in api.heard.ends] == [State.DEAD]
 
 
 def test_a_push_from_a_removed_server_is_ignored(api: Api, task: ActiveRun) -> None:
@@ -174,7 +172,7 @@ def test_a_refusal_does_not_tell_whether_there_is_such_a_job(api: Api, task: Act
 def test_a_superseded_attempt_cannot_end_the_next(api: Api, task: ActiveRun) -> None:
     """LEASE-3, seen from the door."""
     old = _token(task)
-    api.dispatcher.store.settle(task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
+    store_end(api.dispatcher.store, task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
     again = store_start(api.dispatcher.store, task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1)
     assert again is not None
     assert _push(api, task.run.job.id, old).status_code == 403
@@ -186,7 +184,7 @@ def _taken_up(api: Api, task: ActiveRun, why: Why, server: str = "gpu1") -> Run:
     """Its server has taken it up, and its worker is gone; the next one has begun."""
     store, run = api.dispatcher.store, task.run
     assert store_remote_id(store, run.job.id, run.attempt, "r-1", run.started_ms + 5)
-    store.settle(run.job.id, run.attempt, why, run.started_ms + 10)
+    store_end(store, run.job.id, run.attempt, why, run.started_ms + 10)
     again = store_start(store, run.job.id, server, f"{server}-slot0", task.lease.tag, run.started_ms + 20)
     assert again is not None
     return again
@@ -206,7 +204,7 @@ def test_a_run_that_another_worker_goes_on_with_ends_under_the_token_that_its_se
 def test_a_run_that_was_resumed_twice_ends_under_its_first_token(api: Api, task: ActiveRun) -> None:
     old, store, job_id = _token(task), api.dispatcher.store, task.run.job.id
     again = _taken_up(api, task, Why.HANDED_BACK)
-    store.settle(job_id, again.attempt, Why.LEASE_EXPIRED, again.started_ms + 10)
+    store_end(store, job_id, again.attempt, Why.LEASE_EXPIRED, again.started_ms + 10)
     assert store_start(store, job_id, "gpu1", "gpu1-slot0", task.lease.tag, again.started_ms + 20) is not None
     assert _push(api, job_id, callbacks.token(job_id, 2)).status_code == 403, "nothing was sent under it"
     assert _push(api, job_id, old).json == {"status": "completed"}
@@ -230,7 +228,7 @@ def test_a_run_that_was_begun_anew_ends_under_its_own_token_alone(
 def test_a_push_between_two_workers_is_wanted_again(api: Api, task: ActiveRun) -> None:
     store, run = api.dispatcher.store, task.run
     assert store_remote_id(store, run.job.id, run.attempt, "r-1", run.started_ms + 5)
-    store.settle(run.job.id, run.attempt, Why.LEASE_EXPIRED, run.started_ms + 10)
+    store_end(store, run.job.id, run.attempt, Why.LEASE_EXPIRED, run.started_ms + 10)
     answer = _push(api, run.job.id, _token(task))
     assert (answer.status_code, answer.json["code"]) == (503, "between_workers")
     assert store_start(store, run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, run.started_ms + 20) is not None
@@ -238,7 +236,7 @@ def test_a_push_between_two_workers_is_wanted_again(api: Api, task: ActiveRun) -
 
 
 def test_a_push_for_a_job_that_waits_again_changes_nothing(api: Api, task: ActiveRun) -> None:
-    api.dispatcher.settle(task, Verdict(Why.SERVER_BUSY), error=Error("busy", "busy"))
+    end_run(api.dispatcher, task, Why.SERVER_BUSY, error=Error("busy", "busy"))
     before = api.job(task.run.job.id)
     answer = _push(api, task.run.job.id, _token(task))
     assert (answer.status_code, answer.json["status"]) == (200, "queued")
@@ -261,7 +259,7 @@ def test_the_attempt_is_guarded_where_it_is_written_too(api: Api, task: ActiveRu
     seen = api.job(task.run.job.id)
     outcome = push.read(seen, b'{"status":"success","result":{}}')
     assert outcome is not None
-    api.dispatcher.store.settle(task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
+    store_end(api.dispatcher.store, task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
     assert store_start(api.dispatcher.store, task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1) is not None
     before = api.job(task.run.job.id)
     assert not push.push(seen, outcome)
@@ -274,7 +272,7 @@ def test_without_the_token_in_the_attempt_an_old_one_would_get_through(
     real = callbacks._token
     monkeypatch.setattr(callbacks, "_token", lambda key, job_id, attempt: real(key, job_id, 0))
     old = _token(task)
-    api.dispatcher.store.settle(task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
+    store_end(api.dispatcher.store, task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
     assert store_start(api.dispatcher.store, task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1) is not None
     assert _push(api, task.run.job.id, old).status_code == 200
     assert api.job(task.run.job.id).state is State.COMPLETED
@@ -318,7 +316,7 @@ def test_a_large_push_is_not_made_into_objects(api: Api, task: ActiveRun, monkey
 
 def test_a_push_of_a_run_that_was_given_up_frees_its_slot(api: Api, task: ActiveRun) -> None:
     job_id, waiting = task.run.job.id, api.submitted()
-    settlement.settle(task, Outcome(Kind.CANCELED, lingers=True), canceling=True)
+    end_run(api.dispatcher, task, Why.CANCEL_REQUESTED, lingers="canceled")
     assert api.job(job_id).state is State.CANCELED
     assert _push(api, job_id, _token(task), {"status": "processing"}).json["status"] == "canceled"
     assert withheld.of_run(api.database, job_id, task.run.attempt) is not None, "it goes on"

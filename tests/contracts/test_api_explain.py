@@ -7,6 +7,7 @@ import pytest
 from jobs.states import State, Why
 from tests.support.api import Api, TimedApi
 from tests.support.builders import T0, a_job_in, a_queued_job
+from tests.support.ends import cool_down
 from upkeep import reconcile
 
 SECOND = 1000
@@ -150,7 +151,7 @@ def test_an_open_breaker_of_a_server_and_until_when(timed_api: TimedApi, setting
 def test_a_server_that_is_away_since_when_and_until_when(timed_api: TimedApi) -> None:
     api = timed_api
     api.register()
-    cooldown_ms = api.dispatcher.slots.cool_down("zimg", "gpu1")
+    cooldown_ms = cool_down(api.dispatcher, "zimg", "gpu1")
     found = api.explain(api.submitted())
     assert (_codes(found), found["servers"]) == (["server_away"], {"gpu1": "away"})
     assert "could not be reached since 2027-01-15T08:00:00Z" in found["sentence"]
@@ -163,7 +164,7 @@ def test_a_busy_server_and_one_in_cooldown_are_both_told(timed_api: TimedApi) ->
     api.register(server="gpu1")
     api.submitted()
     api.register(server="gpu2")
-    api.dispatcher.slots.cool_down("zimg", "gpu2")
+    cool_down(api.dispatcher, "zimg", "gpu2")
     found = api.explain(api.submitted())
     assert (_codes(found), found["estimated_start_s"]) == (["slots_busy", "server_away"], None)
 

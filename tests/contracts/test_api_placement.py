@@ -6,6 +6,7 @@ import pytest
 
 from jobs.states import Why
 from tests.support.api import NOTHING, Api, TimedApi
+from tests.support.ends import cool_down
 
 GPUS = {"gpu": ["H100", "A100"], "memory": {"min": 40}, "region": "eu"}
 
@@ -225,7 +226,7 @@ def test_an_open_breaker_and_a_rest_are_shown_with_their_ends(timed_api: TimedAp
     for _ in range(2):
         api.submitted()
         api.run(1000, Why.SERVER_ERROR)
-    api.dispatcher.slots.cool_down("zimg", "gpu1")
+    cool_down(api.dispatcher, "zimg", "gpu1")
     standing = _server(api)["standing"]
     assert (standing["breaker"], standing["breaker_until"]) == ("open", "2027-01-15T08:00:07.000Z")
     assert (standing["cooling"], standing["cooldown_until"]) == (1, "2027-01-15T08:00:03.000Z")

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from dispatch.outcome import Kind, Outcome
-from tasks import settlement
 from tasks.servers import presets
 from tasks.wiring import workers
 from tests.support.api import Api, TimedApi
+from tests.support.ends import cool_down, decided, end_in_order
 from tests.support.scripted import Scripted, Seen, answer, refused_url
 
 
@@ -119,7 +119,7 @@ def test_a_server_whose_runs_find_nothing_at_its_address_says_so(api: Api) -> No
     api.register()
     task = api.started()
     outcome = Outcome(Kind.RETRY, code="misconfigured", message="the server answered 404: no such route")
-    settlement.settle(task, outcome, canceling=False)
+    end_in_order(api.dispatcher, task, decided(api.dispatcher, task, outcome))
     assert reasons(api) == ["misconfigured", "nothing_waits"]
     assert "404: no such route" in api.client.get("/admin/servers/gpu1/check").json["sentence"]
     explained = api.client.get(f"/queue/jobs/{task.run.job.id}/explain").json["sentence"]
@@ -181,7 +181,7 @@ def test_no_worker_alive_is_a_reason(api: Api) -> None:
 
 def test_a_breaker_says_until_when(timed_api: TimedApi) -> None:
     timed_api.register()
-    timed_api.dispatcher.slots.cool_down("zimg", "gpu1")
+    cool_down(timed_api.dispatcher, "zimg", "gpu1")
     found = timed_api.client.get("/admin/servers/gpu1/check").json
     one = next(one for one in found["reasons"] if one["code"] == "server_away")
     assert one["until"]

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from dispatch.verdict import Verdict
 from insight.servers import standings
+from jobs.record import Error
 from jobs.states import Why
-from jobs.store import Error
 from tests.support.api import NOTHING, Api, TimedApi
+from tests.support.ends import cool_down, end_run, free
 from tests.support.starts import begin_run
 from tests.support.visitor import visitor
 from upkeep import reconcile
@@ -119,7 +119,7 @@ def test_a_slot_that_is_withheld_is_listed_with_what_holds_it(timed_api: TimedAp
     job_id = api.submitted()
     task = begin_run(api.dispatcher, api.heard.offers.pop(0), "a-worker")
     assert task is not None and _servers(api)[0]["withheld"] == []
-    api.dispatcher.settle(task, Verdict(Why.RETRIES_EXHAUSTED), error=Error("timed_out", "late"), lingers="timed_out")
+    end_run(api.dispatcher, task, Why.RETRIES_EXHAUSTED, error=Error("timed_out", "late"), lingers="timed_out")
     (found,) = _servers(api)[0]["withheld"]
     assert (found["slot"], found["job_id"], found["reason"]) == ("gpu1-slot0", job_id, "timed_out")
     assert found["until"] > found["since"] and job_id in found["sentence"]
@@ -134,7 +134,7 @@ def test_what_runs_on_a_server_that_is_stopped_ends(timed_api: TimedApi, state: 
     assert task is not None and task.run.job.id == running
     _set(api, "servers/gpu1", state)
     assert api.dispatcher.leases.renew("zimg", "a-worker", [task.lease])[0] == "renewed"
-    api.dispatcher.free(task.lease, back=False)
+    free(api.dispatcher, task.lease, back=False)
     assert _offered(api) == []
     _set(api, "servers/gpu1", "online")
     assert _offered(api) == [waiting]
@@ -319,7 +319,7 @@ def _fail(api: TimedApi) -> None:
 
 
 def _cool(api: TimedApi) -> None:
-    api.dispatcher.slots.cool_down("zimg", "gpu1")
+    cool_down(api.dispatcher, "zimg", "gpu1")
 
 
 @pytest.mark.parametrize("settings", [{"BREAKER_FAILURES": "3", "BREAKER_OPEN_MS": "5000"}])

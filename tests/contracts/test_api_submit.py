@@ -12,6 +12,7 @@ from jobs.record import now_ms
 from jobs.states import State
 from scripting.scripts import Call
 from tests.support.api import NOTHING, Api
+from tests.support.ends import end_run
 from upkeep import reconcile
 
 MIB = 1 << 20
@@ -71,12 +72,11 @@ def test_a_job_that_is_offered_at_once_waits_in_no_line(api: Api) -> None:
 
 def test_the_start_is_estimated_from_the_latest_runs(api: Api) -> None:
     api.register(slots=2)
-    from dispatch.verdict import Verdict
     from jobs.states import Why
 
     for _ in range(2):
         task = api.started()
-        api.dispatcher.settle(task, Verdict(Why.FINISHED), result="{}")
+        end_run(api.dispatcher, task, Why.FINISHED, result="{}")
     api.submitted(), api.submitted()
     estimate = api.submit().json["estimated_start_s"]
     assert estimate is not None

@@ -113,5 +113,5 @@ def test_settings_of_events_that_are_wrong_end_no_run(monkeypatch: pytest.Monkey
 
 
 def test_without_the_setting_no_exporter_is_loaded() -> None:
-    code = "import sys, tasks.relay, tasks.worker, app.factory; print('opentelemetry.exporter' in sys.modules)"
+    code = "import sys, tasks.relay, tasks.worker.process, app.factory; print('opentelemetry.exporter' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -23,6 +23,7 @@ from registry.tenants import Tenants
 from tasks import keyring, push, vault, webhooks
 from tests.support.api import Api
 from tests.support.callbacks import claim, due_ids, failed
+from tests.support.ends import store_end
 from tests.support.stack import eventually
 from tests.support.starts import store_start
 
@@ -436,7 +437,7 @@ def test_a_dead_job_is_not_removed_before_its_webhooks_have_been_told(api, sendi
     store.submit([NewJob(job, "zimg", "{}")], now_ms())
     run = store_start(store, job, "gpu1", "gpu1/0", "lease", now_ms())
     assert run is not None
-    store.settle(job, run.attempt, Why.RETRIES_EXHAUSTED, now_ms())
+    store_end(store, job, run.attempt, Why.RETRIES_EXHAUSTED, now_ms())
     refused = api.client.delete(f"/admin/dlq/{job}")
     assert refused.status_code == 409 and webhook in refused.json["detail"]
     do(api, webhook, "disable", {})

@@ -19,6 +19,7 @@ from tasks.servers import Call, Description, presets
 from tasks.wiring import catalog, database
 from tests.support.api import Api
 from tests.support.blocking import Blocking
+from tests.support.ends import hand_back, store_end
 from tests.support.scripted import Scripted, answer
 from tests.support.starts import store_remote_id, store_start
 
@@ -265,10 +266,10 @@ def test_a_run_that_is_resumed_goes_on_by_its_own_version_and_a_new_one_begins_b
     store, job_id = api.dispatcher.store, task.run.job.id
     store_remote_id(store, job_id, 1, "r1", now_ms())
     second = _version(api, mode="callback")
-    api.dispatcher.hand_back(task)
+    hand_back(api.dispatcher, task)
     again = store_start(store, job_id, "gpu0", "gpu0-slot0", "l w", now_ms(), 0, second)
     assert (again.remote_id, again.described_by) == ("r1", first)
-    store.settle(job_id, again.attempt, Why.SERVER_LOST, now_ms())
+    store_end(store, job_id, again.attempt, Why.SERVER_LOST, now_ms())
     anew = store_start(store, job_id, "gpu0", "gpu0-slot0", "l w", now_ms(), 0, second)
     assert (anew.remote_id, anew.described_by) == (None, second)
 
@@ -278,7 +279,7 @@ def test_a_run_that_was_never_sent_begins_by_the_new_description(api):
     api.register("zimg", "gpu0")
     task = api.started()
     assert task.run.described_by == first
-    api.dispatcher.hand_back(task)
+    hand_back(api.dispatcher, task)
     again = store_start(api.dispatcher.store, task.run.job.id, "gpu0", "gpu0-slot0", "l w", now_ms(), 0, "another")
     assert (again.remote_id, again.described_by) == (None, "another")
 

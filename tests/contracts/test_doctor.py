@@ -21,6 +21,7 @@ from local.ports import free_port
 from reference_server import ReferenceServer, ServeConfig
 from tasks import wiring
 from tests.support.api import Api, clear_wiring
+from tests.support.ends import cool_down
 from upkeep import pulse
 
 
@@ -255,6 +256,6 @@ def test_a_server_that_an_operator_stopped_is_not_asked(api: Api) -> None:
 def test_slots_that_no_job_can_use_are_told(api: Api) -> None:
     with ReferenceServer(lambda payload: payload, ServeConfig(port=0)) as server:
         api.register(endpoint=server.url + "/generate", slots=2)
-        api.dispatcher.slots.cool_down("zimg", "gpu1")
+        cool_down(api.dispatcher, "zimg", "gpu1")
         (found,) = _said("servers")
     assert (found.level, found.said) == ("warn", "gpu1: 2 of its 2 slots are in cooldown.")

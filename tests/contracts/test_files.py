@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from pytest_httpserver import HTTPServer
 
 from cli.__main__ import main
-from dispatch.verdict import Verdict
 from jobs.files import MOST_FILES, files_in, shortened
 from jobs.states import Why
 from tests.support.api import Api
+from tests.support.ends import end_run
 from tests.support.starts import begin_run
 from tests.support.visitor import key_of, visitor
 
@@ -66,7 +66,7 @@ def completed(api: Api, result: Any, **fields: Any) -> str:
     offer = next(offer for offer in api.heard.offers if offer.job_id == job_id)
     task = begin_run(api.dispatcher, offer, "a-worker")
     assert task is not None
-    api.dispatcher.settle(task, Verdict(Why.FINISHED), result=orjson.dumps(result).decode())
+    end_run(api.dispatcher, task, Why.FINISHED, result=orjson.dumps(result).decode())
     return job_id
 
 

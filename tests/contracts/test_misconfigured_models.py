@@ -1,21 +1,25 @@
 """A model whose configuration no request can be made of: refused at the door, and where an older release has stored
 it, a fault of that model alone."""
 
-import asyncio
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
+from dispatch.dispatcher import ActiveRun
 from dispatch.outcome import Kind, Outcome
+from dispatch.steps import Steps
 from jobs.record import now_ms
 from registry.catalog import Model
 from registry.config import ModelConfig
+from routing.queues import Offer
 from tasks import callbacks, maintenance, push
 from tasks.descriptions import Misconfigured, server_for
-from tasks.shown import Shown
-from tasks.wiring import catalog, leases, telling, workers
-from tasks.worker import OwnRun, Worker
+from tasks.wiring import catalog, telling, workers
+from tasks.worker.capacity import Taken
+from tasks.worker.own_run import OwnRun
+from tasks.worker.patient_io import PatientIo
+from tasks.worker.process import Worker
 from tests.support.api import Api
 
 TEMPLATES = [
@@ -78,12 +82,19 @@ def test_maintenance_of_all_others_goes_on(stored: Api, monkeypatch: pytest.Monk
     assert "gpu0" in {line.get("server") for line in lines}
 
 
+def _offer(active: ActiveRun) -> Offer:
+    lease, run = active.lease, active.run
+    return Offer(lease.fleet, lease.job_id, lease.name, lease.slot, lease.server, run.job.model, 0)
+
+
 def test_its_job_costs_a_retry_and_says_why(stored: Api) -> None:
     task = stored.started(model="broken")
-    worker = Worker(stored.dispatcher, leases(), workers(), telling(), capacity=1)
+    worker = Worker(stored.dispatcher, workers(), telling(), capacity=1)
     worker.heartbeat.end()
-    run = OwnRun(task, worker.heartbeat.add(task.lease), Shown())
-    outcome = asyncio.run_coroutine_threadsafe(worker._outcome(run), worker.engine.loop).result(30)
+    watch = worker.heartbeat.add(task.lease)
+    io = PatientIo(worker.engine, watch)
+    run = OwnRun(task, watch, Taken(_offer(task)), io, Steps(stored.dispatcher, io))
+    outcome = worker.engine.ask(worker.calls.outcome(run), 30)
     worker.close()
     assert isinstance(outcome, Outcome)
     assert (outcome.kind, outcome.code) == (Kind.RETRY, "misconfigured")

@@ -7,12 +7,14 @@ from functools import partial
 import pytest
 
 from dispatch.dispatcher import ActiveRun
+from jobs.record import Error
 from jobs.states import State, Why
-from jobs.store import Error, Store
+from jobs.store import Store
 from routing.leases import Renewal
 from tasks import descriptions, maintenance
 from tasks.servers import Health, HealthKind
 from tests.support.builders import T0, a_queued_job
+from tests.support.ends import store_end
 from tests.support.stage import Stage
 from tests.support.starts import store_remote_id, store_start
 from upkeep import reconcile
@@ -45,7 +47,7 @@ def test_a_run_that_is_resumed_keeps_the_address_to_which_it_was_sent(store: Sto
         assert _start(store, job_id, OLD) == OLD
         if job_id == polled:
             store_remote_id(store, job_id, 1, "r", T0)
-        store.settle(job_id, 1, why, T0)
+        store_end(store, job_id, 1, why, T0)
     assert _start(store, polled, NEW) == OLD
     assert _start(store, offered_again, NEW, offer=0) == OLD, "its server may be at it"
     assert _start(store, anew, NEW) == NEW
@@ -55,7 +57,7 @@ def test_a_run_at_another_server_goes_to_that_ones_address(store: Store) -> None
     job_id = a_queued_job(store).id
     _start(store, job_id, OLD)
     store_remote_id(store, job_id, 1, "r", T0)
-    store.settle(job_id, 1, Why.LEASE_EXPIRED, T0)
+    store_end(store, job_id, 1, Why.LEASE_EXPIRED, T0)
     assert _start(store, job_id, NEW, server="other") == NEW
 
 
@@ -63,7 +65,7 @@ def test_a_run_at_another_server_goes_to_that_ones_address(store: Store) -> None
 def test_the_address_is_forgotten_when_the_run_is_over(store: Store, why: Why) -> None:
     job_id = a_queued_job(store).id
     _start(store, job_id, "http://user:password@gpu:1/run")
-    store.settle(job_id, 1, why, T0, result="1" if why is Why.FINISHED else None, error=Error("said", "so"))
+    store_end(store, job_id, 1, why, T0, result="1" if why is Why.FINISHED else None, error=Error("said", "so"))
     assert _stored(store, job_id) is None
 
 

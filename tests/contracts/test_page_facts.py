@@ -9,13 +9,14 @@ from sqlalchemy import text
 from insight import last_hour, looks, story
 from insight.last_hour import LastHour
 from insight.story import Part
-from jobs.record import Job
+from jobs.record import Error, Job
 from jobs.states import State, Why
-from jobs.store import Error, Store
+from jobs.store import Store
 from registry.catalog import Model, Snapshot
 from registry.config import ModelConfig
 from registry.values import Server
 from tests.support.builders import SECOND, T0, a_queued_job, a_start
+from tests.support.ends import store_end
 
 MINUTE = looks.MINUTE_MS
 FIRST = T0 - T0 % MINUTE
@@ -38,7 +39,7 @@ def _run(store: Store, job_id: str, begins: float, ends: float, server: str = "g
     now = T0 + round(ends * SECOND)
     error, due = (None, None) if why is Why.FINISHED else (Error("oom", "out of memory"), now + SECOND)
     result = "{}" if why is Why.FINISHED else None
-    assert store.settle(job_id, run.attempt, why, now, result=result, error=error, due_ms=due)
+    assert store_end(store, job_id, run.attempt, why, now, result=result, error=error, due_ms=due)
 
 
 def _told(store: Store, job: Job, catalog: Snapshot) -> story.Story:

@@ -22,7 +22,7 @@ from scripting.scripts import Scripts
 from tasks import canary, ready, touched, wiring
 from tasks.alive import Alive
 from tasks.canary import Canary
-from tasks.worker import Worker
+from tasks.worker.process import Worker
 from tests.support.api import Api
 from tests.support.room import FRAGMENTS
 
@@ -37,7 +37,7 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def worker(api: Api) -> Iterator[Worker]:
-    made = Worker(api.dispatcher, wiring.leases(), wiring.workers(), wiring.telling(), capacity=4)
+    made = Worker(api.dispatcher, wiring.workers(), wiring.telling(), capacity=4)
     made.heartbeat.end()
     yield made
     made.close()
@@ -228,7 +228,7 @@ def test_a_canary_that_does_not_reach_redis_and_the_record_has_not_come(
     async def fails(_: object) -> None:
         raise ConnectionError
 
-    monkeypatch.setattr(worker.engine, "ask_room" if away == "redis" else "store", fails)
+    monkeypatch.setattr(worker.engine, "redis" if away == "redis" else "commit", fails)
     one = Canary(worker.engine, wiring.workers())
     one._sent["x"] = time.monotonic()
     with pytest.raises(ConnectionError):
@@ -247,7 +247,7 @@ def test_a_canary_does_not_keep_its_worker_from_its_end(
         asked.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(worker.engine, "ask_room", says_nothing)
+    monkeypatch.setattr(worker.engine, "redis", says_nothing)
     monkeypatch.setattr(canary, "_LONGEST_S", 3600.0)
     one = Canary(worker.engine, wiring.workers())
     one._sent["x"] = time.monotonic()

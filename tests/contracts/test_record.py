@@ -16,8 +16,9 @@ from insight import listing
 from insight.attempts import attempts
 from jobs.events import TYPES
 from jobs.models import messages
+from jobs.record import Error
 from jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, State, Why
-from jobs.store import Error, Store
+from jobs.store import Store
 from outbox import removal
 from outbox.messages import Message
 from tests.support.builders import (
@@ -36,6 +37,7 @@ from tests.support.builders import (
     trail_of,
 )
 from tests.support.callbacks import claim, due_ids, failed
+from tests.support.ends import store_end
 from tests.support.starts import store_remote_id, store_start
 
 LATER = T0 + 60 * SECOND
@@ -50,17 +52,17 @@ in_every_final_state = pytest.mark.parametrize("state", sorted(FINAL))
 
 def _settle(store: Store, job_id: str, attempt: int, why: Why, now_ms: int = LATER) -> Any:
     """Settle with everything that a worker could hand in."""
-    return store.settle(job_id, attempt, why, now_ms, result=RESULT, error=ERROR, due_ms=now_ms + SECOND)
+    return store_end(store, job_id, attempt, why, now_ms, result=RESULT, error=ERROR, due_ms=now_ms + SECOND)
 
 
 def _acts(store: Store, why: Why, job_id: str, attempt: int) -> dict[str, Callable[[], Any]]:
     """Every act of the store that could be asked to make a transition for this reason."""
     acts: dict[str, Callable[[], Any]] = {
-        "settle": lambda: _settle(store, job_id, attempt, why),
+        "settle_write": lambda: _settle(store, job_id, attempt, why),
         "end_waiting": lambda: store.end_waiting(job_id, why, LATER, ERROR),
     }
     if why is Why.STARTED:
-        acts["starting"] = lambda: store_start(store, job_id, "gpu9", "gpu9-slot0", "lease9", LATER)
+        acts["start_write"] = lambda: store_start(store, job_id, "gpu9", "gpu9-slot0", "lease9", LATER)
     if why is Why.DUE:
         acts["promote_due"] = lambda: store.promote_due(LATER)
     if why is Why.REVIVED:
@@ -185,7 +187,7 @@ def test_job_2_each_transition_of_a_long_life_has_exactly_one_event(store):
 
 def test_an_event_tells_the_error_and_when_the_retry_comes(store):
     run = a_running_job(store)
-    store.settle(run.job.id, run.attempt, Why.SERVER_ERROR, T0, error=ERROR, due_ms=T0 + 4 * SECOND)
+    store_end(store, run.job.id, run.attempt, Why.SERVER_ERROR, T0, error=ERROR, due_ms=T0 + 4 * SECOND)
     event = store.events_of(run.job.id)[-1]
     assert event.data["error"] == {"code": "model_error", "message": "out of memory"}
     assert event.data["retry_in_ms"] == 4 * SECOND
@@ -251,7 +253,7 @@ def test_an_unknown_job_is_none_everywhere(store):
     assert store.get("nobody") is None
     assert store.headers("nobody") is None
     assert store_start(store, "nobody", "gpu1", "gpu1-slot0", "l", T0) is None
-    assert store.settle("nobody", 1, Why.FINISHED, T0) is None
+    assert store_end(store, "nobody", 1, Why.FINISHED, T0) is None
     assert store.end_waiting("nobody", Why.CANCEL_REQUESTED, T0) is None
     assert store.revive("nobody", T0) is None
     assert store.events_of("nobody") == []
@@ -290,7 +292,7 @@ def test_lease_2_the_token_goes_on_growing_after_a_delayed_retry(store):
 @pytest.mark.parametrize("why", SETTLES)
 def test_lease_3_a_settle_under_an_old_token_changes_nothing(database, store, why):
     old = a_running_job(store, callback_url=CALLBACK)
-    store.settle(old.job.id, old.attempt, Why.LEASE_EXPIRED, T0)
+    store_end(store, old.job.id, old.attempt, Why.LEASE_EXPIRED, T0)
     a_start(store, old.job.id, server="gpu2")
     before, events_before = row_of(database, old.job.id), trail_of(store, old.job.id)
     assert _settle(store, old.job.id, old.attempt, why) is None
@@ -307,7 +309,7 @@ def test_lease_3_a_token_from_the_future_is_no_better(database, store):
 
 def test_lease_3_a_remote_id_is_stored_only_under_the_current_token(database, store):
     old = a_running_job(store)
-    store.settle(old.job.id, old.attempt, Why.SERVER_LOST, T0)
+    store_end(store, old.job.id, old.attempt, Why.SERVER_LOST, T0)
     new = a_start(store, old.job.id)
     assert not store_remote_id(store, old.job.id, old.attempt, "r-old", T0)
     assert store_remote_id(store, new.job.id, new.attempt, "r-new", T0)
@@ -319,8 +321,8 @@ def test_of_two_settles_of_one_run_at_once_only_one_counts(database, store):
     for _ in range(5):
         run = a_running_job(store, callback_url=CALLBACK)
         moved = at_once(
-            lambda r=run: store.settle(r.job.id, r.attempt, Why.FINISHED, T0, result=RESULT),
-            lambda r=run: other.settle(r.job.id, r.attempt, Why.LEASE_EXPIRED, T0),
+            lambda r=run: store_end(store, r.job.id, r.attempt, Why.FINISHED, T0, result=RESULT),
+            lambda r=run: store_end(other, r.job.id, r.attempt, Why.LEASE_EXPIRED, T0),
         )
         assert sum(m is not None for m in moved) == 1
         assert len(trail_of(store, run.job.id)) == 3
@@ -332,7 +334,7 @@ def test_of_two_settles_of_one_run_at_once_only_one_counts(database, store):
 
 def test_a_completed_job_keeps_its_result_and_where_it_ran(store):
     run = a_running_job(store, server="gpu1")
-    moved = store.settle(run.job.id, run.attempt, Why.FINISHED, LATER, result=RESULT)
+    moved = store_end(store, run.job.id, run.attempt, Why.FINISHED, LATER, result=RESULT)
     job = store.get(run.job.id)
     assert (moved.to, moved.attempt) == (State.COMPLETED, 1)
     assert (job.result, job.error_code, job.error_message) == (RESULT, None, None)
@@ -341,7 +343,7 @@ def test_a_completed_job_keeps_its_result_and_where_it_ran(store):
 
 def test_a_failed_job_keeps_its_error(store):
     run = a_running_job(store)
-    store.settle(run.job.id, run.attempt, Why.INVALID_REQUEST, LATER, error=ERROR)
+    store_end(store, run.job.id, run.attempt, Why.INVALID_REQUEST, LATER, error=ERROR)
     job = store.get(run.job.id)
     assert (job.result, job.error_code, job.error_message) == (None, "model_error", "out of memory")
     assert job.finished_ms == LATER
@@ -350,7 +352,7 @@ def test_a_failed_job_keeps_its_error(store):
 @pytest.mark.parametrize("message", ["x" * 5000, "half a \ud83d pair", "a \x00 byte"])
 def test_an_error_is_stored_whatever_the_server_wrote(store, message):
     run = a_running_job(store)
-    assert store.settle(run.job.id, run.attempt, Why.SERVER_ERROR, T0, error=Error("bad", message), due_ms=LATER)
+    assert store_end(store, run.job.id, run.attempt, Why.SERVER_ERROR, T0, error=Error("bad", message), due_ms=LATER)
     assert store.get(run.job.id).error_message.startswith(message[:2])
     assert len(store.get(run.job.id).error_message) <= 2000
 
@@ -365,7 +367,7 @@ def test_a_job_that_waits_again_holds_no_slot(store):
 
 def test_a_retry_waits_until_it_is_due_and_is_not_among_the_queued(store):
     run = a_running_job(store)
-    store.settle(run.job.id, run.attempt, Why.SERVER_ERROR, T0, error=ERROR, due_ms=LATER)
+    store_end(store, run.job.id, run.attempt, Why.SERVER_ERROR, T0, error=ERROR, due_ms=LATER)
     job = store.get(run.job.id)
     assert (job.state, job.due_ms, job.failures, job.slot, job.lease) == (State.DELAYED, LATER, 1, None, None)
     assert store.queued(["zimg"]) == []
@@ -374,7 +376,7 @@ def test_a_retry_waits_until_it_is_due_and_is_not_among_the_queued(store):
 def test_a_retry_without_a_time_is_refused_for_nothing_would_ever_wake_it(database, store):
     run = a_running_job(store)
     with pytest.raises(ValueError, match="due_ms"):
-        store.settle(run.job.id, run.attempt, Why.SERVER_ERROR, T0, error=ERROR)
+        store_end(store, run.job.id, run.attempt, Why.SERVER_ERROR, T0, error=ERROR)
     assert row_of(database, run.job.id)["state"] == "running"
 
 
@@ -390,7 +392,7 @@ def test_a_run_that_only_its_worker_left_is_resumed_at_the_server(store, why):
 def test_a_remote_id_means_nothing_to_another_server(store):
     run = a_running_job(store, server="gpu1")
     store_remote_id(store, run.job.id, run.attempt, "r-1", T0)
-    store.settle(run.job.id, run.attempt, Why.LEASE_EXPIRED, T0)
+    store_end(store, run.job.id, run.attempt, Why.LEASE_EXPIRED, T0)
     again = a_start(store, run.job.id, server="gpu2")
     assert (again.remote_id, again.sent_ms) == (None, None)
     assert store.get(run.job.id).remote_id is None
@@ -408,12 +410,12 @@ def test_a_run_that_the_server_left_is_not_resumed(store, why):
 def test_time_at_the_server_counts_from_when_it_took_up_this_remote_id(store):
     run = a_running_job(store, server="gpu1")
     store_remote_id(store, run.job.id, run.attempt, "r-1", T0)
-    store.settle(run.job.id, run.attempt, Why.HANDED_BACK, T0)
+    store_end(store, run.job.id, run.attempt, Why.HANDED_BACK, T0)
     again = a_start(store, run.job.id, server="gpu1")
     store_remote_id(store, run.job.id, again.attempt, "r-1", LATER)
     assert again.sent_ms == T0
     store_remote_id(store, run.job.id, again.attempt, "r-2", LATER)
-    store.settle(run.job.id, again.attempt, Why.HANDED_BACK, LATER)
+    store_end(store, run.job.id, again.attempt, Why.HANDED_BACK, LATER)
     third = a_start(store, run.job.id, server="gpu1")
     assert (third.remote_id, third.sent_ms) == ("r-2", LATER)
 
@@ -430,7 +432,7 @@ def test_starts_that_met_no_server_are_no_attempts(store):
 def test_the_attempts_fold_tells_each_start_and_what_came_of_it(store):
     job = a_queued_job(store)
     first = a_start(store, job.id, server="gpu1", now_ms=T0 + 1)
-    store.settle(job.id, first.attempt, Why.SERVER_ERROR, T0 + 2, error=ERROR, due_ms=T0 + 3)
+    store_end(store, job.id, first.attempt, Why.SERVER_ERROR, T0 + 2, error=ERROR, due_ms=T0 + 3)
     store.promote_due(T0 + 3)
     a_start(store, job.id, server="gpu2", now_ms=T0 + 4)
     done, under_way = attempts(store.events_of(job.id))
@@ -484,7 +486,7 @@ def test_a_job_is_not_overdue_before_its_deadline_nor_after_its_end(store, state
     a_job_in(store, state)  # has no deadline
     assert store.expire_overdue(T0 + SECOND - 1) == []
     if state is State.RUNNING:
-        assert store.settle(job.id, job.attempt, Why.DEADLINE_PASSED, LATER)
+        assert store_end(store, job.id, job.attempt, Why.DEADLINE_PASSED, LATER)
     else:
         assert store.end_waiting(job.id, Why.DEADLINE_PASSED, LATER)
     assert store.expire_overdue(LATER) == []
@@ -560,7 +562,7 @@ def test_a_cancel_of_a_running_job_is_a_fact_beside_its_state(store):
     assert store.request_cancel(run.job.id, LATER + 1)  # the first one counts
     job = store.get(run.job.id)
     assert (job.state, job.cancel_requested_ms) == (State.RUNNING, LATER)
-    assert store.settle(run.job.id, run.attempt, Why.CANCEL_REQUESTED, LATER)
+    assert store_end(store, run.job.id, run.attempt, Why.CANCEL_REQUESTED, LATER)
     assert store.get(run.job.id).state is State.CANCELED
 
 
@@ -571,8 +573,8 @@ _ENDS_WITHOUT_RESULT = sorted(why for (state, why), edge in TRANSITIONS.items() 
 def test_a_job_that_shall_be_canceled_is_canceled_when_its_run_comes_to_no_result(store, why):
     run = a_running_job(store)
     store.request_cancel(run.job.id, T0)
-    assert store.settle(run.job.id, run.attempt + 1, why, T0, due_ms=LATER) is None
-    moved = store.settle(run.job.id, run.attempt, why, T0, error=Error("busy", "come again"), due_ms=LATER)
+    assert store_end(store, run.job.id, run.attempt + 1, why, T0, due_ms=LATER) is None
+    moved = store_end(store, run.job.id, run.attempt, why, T0, error=Error("busy", "come again"), due_ms=LATER)
     job = store.get(run.job.id)
     assert (moved.to, job.state, job.why, job.due_ms) == (*[State.CANCELED] * 2, Why.CANCEL_REQUESTED, None)
     assert (job.waits, job.failures, job.crashes, job.error_code) == (0, 0, 0, "canceled")

@@ -23,6 +23,7 @@ from jobs.models import jobs as jobs_table
 from jobs.states import State, Why
 from jobs.store import Store
 from tests.support.builders import T0, a_job, a_queued_job, a_running_job, at_once, eventually, row_of, trail_of
+from tests.support.ends import store_end
 from tests.support.groups import held, in_one_group
 from tests.support.starts import store_start
 
@@ -158,7 +159,7 @@ def test_a_unit_whose_event_cannot_be_written_spoils_nothing_for_its_neighbours(
 
     moved, bad, accepted = in_one_group(
         database,
-        lambda: store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}"),
+        lambda: store_end(store, run.job.id, run.attempt, Why.FINISHED, T0, result="{}"),
         lambda: database.write(spoil),
         lambda: store.submit([a_job()], T0)[0],
     )
@@ -173,7 +174,7 @@ def test_job_2_a_transition_keeps_its_one_event_when_a_later_unit_of_its_group_f
     run = a_running_job(store, callback_url="https://c.example/h")
     moved, _ = in_one_group(
         database,
-        lambda: store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}"),
+        lambda: store_end(store, run.job.id, run.attempt, Why.FINISHED, T0, result="{}"),
         lambda: database.write(lambda _: _raise(ZeroDivisionError())),
     )
     assert moved.to is State.COMPLETED and _count(database, messages) == 1
@@ -186,7 +187,7 @@ def test_of_two_transitions_of_one_job_in_one_group_only_the_first_counts(databa
         database,
         lambda: store_start(store, job.id, "gpu1", "gpu1-slot0", "l1", T0),
         lambda: store_start(store, job.id, "gpu2", "gpu2-slot0", "l2", T0),
-        lambda: store.settle(job.id, 1, Why.FINISHED, T0, result="{}"),
+        lambda: store_end(store, job.id, 1, Why.FINISHED, T0, result="{}"),
     )
     assert (first.attempt, second, third.to) == (1, None, "completed")
     assert len(trail_of(store, job.id)) == 3

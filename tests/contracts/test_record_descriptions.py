@@ -9,6 +9,7 @@ from registry.catalog import Catalog
 from registry.descriptions import KEPT_MS
 from registry.secrets import Secret
 from tests.support.builders import SECOND, T0, a_queued_job, at_once
+from tests.support.ends import store_end
 from tests.support.starts import store_remote_id, store_start
 
 LATER = T0 + SECOND
@@ -65,7 +66,7 @@ def test_a_run_that_was_sent_keeps_its_version_and_one_that_was_not_takes_the_ne
         assert _start(store, job, "v1").described_by == "v1"
     store_remote_id(store, sent.id, 1, "r", T0)
     for job in (sent, unsent):
-        assert store.settle(job.id, 1, why, T0).to is State.QUEUED
+        assert store_end(store, job.id, 1, why, T0).to is State.QUEUED
     assert [_start(store, job, "v2").described_by for job in (sent, unsent)] == ["v1", "v2"]
     assert store.get(sent.id).described_by == "v1"
 
@@ -74,7 +75,7 @@ def test_a_run_elsewhere_takes_the_new_version(store):
     job = a_queued_job(store)
     _start(store, job, "v1")
     store_remote_id(store, job.id, 1, "r", T0)
-    store.settle(job.id, 1, Why.LEASE_EXPIRED, T0)
+    store_end(store, job.id, 1, Why.LEASE_EXPIRED, T0)
     run = store_start(store, job.id, "gpu2", "gpu2-slot0", "l w", T0, 0, None)
     assert (run.remote_id, run.described_by) == (None, None)
 
@@ -83,7 +84,7 @@ def test_a_run_that_the_server_has_lost_names_no_version_any_more(store):
     job = a_queued_job(store)
     _start(store, job, "v1")
     store_remote_id(store, job.id, 1, "r", T0)
-    store.settle(job.id, 1, Why.SERVER_LOST, T0)
+    store_end(store, job.id, 1, Why.SERVER_LOST, T0)
     assert store.get(job.id).described_by is None
 
 
@@ -94,7 +95,7 @@ def test_versions_that_nothing_names_are_removed_after_a_while_and_no_others(dat
     for job, version in zip(jobs, (running, queued), strict=True):
         _start(store, job, version)
         store_remote_id(store, job.id, 1, "r", T0)
-    store.settle(jobs[1].id, 1, Why.LEASE_EXPIRED, T0)
+    store_end(store, jobs[1].id, 1, Why.LEASE_EXPIRED, T0)
     assert descriptions.purge(database, T0) == 0
     _version(catalog, '{"n":3}')
     _version(catalog, '{"n":9}')
@@ -103,7 +104,7 @@ def test_versions_that_nothing_names_are_removed_after_a_while_and_no_others(dat
     there = {version for version in (running, queued, idle, back, now) if descriptions.read(database, version)}
     assert there == {running, queued, back, now}
     for job in jobs:
-        store.settle(job.id, 1, Why.FINISHED, T0, result="1")
+        store_end(store, job.id, 1, Why.FINISHED, T0, result="1")
     assert descriptions.purge(database, T0 + 4 * KEPT_MS) == 1, "that which was named again counts anew"
 
 

@@ -24,6 +24,7 @@ from tests.support.builders import (
     trail_of,
 )
 from tests.support.callbacks import due_ids
+from tests.support.ends import store_end
 
 DUE, LATER = T0 + SECOND, T0 + 60 * SECOND
 
@@ -98,7 +99,9 @@ def test_two_that_expire_at_once_end_each_job_once(database, store):
 def test_a_run_that_is_settled_at_the_same_moment_ends_once(database, store):
     other = Store(Database(database.url))
     runs = [a_running_job(store, deadline_ms=DUE) for _ in range(20)]
-    settle = [lambda run=run: other.settle(run.job.id, run.attempt, Why.FINISHED, LATER, result="{}") for run in runs]
+    settle = [
+        lambda run=run: store_end(other, run.job.id, run.attempt, Why.FINISHED, LATER, result="{}") for run in runs
+    ]
     ended, *settled = at_once(lambda: store.expire_overdue(LATER), *settle)
     ended += store.expire_overdue(LATER)  # one that was being settled was left out, but nothing settles it any more
     assert Counter(moved.job.id for moved in [*ended, *filter(None, settled)]) == Counter(run.job.id for run in runs)

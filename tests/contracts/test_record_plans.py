@@ -19,9 +19,9 @@ from database.db import Database
 from insight import listing
 from jobs import withheld
 from jobs.models import events
+from jobs.record import Withholding
 from jobs.states import State, Why
 from jobs.store import Store
-from jobs.withheld import Withholding
 from outbox import forward, removal
 from outbox.callbacks import Callbacks, Due
 from outbox.messages import Answered, Key, Message, Messages
@@ -31,6 +31,7 @@ from registry.catalog import Catalog
 from registry.rotations import Rotations
 from registry.tenants import Tenants
 from tests.support.builders import T0, a_job
+from tests.support.ends import store_end
 from tests.support.starts import store_remote_id, store_start
 from upkeep import ledger
 
@@ -175,15 +176,15 @@ BY_KEY: dict[str, Callable[[Database, Store], Any]] = {
     "submit": lambda _, store: store.submit([a_job(idempotency_key="k")], T0),
     "knows": lambda _, store: store.knows([a_job(idempotency_key="k")], T0),
     "start": lambda _, store: store_start(store, "wait-1", "gpu1", "gpu1-slot0", "l w", T0),
-    "settle": lambda _, store: store.settle("wait-1", 1, Why.FINISHED, T0, result="{}"),
+    "settle": lambda _, store: store_end(store, "wait-1", 1, Why.FINISHED, T0, result="{}"),
     "starts at once": lambda database, store: _all_at_once(
-        database, *[store.starting(f"wait-{n}", "gpu1", f"gpu1-slot{n}", "l w", T0, 0) for n in (3, 4, 5)]
+        database, *[store.start_write(f"wait-{n}", "gpu1", f"gpu1-slot{n}", "l w", T0, 0) for n in (3, 4, 5)]
     ),
     "settles at once": lambda database, store: _all_at_once(
-        database, *[store.settling(f"wait-{n}", 1, Why.FINISHED, T0, result="{}") for n in (3, 4, 5)]
+        database, *[store.settle_write(f"wait-{n}", 1, Why.FINISHED, T0, result="{}") for n in (3, 4, 5)]
     ),
-    "settle of a run without result": lambda _, store: store.settle("wait-1", 1, Why.SERVER_BUSY, T0),
-    "settle that withholds": lambda _, store: store.settle("wait-2", 1, Why.SERVER_LOST, T0, withhold=_LINGERS),
+    "settle of a run without result": lambda _, store: store_end(store, "wait-1", 1, Why.SERVER_BUSY, T0),
+    "settle that withholds": lambda _, store: store_end(store, "wait-2", 1, Why.SERVER_LOST, T0, withhold=_LINGERS),
     "end_waiting": lambda _, store: store.end_waiting("wait-1", Why.CANCEL_REQUESTED, T0),
     "request_cancel": lambda _, store: store.request_cancel("wait-1", T0),
     "note_remote": lambda _, store: store_remote_id(store, "wait-1", 1, "r", T0),

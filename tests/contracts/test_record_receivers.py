@@ -29,6 +29,7 @@ from outbox.spreading import Spreading
 from outbox.tables import receivers as table
 from outbox.tables import tries
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, a_start, an_ended_job, at_once
+from tests.support.ends import store_end
 from tests.support.untold import untold_events
 
 HOUR = 3600 * SECOND
@@ -739,7 +740,7 @@ def test_a_revived_job_is_told_of_again(store, receivers, messages, spread) -> N
     job = an_ended_job(store, State.DEAD)
     store.revive(job.id, T0)
     run = a_start(store, job.id)
-    store.settle(job.id, run.attempt, Why.FINISHED, T0, result="{}")
+    store_end(store, job.id, run.attempt, Why.FINISHED, T0, result="{}")
     assert deliver(messages, spread, receiver) == [(job.id, "job.dlq"), (job.id, "job.completed")]
 
 

@@ -24,6 +24,7 @@ from tests.support.builders import (
     rows_in,
 )
 from tests.support.callbacks import claim, delivered, due_ids, failed
+from tests.support.ends import store_end
 
 LATER = T0 + 60 * SECOND
 
@@ -121,7 +122,7 @@ def test_hook_1_each_message_of_a_job_that_died_twice_holds_it(database, store):
     (first,) = due_ids(database, LATER)
     delivered(database, claim(database, first, LATER, LATER + SECOND), LATER)
     store.revive(dead.id, LATER)
-    store.settle(dead.id, a_start(store, dead.id).attempt, Why.RETRIES_EXHAUSTED, LATER)
+    store_end(store, dead.id, a_start(store, dead.id).attempt, Why.RETRIES_EXHAUSTED, LATER)
     with pytest.raises(Conflict):
         removal.delete_dead(store.database, dead.id)
 

@@ -14,6 +14,7 @@ from jobs.states import State, Why
 from jobs.store import Store
 from outbox import removal, tail
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, an_ended_job, at_once, eventually, row_of, trail_of
+from tests.support.ends import store_end
 from tests.support.starts import store_start
 from upkeep import ledger
 
@@ -265,7 +266,7 @@ def test_a_key_never_names_a_job_that_is_not_there(store):
     """The job was removed within the window: the key is fresh work, not a pointer to nothing."""
     (first,) = store.submit([a_job(**KEYED)], T0)
     run = store_start(store, first.id, "gpu1", "gpu1-slot0", "l", T0)
-    store.settle(first.id, run.attempt, Why.FINISHED, T0, result="{}")
+    store_end(store, first.id, run.attempt, Why.FINISHED, T0, result="{}")
     assert removal.purge(store.database, T0 + 1) == 1
     (fresh,) = store.submit([a_job(**KEYED)], T0 + 2)
     assert not fresh.deduplicated

@@ -8,12 +8,14 @@ from sqlalchemy import insert, text
 
 from database.db import Database
 from jobs.models import events
+from jobs.record import Error
 from jobs.states import State, Why
-from jobs.store import Error, Store
+from jobs.store import Store
 from outbox import removal, tail
 from outbox.ageing import Ageing
 from outbox.tail import Tail
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, a_running_job, an_ended_job, at_once, eventually
+from tests.support.ends import store_end
 from tests.support.starts import store_start
 
 LATE = {"job_id": "late", "type": "job.enqueued", "at_ms": T0, "attempt": 0, "data": "{}"}
@@ -39,10 +41,10 @@ def test_what_happened_before_is_not_told_and_what_happens_is_told_once(store, f
 
 def test_an_event_is_told_with_its_job_and_the_server_of_its_attempt(store, follower):
     run = a_running_job(store, server="gpu1", tenant="acme", priority=2)
-    store.settle(run.job.id, 1, Why.SERVER_ERROR, T0, error=Error("server_error", "no"), due_ms=T0 + SECOND)
+    store_end(store, run.job.id, 1, Why.SERVER_ERROR, T0, error=Error("server_error", "no"), due_ms=T0 + SECOND)
     store.promote_due(T0 + SECOND)
     store_start(store, run.job.id, "gpu2", "gpu2/0", "another", T0 + SECOND)
-    store.settle(run.job.id, 2, Why.FINISHED, T0 + SECOND, result="{}")
+    store_end(store, run.job.id, 2, Why.FINISHED, T0 + SECOND, result="{}")
     told = follower.read()
     assert {(it.model, it.tenant, it.priority) for it in told} == {("zimg", "acme", 2)}
     assert [(it.event.type, it.server) for it in told] == [
@@ -160,7 +162,7 @@ def test_under_many_writers_nothing_is_passed_over_and_nothing_is_told_twice(sto
         for _ in range(25):
             run = a_running_job(store)
             if random.random() < 0.5:
-                store.settle(run.job.id, 1, Why.FINISHED, T0, result="{}")
+                store_end(store, run.job.id, 1, Why.FINISHED, T0, result="{}")
             _fail(database)
 
     def read() -> None:

@@ -11,10 +11,11 @@ from database.db import Database, Write
 from foundation.config import Limits
 from foundation.errors import RecordUnavailable, RecordUncertain
 from jobs.models import jobs, messages, tellings
-from jobs.record import Run
+from jobs.record import Error, Run
 from jobs.states import State, Why
-from jobs.store import Error, Store
+from jobs.store import Store
 from tests.support.builders import CALLBACK, T0, a_queued_job, a_running_job, rows_in, trail_of
+from tests.support.ends import store_end
 
 LATER = T0 + 60_000
 _NOT_TEXT = "\ud800\x00"  # neither database stores both halves of it
@@ -44,7 +45,7 @@ def _statements(heard: Sequence[str]) -> list[str]:
 
 def _end(store: Store, run: Run, why: Why = Why.FINISHED, attempt: int | None = None, result: str = "{}") -> Write[Any]:
     error = None if why is Why.FINISHED else Error("bad", f"of {run.job.id}")
-    return store.settling(run.job.id, attempt or run.attempt, why, LATER, result=result, error=error)
+    return store.settle_write(run.job.id, attempt or run.attempt, why, LATER, result=result, error=error)
 
 
 def test_ends_that_come_together_take_no_more_statements_than_one(database, store):
@@ -60,7 +61,8 @@ def test_ends_that_come_together_take_no_more_statements_than_one(database, stor
 def test_starts_that_come_together_take_no_more_statements_than_one(database, store):
     waiting = [a_queued_job(store, payload=f'"{n}"') for n in range(8)]
     starts = [
-        store.starting(job.id, f"gpu{n}", f"gpu{n}-slot0", f"l{n}", LATER, n, f"v{n}") for n, job in enumerate(waiting)
+        store.start_write(job.id, f"gpu{n}", f"gpu{n}-slot0", f"l{n}", LATER, n, f"v{n}")
+        for n, job in enumerate(waiting)
     ]
     with _heard(database, "before_cursor_execute") as heard:
         runs = database.do_all(starts)
@@ -74,14 +76,14 @@ def test_starts_that_come_together_take_no_more_statements_than_one(database, st
 
 def test_lease_3_each_end_is_guarded_by_its_own_state_and_token_and_told_by_itself(database, store):
     ends, old, over, gone, failed, again = (a_running_job(store) for _ in range(6))
-    store.settle(over.job.id, 1, Why.FINISHED, T0, result='"first"')
+    store_end(store, over.job.id, 1, Why.FINISHED, T0, result='"first"')
     waits = a_queued_job(store)
     asked = [
         _end(store, ends),
         _end(store, old, attempt=7),
         _end(store, over),
-        store.settling("nobody", 1, Why.FINISHED, LATER, result="{}"),
-        store.settling(waits.id, 1, Why.FINISHED, LATER, result="{}"),
+        store.settle_write("nobody", 1, Why.FINISHED, LATER, result="{}"),
+        store.settle_write(waits.id, 1, Why.FINISHED, LATER, result="{}"),
         _end(store, failed, Why.INVALID_REQUEST),
         _end(store, again, Why.SERVER_BUSY),
         _end(store, gone),
@@ -106,7 +108,7 @@ def test_lease_3_each_end_is_guarded_by_its_own_state_and_token_and_told_by_itse
 def test_lease_1_a_start_of_what_is_not_queued_is_none_among_others(database, store):
     first, running, last = a_queued_job(store), a_running_job(store).job, a_queued_job(store)
     started = database.do_all(
-        [store.starting(job.id, "gpu1", "gpu1-slot0", "l", LATER, 1) for job in (first, running, last)]
+        [store.start_write(job.id, "gpu1", "gpu1-slot0", "l", LATER, 1) for job in (first, running, last)]
     )
     assert [run and (run.job.id, run.attempt) for run in started] == [(first.id, 1), None, (last.id, 1)]
 

@@ -18,6 +18,7 @@ from jobs.models import events
 from jobs.states import State, Why
 from jobs.store import Store
 from tests.support.builders import T0, a_job, a_queued_job, a_running_job, at_once, eventually, trail_of
+from tests.support.ends import store_end
 from tests.support.groups import in_one_group
 from tests.support.silence import Network, between
 from tests.support.starts import store_start
@@ -93,7 +94,7 @@ def test_a_group_whose_answer_was_lost_is_answered_from_one_commit_and_never_run
         times.append(1)
         return "counted"
 
-    settles = [lambda run=run: far.settle(run.job.id, 1, why, T0, result="{}") for run in runs]
+    settles = [lambda run=run: store_end(far, run.job.id, 1, why, T0, result="{}") for run in runs]
     acts = [*settles, lambda: far.database.write(counted)]
     holding = lambda: setattr(network, "loses", True)  # noqa: E731
     event.listen(far.database.engine, "rollback", lambda _: pytest.fail("a group was undone"))
@@ -150,7 +151,7 @@ def test_a_settle_of_unknown_outcome_that_is_asked_again_is_not_taken_for_somebo
     run = a_running_job(near)
 
     def settle(now_ms: int) -> Any:
-        return _result(lambda: far.settle(run.job.id, 1, why, now_ms, result="{}", due_ms=now_ms + 5000))
+        return _result(lambda: store_end(far, run.job.id, 1, why, now_ms, result="{}", due_ms=now_ms + 5000))
 
     network.loses = network.closed = True
     assert type(settle(T0)) is RecordUncertain
@@ -166,7 +167,7 @@ def test_a_settle_of_unknown_outcome_that_is_asked_again_is_not_taken_for_somebo
 def test_a_settle_of_unknown_outcome_that_did_not_happen_is_done_when_asked_again(network, far, near):
     run = a_running_job(near)
     network.swallows = network.closed = True
-    assert type(_result(lambda: far.settle(run.job.id, 1, Why.FINISHED, T0, result="1"))) is RecordUncertain
+    assert type(_result(lambda: store_end(far, run.job.id, 1, Why.FINISHED, T0, result="1"))) is RecordUncertain
     network.swallows = network.closed = False
     with near.database.read() as connection:  # The server has noticed that nobody is there any more.
         connection.execute(
@@ -175,7 +176,7 @@ def test_a_settle_of_unknown_outcome_that_did_not_happen_is_done_when_asked_agai
                 "WHERE datname = current_database() AND state LIKE 'idle in transaction%'"
             )
         )
-    assert far.settle(run.job.id, 1, Why.FINISHED, LATER, result="2").to is State.COMPLETED
+    assert store_end(far, run.job.id, 1, Why.FINISHED, LATER, result="2").to is State.COMPLETED
     assert near.get(run.job.id).result == "2"
 
 
@@ -183,7 +184,7 @@ def test_a_settle_of_unknown_outcome_that_did_not_happen_is_done_when_asked_agai
 def test_a_settle_of_unknown_outcome_is_not_taken_for_one_that_somebody_else_did(network, far, near):
     run = a_running_job(near)
     network.swallows = network.closed = True
-    assert type(_result(lambda: far.settle(run.job.id, 1, Why.FINISHED, T0, result="1"))) is RecordUncertain
+    assert type(_result(lambda: store_end(far, run.job.id, 1, Why.FINISHED, T0, result="1"))) is RecordUncertain
     network.swallows = network.closed = False
     with near.database.read() as connection:
         connection.execute(
@@ -192,8 +193,8 @@ def test_a_settle_of_unknown_outcome_is_not_taken_for_one_that_somebody_else_did
                 "WHERE datname = current_database() AND state LIKE 'idle in transaction%'"
             )
         )
-    assert near.settle(run.job.id, 1, Why.LEASE_EXPIRED, LATER)
-    assert far.settle(run.job.id, 1, Why.FINISHED, LATER, result="2") is None
+    assert store_end(near, run.job.id, 1, Why.LEASE_EXPIRED, LATER)
+    assert store_end(far, run.job.id, 1, Why.FINISHED, LATER, result="2") is None
 
 
 # -- SQLite: the COMMIT itself fails ---------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from tests.support.builders import (
     at_once,
 )
 from tests.support.callbacks import claim, delivered, due_ids, failed
+from tests.support.ends import store_end
 
 UNTIL = T0 + 30 * SECOND
 
@@ -61,13 +62,13 @@ def test_a_job_that_has_not_ended_owes_nothing(database, store, state):
 
 def test_a_job_without_a_callback_owes_nothing(database, store):
     run = a_running_job(store)
-    store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
+    store_end(store, run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
     assert due_ids(database, T0) == []
 
 
 def test_a_settle_owes_one_message_that_is_named_after_the_end(database, store):
     run = a_running_job(store, callback_url=CALLBACK)
-    store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
+    store_end(store, run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
     assert due_ids(database, T0) == [f"msg_{run.job.id}_1_completed"]
 
 
@@ -75,7 +76,7 @@ def test_each_end_of_a_revived_job_has_a_message_of_its_own_and_they_are_sent_in
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
     store.revive(dead.id, T0)
     run = a_start(store, dead.id)
-    store.settle(dead.id, run.attempt, Why.RETRIES_EXHAUSTED, T0)
+    store_end(store, dead.id, run.attempt, Why.RETRIES_EXHAUSTED, T0)
     first, second = due_ids(database, T0)
     assert claim(database, second, T0, UNTIL) is None
     delivered(database, begun(database, first), T0)

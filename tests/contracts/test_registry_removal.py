@@ -25,6 +25,7 @@ from tests.support.builders import (
     an_ended_job,
     eventually,
 )
+from tests.support.ends import store_end
 from tests.support.starts import store_start
 from upkeep import ledger
 
@@ -90,7 +91,7 @@ def test_a_model_that_drains_takes_no_new_jobs_and_goes_when_the_last_has_ended(
     assert catalog.snapshot().is_leaving("zimg") and catalog.snapshot().closed["zimg"].changed_by == "ops"
     with pytest.raises(NameClosed):
         store.submit([a_job()], T0)
-    assert store.settle(job.job.id, job.attempt, Why.FINISHED, T0, result="{}")
+    assert store_end(store, job.job.id, job.attempt, Why.FINISHED, T0, result="{}")
     assert removal.end_removal(database, "zimg", T0) is None and "zimg" in catalog.snapshot().models
     assert removal.left_of(database, "zimg") == {"delayed": 1}
     assert store.end_waiting(later.id, Why.CANCEL_REQUESTED, T0)
@@ -124,7 +125,7 @@ def test_a_doubled_message_of_a_job_whose_model_is_gone_is_still_the_same_job(da
     new = a_job()
     store.submit([new], T0)
     run = store_start(store, new.id, "gpu1", "gpu1-slot0", "lease", T0)
-    store.settle(new.id, run.attempt, Why.FINISHED, T0, result="{}")
+    store_end(store, new.id, run.attempt, Why.FINISHED, T0, result="{}")
     removal.remove_model(database, "zimg", T0, "ops")
     with pytest.raises(NameClosed):
         store.submit([a_job()], T0)
@@ -183,7 +184,7 @@ def test_a_server_that_runs_something_is_not_removed(database, catalog, store):
 
 def test_a_server_whose_slots_are_withheld_is_not_removed(database, catalog, store):
     run = a_running_job(store)
-    store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}", withhold=Withholding("x", T0))
+    store_end(store, run.job.id, run.attempt, Why.FINISHED, T0, result="{}", withhold=Withholding("x", T0))
     with pytest.raises(Conflict, match="1 of its slots are withheld"):
         removal.remove_server(database, "gpu1", T0, "ops")
     removal.remove_server(database, "gpu1", T0, "ops", drain=True)
@@ -200,7 +201,7 @@ def test_a_server_that_drains_takes_nothing_new_and_goes_when_its_runs_have_ende
     assert (leaving.takes_jobs, leaving.leaving_by) == (False, "ops")
     assert catalog.snapshot().slots_of("zimg") == 0
     assert removal.end_leaving(database, "gpu1") is None
-    store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
+    store_end(store, run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
     assert removal.end_leaving(database, "gpu1").is_over
     assert (catalog.snapshot().servers, list(catalog.snapshot().models)) == ({}, ["zimg"])
 

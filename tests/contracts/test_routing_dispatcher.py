@@ -9,8 +9,7 @@ from redis.exceptions import ConnectionError
 
 from audit import acts, search
 from dispatch.dispatcher import new_owner
-from dispatch.outcome import Kind, Outcome
-from dispatch.verdict import judge
+from dispatch.outcome import Kind
 from foundation.errors import (
     Conflict,
     InvalidJob,
@@ -25,6 +24,7 @@ from registry.tenants import Tenant
 from routing.leases import Lease, Renewal
 from tests.support.builders import CALLBACK, at_once, row_of, trail_of
 from tests.support.callbacks import due_ids
+from tests.support.ends import end_run, free, hand_back
 from tests.support.stage import LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
 from tests.support.starts import begin_run
 from upkeep import reconcile
@@ -183,7 +183,7 @@ def test_the_whole_way_of_a_job(stage):
     assert stage.job(first).result == '{"url":"x"}'
     assert [it.job_id for it in stage.told.offers] == [second]
     assert [why for _, why, _ in trail_of(stage.store, first)] == ["submitted", "started", "finished"]
-    assert stage.told.ends == [(first, State.COMPLETED, True)]
+    assert stage.told.ends == [(first, State.COMPLETED)]
 
 
 def test_the_worker_that_settles_goes_on_with_the_next_job_without_the_broker(stage):
@@ -242,7 +242,7 @@ def test_a_job_that_was_canceled_meanwhile_is_not_started_and_its_slot_goes_on(s
     assert begin_run(stage.dispatcher, offer, "w1") is None
     assert stage.job(job_id).attempt == 0
     held = Lease(offer.fleet, offer.job_id, offer.lease, "w1", offer.slot)
-    stage.dispatcher.free(held, back=False)
+    free(stage.dispatcher, held, back=False)
     assert stage.offered() == [following] and stage.room.waiting() == []
 
 
@@ -250,7 +250,7 @@ def test_an_offer_that_was_taken_back_cannot_be_started(stage):
     stage.register()
     job_id = stage.submit()
     old = stage.told.offers.pop()
-    stage.dispatcher.free(Lease("zimg", job_id, old.lease, "", old.slot), back=True)
+    free(stage.dispatcher, Lease("zimg", job_id, old.lease, "", old.slot), back=True)
     assert begin_run(stage.dispatcher, old, "w1") is None
     assert stage.state(job_id) is State.QUEUED
     assert stage.start("w2").run.attempt == 1
@@ -261,8 +261,7 @@ def test_with_redis_down_a_settled_job_is_settled_and_its_slot_comes_back_later(
     first, second = stage.submit(), stage.submit()
     task = stage.start()
     cut_off = stage.cut_off()
-    verdict = judge(Outcome(Kind.DONE), 0, 0, False, stage.dispatcher.catalog.model("zimg").config)
-    assert cut_off.settle(task, verdict, result="1").moved is not None
+    assert end_run(cut_off, task, Why.FINISHED, result="1") is not None
     assert stage.state(first) is State.COMPLETED and stage.free() == 0
     stage.later(LEASE_MS)
     assert reconcile.reap(stage.dispatcher) == 1
@@ -277,10 +276,10 @@ def test_with_the_database_down_the_lease_is_held_on(stage, monkeypatch):
     def away(*_: object, **__: object) -> None:
         raise RecordUnavailable("away")
 
-    monkeypatch.setattr(stage.store, "settle", away)
-    with pytest.raises(RecordUnavailable):
-        stage.settle(task)
-    monkeypatch.undo()
+    with monkeypatch.context() as down:
+        down.setattr(stage.store, "settle_write", away)
+        with pytest.raises(RecordUnavailable):
+            stage.settle(task, Kind.BUSY)
     assert stage.renewal(task) is Renewal.RENEWED and stage.state(job_id) is State.RUNNING
 
 
@@ -403,7 +402,7 @@ def test_after_max_retries_a_job_is_dead_and_revived_it_has_all_of_them_again(st
         stage.later(60_000)
         reconcile.promote_due(stage.dispatcher)
     assert stage.state(job_id) is State.DEAD and stage.job(job_id).why is Why.RETRIES_EXHAUSTED
-    assert stage.told.ends == [(job_id, State.DEAD, True)]
+    assert stage.told.ends == [(job_id, State.DEAD)]
     stage.dispatcher.revive(job_id)
     assert stage.offered() == [job_id]
     assert stage.job(job_id).failures == 0
@@ -431,7 +430,7 @@ def test_a_job_that_waits_is_canceled_at_once(stage, delay_s):
     job_id = stage.submit(delay_s=delay_s)
     assert stage.dispatcher.cancel(job_id) is State.CANCELED
     assert stage.state(job_id) is State.CANCELED and stage.room.waiting() == []
-    assert stage.told.ends == [(job_id, State.CANCELED, False)]
+    assert stage.told.ends == [(job_id, State.CANCELED)]
 
 
 def test_a_running_job_is_canceled_when_its_server_lets_go(stage):
@@ -441,8 +440,7 @@ def test_a_running_job_is_canceled_when_its_server_lets_go(stage):
     assert stage.dispatcher.cancel(job_id) is State.RUNNING
     assert stage.state(job_id) is State.RUNNING and stage.renewal(task) is Renewal.CANCEL
     assert stage.dispatcher.cancel(job_id) is State.RUNNING
-    verdict = judge(Outcome(Kind.CANCELED), 0, 0, True, stage.dispatcher.catalog.model("zimg").config)
-    stage.dispatcher.settle(task, verdict)
+    end_run(stage.dispatcher, task, Why.CANCEL_REQUESTED)
     assert stage.state(job_id) is State.CANCELED and stage.free() == 1
 
 
@@ -486,13 +484,13 @@ def test_a_canceled_run_that_comes_to_no_result_is_canceled_and_waits_for_nothin
     task = stage.start()
     stage.dispatcher.cancel(job_id)
     if kind is None:
-        stage.dispatcher.hand_back(task)
+        hand_back(stage.dispatcher, task)
     else:
         stage.settle(task, kind)
     assert stage.state(job_id) is State.CANCELED
     draining = {"gpu-slot0": f"{job_id}~1"} if kind is None else {}  # Its server goes on with what is handed back.
     assert stage.room.taken() == draining and stage.room.waiting() == []
-    assert [(told, state) for told, state, _ in stage.told.ends] == [(job_id, State.CANCELED)]
+    assert [(told, state) for told, state in stage.told.ends] == [(job_id, State.CANCELED)]
 
 
 def test_a_settle_whose_answer_was_lost_leaves_its_job_in_its_place(stage, monkeypatch):
@@ -500,9 +498,11 @@ def test_a_settle_whose_answer_was_lost_leaves_its_job_in_its_place(stage, monke
     stage.register()
     first, second = stage.submit(), stage.submit()
     task = stage.start()
-    settle = stage.store.settle
+    write = stage.store.settle_write
     with monkeypatch.context() as lost:
-        lost.setattr(stage.store, "settle", lambda *args, **more: settle(*args, **more) and _is_away())
+        lost.setattr(
+            stage.store, "settle_write", lambda *args, **more: stage.database.do(write(*args, **more)) and _is_away()
+        )
         with pytest.raises(RecordUnavailable):
             stage.settle(task, Kind.BUSY, retry_after_s=0.0)
     assert stage.settle(task, Kind.BUSY, retry_after_s=0.0).moved is None
@@ -585,7 +585,7 @@ def test_a_name_may_hold_what_separates_other_names(stage, server, model):
     task = stage.start()
     assert (task.run.server, task.run.slot) == (server, f"{server}-slot0")
     stage.remote(task)
-    stage.dispatcher.hand_back(task)
+    hand_back(stage.dispatcher, task)
     assert stage.told.offers[0].server == server
     again = stage.start()
     assert again.run.remote_id == "r-1"
@@ -616,7 +616,7 @@ def test_a_server_that_cannot_be_given_a_cooldown_does_not_keep_the_slot(stage, 
     def away(*_: object) -> int:
         raise ConnectionError("Redis is away")
 
-    monkeypatch.setattr(stage.dispatcher.slots, "cool_down", away)
+    monkeypatch.setattr(stage.dispatcher.slots, "cooling_down", away)
     stage.settle(task, Kind.UNREACHABLE)
     assert stage.dispatcher.leases.all_of(["zimg"])["zimg"][0][0].owner == "", "offered again"
     assert stage.state(job_id) is State.QUEUED

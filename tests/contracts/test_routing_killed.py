@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from redis.exceptions import RedisError
 
-from dispatch.verdict import Verdict
 from foundation.lifetimes import Lifetimes
 from jobs.states import State, Why
 from routing.leases import Lease, Renewal
 from routing.workers import Workers
 from scripting.keys import Keys
 from tests.support.builders import at_once
+from tests.support.ends import end_run, free, hand_back, release, store_end
 from tests.support.stage import LEASE_MS, SECOND, Stage
 from tests.support.starts import claim_offer, store_start
 from upkeep import reconcile, runs
@@ -116,7 +116,7 @@ def test_a_start_that_a_killed_worker_had_sent_and_that_comes_after_the_first_lo
     assert deaths.reap() == 0, "its job is offered again"
     again = stage.told.offers.pop()
     assert claim_offer(stage.dispatcher.leases, again, LIVING) is not None
-    stage.dispatcher.free(Lease(again.fleet, job_id, again.lease, LIVING, again.slot), back=False)  # It finds a run.
+    free(stage.dispatcher, Lease(again.fleet, job_id, again.lease, LIVING, again.slot), back=False)  # It finds a run.
     assert deaths.reap() == 1
     assert (stage.state(job_id), stage.job(job_id).why) == (State.QUEUED, Why.LEASE_EXPIRED)
     deaths.reap()
@@ -136,7 +136,7 @@ def test_a_slot_whose_run_had_ended_is_only_freed(stage, deaths):
     """Its worker was killed between the end in the record and the slot."""
     job_id = stage.submit()
     task = stage.start(KILLED)
-    stage.store.settle(job_id, task.run.attempt, Why.FINISHED, stage.now, result="1")
+    store_end(stage.store, job_id, task.run.attempt, Why.FINISHED, stage.now, result="1")
     deaths.kill()
     assert deaths.reap() == 1
     assert (stage.state(job_id), stage.job(job_id).crashes, stage.free()) == (State.COMPLETED, 0, 2)
@@ -147,7 +147,7 @@ def test_a_run_that_had_passed_its_slot_on_and_not_ended_is_not_waited_for(stage
     passing, following = stage.submit(), stage.submit()
     task = stage.start(KILLED)
     stage.start(KILLED)
-    stage.dispatcher.leases.release(task.lease, back=False, claimant=KILLED)
+    release(stage.dispatcher.leases, task.lease, back=False, claimant=KILLED)
     deaths.kill()
     assert deaths.reap() == 2
     assert [stage.job(job_id).why for job_id in (passing, following)] == [Why.LEASE_EXPIRED] * 2
@@ -163,7 +163,7 @@ def test_a_lease_that_was_let_go_between_the_look_and_the_grip_is_left_to_whom_i
 
     def and_then_it_is_handed_back(fleets: Any) -> Any:
         found = look(fleets)
-        stage.dispatcher.hand_back(task)
+        hand_back(stage.dispatcher, task)
         stage.start(LIVING)
         return found
 
@@ -175,7 +175,7 @@ def test_a_lease_that_was_let_go_between_the_look_and_the_grip_is_left_to_whom_i
 
 def test_a_slot_that_drains_and_what_another_reaper_has_seized_are_left_alone(stage, deaths):
     drains, other = stage.submit(), stage.submit()
-    stage.dispatcher.settle(stage.start(KILLED), Verdict(Why.CANCEL_REQUESTED), lingers="canceled")
+    end_run(stage.dispatcher, stage.start(KILLED), Why.CANCEL_REQUESTED, lingers="canceled")
     task = stage.start(KILLED)
     assert stage.dispatcher.leases.seize(task.lease, "reaper", 10 * SECOND, only_expired=False) is not None
     deaths.kill()

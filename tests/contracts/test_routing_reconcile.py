@@ -11,6 +11,7 @@ from jobs.states import State, Why
 from registry import removal
 from routing.leases import Renewal
 from tests.support.builders import CALLBACK, at_once, row_of
+from tests.support.ends import hand_back, release, store_end
 from tests.support.stage import LEASE_MS, OFFER_MS, SECOND, UP_AND_IDLE, YEAR, Stage
 from tests.support.starts import claim_offer
 from upkeep import reconcile
@@ -93,7 +94,7 @@ def test_a_job_under_which_workers_keep_dying_is_set_aside_as_poison(stage):
         reconcile.reap(stage.dispatcher)
         assert stage.job(poison).crashes == crash
     assert stage.state(poison) is State.DEAD and stage.job(poison).why is Why.CRASHES_EXHAUSTED
-    assert stage.told.ends == [(poison, State.DEAD, False)]
+    assert stage.told.ends == [(poison, State.DEAD)]
     assert stage.offered() == [], "its server may be at it"
     stage.later(SECOND)
     reconcile.heed_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
@@ -111,10 +112,10 @@ def test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle(s
     taken = stage.room.taken()
     before = row_of(stage.database, job_id)
     assert stage.renewal(zombie) is Renewal.LOST
-    assert stage.dispatcher.leases.release(zombie.lease, back=True) == (False, [])
+    assert release(stage.dispatcher.leases, zombie.lease, back=True) == (False, [])
     settled = stage.settle(zombie)
     assert settled.moved is None and settled.next is None
-    assert stage.dispatcher.hand_back(zombie) is False
+    assert hand_back(stage.dispatcher, zombie) is False
     assert row_of(stage.database, job_id) == before
     assert stage.room.taken() == taken and stage.room.waiting() == []
     assert stage.renewal(current) is Renewal.RENEWED
@@ -153,7 +154,7 @@ def test_a_lease_whose_run_had_already_ended_is_only_freed(stage):
     stage.register()
     job_id, following = stage.submit(), stage.submit()
     task = stage.start()
-    stage.store.settle(job_id, task.run.attempt, Why.FINISHED, stage.now, result="1")  # and then the worker died
+    store_end(stage.store, job_id, task.run.attempt, Why.FINISHED, stage.now, result="1")  # and then the worker died
     stage.later(LEASE_MS)
     assert reconcile.reap(stage.dispatcher) == 1
     assert stage.state(job_id) is State.COMPLETED and stage.job(job_id).crashes == 0
@@ -230,7 +231,7 @@ def test_a_draining_worker_hands_its_run_back_and_it_costs_the_job_nothing(stage
     job_id = stage.submit()
     task = stage.start()
     stage.remote(task)
-    assert stage.dispatcher.hand_back(task) is True
+    assert hand_back(stage.dispatcher, task) is True
     job = stage.job(job_id)
     assert (job.state, job.crashes, job.failures, job.remote_id) == (State.QUEUED, 0, 0, "r-1")
     assert stage.renewal(task) is Renewal.LOST
@@ -276,7 +277,7 @@ def test_while_no_worker_comes_the_slot_stays_with_the_job_that_its_server_has(s
     job_id = stage.submit()
     task = stage.start()
     stage.remote(task)
-    stage.dispatcher.hand_back(task)
+    hand_back(stage.dispatcher, task)
     for _ in range(5):
         stage.later(OFFER_MS)
         assert reconcile.reap(stage.dispatcher) == 0
@@ -290,7 +291,7 @@ def test_a_job_that_came_to_another_server_is_not_bound_to_it(stage):
     task = stage.start()
     stage.remote(task)
     stage.lose_redis()
-    stage.store.settle(job_id, 1, Why.HANDED_BACK, stage.now)
+    store_end(stage.store, job_id, 1, Why.HANDED_BACK, stage.now)
     stage.set_state("paused", "a")
     stage.offered()
     stage.register(2, server="b")
@@ -416,7 +417,7 @@ def test_slot_2_the_sweep_offers_what_was_missed(stage):
     stage.register()
     ids = [stage.submit() for _ in range(2)]
     task = stage.start()
-    stage.dispatcher.leases.release(task.lease, back=False, limit=0)  # no offers made
+    release(stage.dispatcher.leases, task.lease, back=False, limit=0)  # no offers made
     assert stage.offered() == []
     reconcile.sweep(stage.dispatcher)
     assert stage.offered() == [ids[1]]
@@ -521,7 +522,7 @@ def test_a_deadline_ends_a_job_in_every_state_however_late_somebody_looks(stage,
     assert reconcile.expire_overdue(stage.dispatcher) == 1
     job = stage.job(job_id)
     assert (job.state, job.error_code) == (State.EXPIRED, "deadline_passed")
-    assert stage.told.ends == [(job_id, State.EXPIRED, False)]
+    assert stage.told.ends == [(job_id, State.EXPIRED)]
     assert reconcile.expire_overdue(stage.dispatcher) == 0
     assert stage.room.waiting() == []
     if task is not None:
@@ -544,7 +545,7 @@ def test_two_looks_at_the_deadlines_at_once_end_a_job_once(stage):
     ids = [stage.submit(ttl_s=1, callback_url=CALLBACK) for _ in range(5)]
     stage.later(SECOND)
     assert sum(at_once(*[lambda: reconcile.expire_overdue(stage.dispatcher)] * 3)) == 5
-    assert sorted(job_id for job_id, _, _ in stage.told.ends) == ids
+    assert sorted(job_id for job_id, _ in stage.told.ends) == ids
 
 
 # -- purge -----------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def test_a_job_under_which_its_server_keeps_dying_is_set_aside_as_poison(stage):
         stage.later(5_000)
         assert _stale_leases(stage, UP_AND_IDLE) == 1
     assert stage.state(job_id) is State.DEAD and stage.free() == 1
-    assert stage.told.ends == [(job_id, State.DEAD, False)]
+    assert stage.told.ends == [(job_id, State.DEAD)]
 
 
 @pytest.mark.parametrize("silent", [True, False])

@@ -11,7 +11,7 @@ import pytest
 
 from jobs.models import metadata
 from migrations import migrate
-from tasks.worker import Worker
+from tasks.worker.process import Worker
 from tests.faults.lanes import Lane, free_lanes
 from tests.faults.one_run import FakeServer, a_worker
 from tests.support.postgres import Postgres

@@ -47,16 +47,16 @@ from jobs.record import NewJob, now_ms
 from jobs.states import ACTIVE, State, Why
 from outbox.receivers import Receiver, Receivers, new_id
 from routing.leases import Lease
-from tasks import maintenance, messages, outbound, push, receivers, relay, runner, telling, vault, wiring
+from tasks import maintenance, messages, outbound, push, receivers, relay, telling, vault, wiring
 from tasks import webhooks as hooks
 from tasks.celery_app import celery as app
 from tasks.config import EventSettings
-from tasks.heartbeat import Watch
 from tasks.inference import infer
 from tasks.publisher import publisher
 from tasks.servers import Live
-from tasks.shown import Shown
-from tasks.worker import this_worker
+from tasks.worker import runner
+from tasks.worker.heartbeat import Watch
+from tasks.worker.process import this_worker
 from tests.support.starts import begin_run
 from tests.support.untold import untold_events
 from upkeep import draining, identity, reconcile
@@ -108,7 +108,7 @@ class Hands:
         """Carry out the run that a wake-up asks for, and those that are handed on after it."""
         offer = messages.read_offer(headers["id"], body[0], headers)
         assert offer is not None
-        this_worker().take_up(offer, Shown())
+        this_worker().executor.take_up(offer)
         self.rest()
 
     def rest(self) -> None:
@@ -212,7 +212,7 @@ class Life:
         return found
 
     def _say_room(self) -> None:
-        wiring.workers().say(this_worker().owner, this_worker().room)
+        wiring.workers().say(this_worker().owner, this_worker().places.room)
 
     def recover(self) -> None:
         """Work, and keep everything in order, until nothing is left to do."""
@@ -227,7 +227,7 @@ class Life:
             maintenance.sweep()
             draining.keep(self.dispatcher)
             if draining.servers(self.dispatcher):
-                maintenance.check_servers(False)
+                maintenance.check_urgent_servers()
             self._send_webhooks()
             self._relay_events()
             wiring.teller().tell_due()

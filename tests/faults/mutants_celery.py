@@ -1,6 +1,9 @@
 """Guards of Celery's side: messages from the broker, revokes, and what Celery's clients are told."""
 
-from tests.faults.mutant import CALLS, MALFORMED, MESSAGES, REVOKES, SUBMIT, TELLINGS, WORKERS, Mutant
+from tests.faults.mutant import CALLS, MALFORMED, MESSAGES, REVOKES, SUBMIT, TELLINGS, Mutant
+
+_POOL = "tests/unit/test_pool.py::"
+_RETRIES = "tests/unit/test_retries.py::"
 
 CELERY = [
     Mutant(
@@ -28,7 +31,7 @@ CELERY = [
         "        return False",
         "        return super().revoked()",
         (f"{REVOKES}test_no_message_of_a_job_is_dropped_as_revoked",),
-        still=f"{WORKERS}test_only_a_wake_up_is_acknowledged_before_it_is_done",
+        still="tests/unit/test_pool.py::test_a_wake_up_goes_to_the_loop_and_leaves_nothing_with_celery",
     ),
     Mutant(
         "a malformed message ends the worker",
@@ -48,7 +51,7 @@ CELERY = [
         "        producer.release()  # So that whoever fetches it looks whether its connection is still there.\n",
         "",
         ("tests/unit/test_broker.py::test_a_producer_by_which_nothing_could_be_sent_goes_back_and_is_looked_at_anew",),
-        still="tests/unit/test_broker.py::test_a_wake_up_that_was_taken_up_does_not_come_back",
+        still="tests/unit/test_broker.py::test_a_channel_that_is_closed_in_order_gives_its_messages_back",
     ),
     Mutant(
         "what cannot be decoded ends the worker",
@@ -66,16 +69,7 @@ CELERY = [
         "_OF_WHAT_WAS_READ = (DataError, KeyError)",
         "_OF_WHAT_WAS_READ = (DataError,)",
         ("tests/unit/test_broker.py::test_a_message_from_which_something_is_missing_is_dropped",),
-        still="tests/unit/test_broker.py::test_a_wake_up_that_was_taken_up_does_not_come_back",
-    ),
-    Mutant(
-        "a wake-up that cannot go back is kept, and keeps others from it",
-        "JOB-3",
-        "tasks/broker.py",
-        "            _whence(message)  # Else it would keep the others from being given back.\n",
-        "",
-        ("tests/unit/test_broker.py::test_a_wake_up_that_says_not_where_it_came_from_is_dropped",),
-        still="tests/unit/test_broker.py::test_a_wake_up_that_was_taken_up_does_not_come_back",
+        still="tests/unit/test_broker.py::test_a_channel_that_is_closed_in_order_gives_its_messages_back",
     ),
     Mutant(
         "a connection that is cut while it is closed ends the worker",
@@ -157,5 +151,41 @@ CELERY = [
         "_GROWTH = 2 ",
         ("tests/unit/test_packed.py::test_it_fits_whatever_it_is_written_in",),
         still="tests/unit/test_packed.py::test_the_largest_payload_that_a_model_may_take_fits",
+    ),
+    Mutant(
+        "a worker that is full of runs takes the messages of those that have room",
+        "SLOT-2",
+        "tasks/pool.py",
+        "return max(self.limit - _runs(), 0)",
+        "return int(self.limit)",
+        (f"{_POOL}test_a_worker_whose_places_are_taken_by_runs_receives_no_message",),
+        still=f"{_POOL}test_a_wake_up_goes_to_the_loop_and_leaves_nothing_with_celery",
+    ),
+    Mutant(
+        "a job with an earliest start waits in a worker's memory",
+        "JOB-3",
+        "tasks/inference.py",
+        "    eta = None\n",
+        "",
+        (f"{_POOL}test_a_message_of_a_job_with_an_earliest_start_does_not_wait_in_the_worker",),
+        still=f"{_POOL}test_a_wake_up_goes_to_the_loop_and_leaves_nothing_with_celery",
+    ),
+    Mutant(
+        "what a model sets for its retries counts for nothing",
+        "retries",
+        "tasks/retries.py",
+        "options.keys() - config.model_fields_set",
+        "options.keys()",
+        (f"{_RETRIES}test_what_the_model_sets_comes_before_what_the_task_says",),
+        still=f"{_RETRIES}test_celery_computes_the_waits",
+    ),
+    Mutant(
+        "jobs that failed together come back together",
+        "retries",
+        "tasks/retries.py",
+        "    if retry_task().retry_jitter:",
+        "    if False:",
+        (f"{_RETRIES}test_retry_jitter_says_whether_the_waits_are_spread",),
+        still=f"{_RETRIES}test_celery_computes_the_waits",
     ),
 ]

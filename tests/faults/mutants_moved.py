@@ -22,7 +22,7 @@ MOVED = [
     _mutant(
         "a run is asked for at the address of today",
         "tasks/descriptions.py",
-        "    return now if sent_to is None or ",
+        "    return now if sent_to in (None, now) or ",
         "    return now if True or ",
         "test_a_run_is_asked_for_at_the_address_to_which_it_was_sent",
     ),
@@ -51,8 +51,8 @@ MOVED = [
         "the removal of a server is charged to its jobs",
         "operators",
         "upkeep/reconcile/removal.py",
-        "job.id, job.attempt, Why.SERVER_UNREACHABLE, now",
-        "job.id, job.attempt, Why.SERVER_LOST, now",
+        "            Why.SERVER_UNREACHABLE,  #",
+        "            Why.SERVER_LOST,  #",
         (
             "tests/contracts/test_routing_removal.py::"
             "test_runs_of_a_server_that_is_removed_by_force_are_lost_and_run_again_elsewhere",

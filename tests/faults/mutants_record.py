@@ -225,7 +225,7 @@ KEPT = [
     Mutant(
         "a start of unknown outcome is put back",
         "LEASE-1",
-        "tasks/worker.py",
+        "tasks/worker/executor.py",
         "if isinstance(error, RecordUncertain):",
         "if error is None:",
         (f"{WORKERS}test_a_job_whose_start_may_have_been_stored_keeps_its_lease_until_the_reaper_has_looked",),

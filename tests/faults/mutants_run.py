@@ -23,7 +23,7 @@ RUN = [
     Mutant(
         "a lease expires while its start is being stored",
         "LEASE-3",
-        "tasks/heartbeat.py",
+        "tasks/worker/heartbeat.py",
         "filter(lambda watch: watch.is_kept, self.watches())",
         "filter(lambda watch: watch.is_kept and not watch.starting, self.watches())",
         (f"{WORKERS}test_a_lease_is_kept_while_its_start_is_being_stored_however_long_that_takes",),
@@ -31,7 +31,7 @@ RUN = [
     Mutant(
         "a worker knows one lease of a job alone",
         "LEASE-3",
-        "tasks/heartbeat.py",
+        "tasks/worker/heartbeat.py",
         "            self._watches.add(watch)\n",
         "            self._watches = {watch, *(it for it in self._watches if it.lease.job_id != lease.job_id)}\n",
         (f"{RUNS}test_two_runs_of_one_job_in_one_worker_hear_each_of_its_own_lease",),
@@ -47,7 +47,7 @@ RUN = [
     Mutant(
         "a worker that has ended goes on asking the record",
         "LEASE-3",
-        "tasks/inquiry.py",
+        "tasks/worker/inquiry.py",
         "            if self._ended.wait(_ASK_AGAIN_S):\n                return\n",
         "            self._ended.wait(_ASK_AGAIN_S)\n",
         (f"{RUNS}test_a_worker_that_has_ended_asks_the_record_no_more",),
@@ -55,7 +55,7 @@ RUN = [
     Mutant(
         "the record is asked for a run that is only being started",
         "LEASE-3",
-        "tasks/inquiry.py",
+        "tasks/worker/inquiry.py",
         "        watches = [watch for watch in watches if not watch.starting]\n",
         "",
         (f"{WORKERS}test_the_record_is_not_asked_for_a_run_whose_start_is_being_stored",),
@@ -63,25 +63,23 @@ RUN = [
     Mutant(
         "an unavailable record is taken for a run that the server lost",
         "LEASE-3",
-        "tasks/worker.py",
-        """        except RecordUnavailable:
-            raise  # It""",
-        """        except ZeroDivisionError:
-            raise  # It""",
+        "tasks/worker/calls.py",
+        "        except RecordUnavailable:\n            raise  # It",
+        "        except ZeroDivisionError:\n            raise  # It",
         (f"{RUNS}test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody",),
     ),
     Mutant(
         "the server's id is stored at the first try or never",
         "LEASE-3",
-        "tasks/worker.py",
-        "self._stored(self.dispatcher.store.noting_remote(it.job.id, it.attempt, remote_id, now_ms()), run.watch)",
-        "self.engine.store(self.dispatcher.store.noting_remote(it.job.id, it.attempt, remote_id, now_ms()))",
+        "tasks/worker/calls.py",
+        "return own.io.commit(self._dispatcher",
+        "return self._engine.commit(self._dispatcher",
         (f"{RUNS}test_a_record_that_is_away_when_a_server_takes_the_job_up_costs_nothing",),
     ),
     Mutant(
         "a resumed run is given up unasked",
         "runs",
-        "tasks/runner.py",
+        "tasks/worker/runner.py",
         "            return await self._ask(live)\n        if",
         "            return Outcome(Kind.PENDING, remote_id=self._remote_id)\n        if",
         (f"{RUNS}test_a_resumed_run_is_asked_for_once_before_it_is_given_up",),
@@ -89,7 +87,7 @@ RUN = [
     Mutant(
         "a question about a run has no time when the run has none left",
         "runs",
-        "tasks/runner.py",
+        "tasks/worker/runner.py",
         "if by_payload else None, _ASK_S)",
         "if by_payload else None, max(self._end - time.monotonic(), 0.001))",
         (f"{RUNS}test_a_resumed_run_that_has_not_ended_in_its_time_is_given_up",),
@@ -97,7 +95,7 @@ RUN = [
     Mutant(
         "a question about a run may take as long as the run",
         "runs",
-        "tasks/runner.py",
+        "tasks/worker/runner.py",
         "if by_payload else None, _ASK_S)",
         "if by_payload else None, max(self._end - time.monotonic(), _ASK_S))",
         (f"{RUNS}test_a_question_has_its_own_time_however_long_its_run_may_take",),
@@ -105,7 +103,7 @@ RUN = [
     Mutant(
         "a cancel that is heard while the server is asked waits for the whole interval",
         "runs",
-        "tasks/runner.py",
+        "tasks/worker/runner.py",
         "        if self._watch.cancel:  # It may",
         "        if self._watch.cancel is None:  # It may",
         (f"{RUNS}test_a_cancel_that_is_heard_while_the_server_is_asked_does_not_wait_for_the_interval",),
@@ -113,18 +111,10 @@ RUN = [
     Mutant(
         "a run that is another's is sent all the same",
         "SLOT-1",
-        "tasks/runner.py",
+        "tasks/worker/runner.py",
         "if (left := self._left()) is not None:  # Nothing",
         "if (left := None) is not None:  # Nothing",
         (f"{RUNS}test_a_run_that_is_over_before_its_request_was_sent_does_not_send_it",),
-    ),
-    Mutant(
-        "a stale worker tells what came of its run",
-        "JOB-1",
-        "tasks/worker.py",
-        "return await self._ended_elsewhere(run) if moved is None else in_celerys_words(moved, outcome)",
-        "return outcome if moved is None else in_celerys_words(moved, outcome)",
-        (f"{RUNS}test_a_stale_worker_says_nothing_to_anybody",),
     ),
     Mutant(
         "a canceled job waits again when its run comes to nothing",
@@ -141,15 +131,15 @@ RUN = [
     Mutant(
         "a job whose end was stored unheard is in no room",
         "QUEUE-1",
-        "dispatch/dispatcher.py",
-        "return self.free(lease, back=state is State.QUEUED, claimant=claimant)",
-        "return self.free(lease, back=False, claimant=claimant)",
+        "dispatch/steps.py",
+        "return await self.free(lease, back=back, claimant=claimant)",
+        "return await self.free(lease, back=False, claimant=claimant)",
         (f"{USES}test_a_settle_whose_answer_was_lost_leaves_its_job_in_its_place",),
     ),
     Mutant(
         "a lease that Redis does not know is lost",
         "LEASE-3",
-        "tasks/inquiry.py",
+        "tasks/worker/inquiry.py",
         "    return found.state is State.RUNNING and found.lease == lease.tag\n",
         "    return False\n",
         (
@@ -160,7 +150,7 @@ RUN = [
     Mutant(
         "a lease that another has by now is written again",
         "LEASE-1",
-        "tasks/inquiry.py",
+        "tasks/worker/inquiry.py",
         "return found.state is State.RUNNING and found.lease == lease.tag",
         "return found.state is State.RUNNING",
         (f"{RUNS}test_a_lease_that_another_has_by_now_is_lost",),
@@ -168,7 +158,7 @@ RUN = [
     Mutant(
         "the heartbeat waits for the database",
         "LEASE-4",
-        "tasks/inquiry.py",
+        "tasks/worker/inquiry.py",
         "        self._aside.ask()\n",
         "        self.look(self._asked)\n",
         (f"{RUNS}test_leases_are_renewed_in_time_though_the_database_is_silent",),
@@ -207,17 +197,17 @@ RUN = [
     Mutant(
         "a run that its server may be at frees its slot",
         "SLOT-1",
-        "dispatch/dispatcher.py",
-        "        elif withhold is not None:\n",
-        "        elif withhold is None and lingers:\n",
+        "dispatch/steps.py",
+        "        if decision.quarantine is not None:\n            return await self._quarantine",
+        "        if decision.quarantine is None and decision.resumes:\n            return await self._quarantine",
         (f"{DRAINING}test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_run",),
     ),
     Mutant(
         "whoever gives up an ended run's lease frees its slot",
         "SLOT-1",
-        "dispatch/dispatcher.py",
-        "if it is not None and it.slot == lease.slot:",
-        "if it is not None and it.slot != lease.slot:",
+        "dispatch/steps.py",
+        "if row is not None and row.slot == lease.slot:",
+        "if row is not None and row.slot != lease.slot:",
         (
             f"{DRAINING}test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_run",
             f"{DRAINING}test_a_worker_that_dies_when_the_end_is_written_leaves_a_slot_that_drains",
@@ -251,7 +241,7 @@ RUN = [
     Mutant(
         "the slot of a job that ended before it was resumed is free",
         "SLOT-1",
-        "upkeep/draining.py",
+        "dispatch/steps.py",
         "if job.state in FINAL and job.slot is None and job.server == lease.server:",
         "if job.state not in FINAL and job.slot is None and job.server == lease.server:",
         (f"{DRAINING}test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_run",),
@@ -299,7 +289,7 @@ RUN = [
     Mutant(
         "a call that lost its connection is a crash at once",
         "runs",
-        "tasks/runner.py",
+        "tasks/worker/runner.py",
         "            if self._may_send_again and not self._run.crashes:\n"
         "                return await self._send_again(live)\n",
         "",
@@ -308,7 +298,7 @@ RUN = [
     Mutant(
         "a death of the server under a job costs a retry",
         "runs",
-        "tasks/runner.py",
+        "tasks/worker/runner.py",
         "        if await live.has_died():\n            return _CRASHED\n",
         "",
         (f"{PLAIN}test_a_job_that_kills_its_servers_takes_down_three_processes_and_the_next_job_runs",),
@@ -316,7 +306,7 @@ RUN = [
     Mutant(
         "an answer that comes after its job was canceled frees no slot",
         "SLOT-2",
-        "tasks/abandoned.py",
+        "tasks/worker/abandoned.py",
         "if await live.is_over(call):",
         "if False:",
         (f"{PLAIN}test_a_canceled_runs_slot_is_used_again_when_its_server_answers_after_all",),
@@ -324,7 +314,7 @@ RUN = [
     Mutant(
         "a job that may have brought its server down is sent to it again",
         "runs",
-        "tasks/runner.py",
+        "tasks/worker/runner.py",
         "            return None\n        self._may_send_again = False\n",
         "            return None\n",
         (f"{RUNS}test_a_call_whose_server_went_away_meanwhile_is_not_sent_again",),
@@ -425,17 +415,17 @@ RUN = [
     Mutant(
         "a slot waits until the last result is stored",
         "SLOT-2",
-        "tasks/settlement.py",
-        "return self.is_kept and not self.lingers and self.verdict.why in _PASSES_ON",
-        "return False",
+        "dispatch/decision.py",
+        "frees_slot_first=keeps_result and not outcome.lingers and verdict.why in _FREES_SLOT_FIRST",
+        "frees_slot_first=False",
         (f"{RUNS}test_the_slot_of_a_run_whose_server_has_answered_does_not_wait_for_the_record",),
     ),
     Mutant(
         "a slot is passed on before its job has come back",
         "SLOT-1",
-        "tasks/settlement.py",
-        "return self.is_kept and not self.lingers and self.verdict.why in _PASSES_ON",
-        "return True",
+        "dispatch/decision.py",
+        "frees_slot_first=keeps_result and not outcome.lingers and verdict.why in _FREES_SLOT_FIRST",
+        "frees_slot_first=True",
         (f"{RUNS}test_a_slot_whose_job_comes_back_or_whose_server_is_at_it_waits_for_the_record",),
     ),
     Mutant(
@@ -481,9 +471,9 @@ RUN = [
     Mutant(
         "a lease that was written again while its run ended stays",
         "SLOT-2",
-        "tasks/worker.py",
-        "        if run.watch.restored:  #",
-        "        if run.watch.restored is None:  #",
+        "tasks/worker/executor.py",
+        "        if own.watch.restored:  #",
+        "        if own.watch.restored is None:  #",
         (f"{RUNS}test_a_lease_that_was_written_again_while_its_end_was_stored_is_freed",),
     ),
     Mutant(
@@ -613,8 +603,8 @@ RUN = [
     Mutant(
         "a worker whose loop hangs keeps its leases for ever",
         "JOB-3",
-        "tasks/worker.py",
-        "*self.engine.pulses, ",
+        "tasks/worker/background.py",
+        "*self._engine.pulses, ",
         "",
         (
             f"{WORKERS}test_a_worker_whose_loop_hangs_ends_so_that_others_go_on_with_its_runs",
@@ -642,9 +632,9 @@ RUN = [
     Mutant(
         "the loop writes large results",
         "time",
-        "tasks/worker.py",
-        "end = await self.engine.rarely(judge) if is_large else judge()",
-        "end = judge()",
+        "tasks/worker/executor.py",
+        "decision = await self._engine.run_in_thread(decide) if is_large else decide()",
+        "decision = decide()",
         (f"{RUNS}test_a_large_result_is_read_and_written_outside_the_loop",),
         still=f"{RUNS}test_the_slot_of_a_run_whose_server_has_answered_does_not_wait_for_the_record",
     ),

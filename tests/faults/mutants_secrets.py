@@ -92,8 +92,8 @@ SECRETS = [
     Mutant(
         "a job pays with a crash for its model's configuration",
         "results",
-        "tasks/worker.py",
-        "        except descriptions.Misconfigured as error:",
+        "tasks/worker/calls.py",
+        "        except Misconfigured as error:",
         "        except ZeroDivisionError as error:",
         (f"{MISCONFIGURED}test_its_job_costs_a_retry_and_says_why",),
         still=f"{MISCONFIGURED}test_maintenance_of_all_others_goes_on",

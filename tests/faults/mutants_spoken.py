@@ -111,7 +111,7 @@ SPOKEN = [
     _mutant(
         "an id that we give is noted after the request",
         "runs",
-        "tasks/runner.py",
+        "tasks/worker/runner.py",
         "if live.description.is_found_by_given_id and not",
         "if False and not",
         f"{RUNS}test_an_id_that_we_give_is_in_the_record_before_the_request_is_sent",
@@ -121,7 +121,7 @@ SPOKEN = [
     _mutant(
         "a run that its server knew is sent to it again",
         "runs",
-        "tasks/runner.py",
+        "tasks/worker/runner.py",
         "            self._unheard = False\n",
         "            pass\n",
         f"{RUNS}test_a_run_that_the_server_knew_and_forgot_is_not_sent_again",
@@ -130,7 +130,7 @@ SPOKEN = [
     _mutant(
         "a run is sent again to a server that it may have brought down",
         "runs",
-        "tasks/runner.py",
+        "tasks/worker/runner.py",
         "            self._may_send_again = False\n        elif",
         "            pass\n        elif",
         f"{RUNS}test_a_request_whose_server_could_not_be_asked_meanwhile_is_not_sent_again",
@@ -139,7 +139,7 @@ SPOKEN = [
     _mutant(
         "a server that pushes is polled",
         "runs",
-        "tasks/runner.py",
+        "tasks/worker/runner.py",
         'if live.description.mode == "callback":',
         "if False:",
         f"{RUNS}test_a_server_that_pushes_is_never_polled",
@@ -149,7 +149,7 @@ SPOKEN = [
     _mutant(
         "a busy server is taken for a silent one",
         "runs",
-        "tasks/runner.py",
+        "tasks/worker/runner.py",
         "if health.kind not in (HealthKind.UP, HealthKind.UNKNOWN) or _knows(health, self.question):",
         "if _knows(health, self.question):",
         f"{RUNS}test_a_push_is_waited_for_while_the_server_is_busy",
@@ -158,9 +158,9 @@ SPOKEN = [
     _mutant(
         "the slot of a result that is read once goes on before that is stored",
         "JOB-1",
-        "tasks/settlement.py",
-        "return self.is_kept and not self.lingers",
-        "return not self.lingers",
+        "dispatch/decision.py",
+        "frees_slot_first=keeps_result and not",
+        "frees_slot_first=not",
         f"{RUNS}test_a_result_that_its_server_has_no_more_is_stored_before_the_slot_goes_on",
         still=ANY_RUN,
     ),

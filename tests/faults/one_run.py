@@ -5,24 +5,18 @@ Neither HTTP nor a second process: what is looked at is what the worker makes of
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
 from dispatch.outcome import Outcome
 from insight.said import Telling
+from jobs.record import Job
 from routing.workers import Workers
-from scripting.keys import Keys
-from scripting.scripts import Scripts
-from tasks import runner, settlement, starts
-from tasks import worker as workers
 from tasks.aside import Aside
-from tasks.releases import PatientLeases
 from tasks.servers import DEFAULT, Call, Health, HealthKind
-from tasks.worker import Worker
-from tests.support.room import FRAGMENTS
-from tests.support.shown import Noted
-from tests.support.stage import SETTINGS, Stage
+from tasks.worker import calls, patient_io, runner
+from tasks.worker.process import Worker
+from tests.support.stage import Stage
 
 
 class FakeServer:
@@ -78,26 +72,23 @@ class FakeServer:
 
 @contextmanager
 def a_worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
-    leases = PatientLeases(Scripts(stage.redis, Keys("test"), FRAGMENTS), SETTINGS)
-    stage.dispatcher.leases = leases
+    scripts = stage.dispatcher.leases.scripts
     monkeypatch.setattr(Aside, "ask", lambda it: it._act())  # at once, but where a test is about that
-    found = Worker(stage.dispatcher, leases, Workers(leases.scripts), Telling(leases.scripts), capacity=64)
+    found = Worker(stage.dispatcher, Workers(scripts), Telling(scripts), capacity=64)
     found.heartbeat.end()  # The tests beat.
     found.consumer = None  # It takes nothing by itself, but where a test is about that.
-    monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
-    monkeypatch.setattr(found, "_speak_to", lambda *_: server)
-    for module in (starts, workers):
-        monkeypatch.setattr(module, "_STORE_AGAIN_S", 0.001)
-    for module in (runner, settlement, starts, workers):
+    monkeypatch.setattr(found.calls, "speak_to", lambda *_: server)
+    monkeypatch.setattr(patient_io, "_AGAIN_S", 0.001)
+    for module in (runner, calls):
         monkeypatch.setattr(module, "now_ms", lambda: stage.now)
     stage.worker = found  # type: ignore[attr-defined]
     yield found
     found.close()
 
 
-def run(stage: Stage) -> Any:
-    """Do what the oldest wake-up asks for; answers what its task ends with: a result or an exception."""
-    worker, shown = stage.worker, Noted()  # type: ignore[attr-defined]
-    worker.take_up(stage.told.offers.pop(0), shown)
+def run(stage: Stage) -> Job:
+    """Do what the oldest wake-up asks for, and return the job as it then stands in the database."""
+    worker, offer = stage.worker, stage.told.offers.pop(0)  # type: ignore[attr-defined]
+    worker.executor.take_up(offer)
     assert worker.engine.wait(20)
-    return shown.ends[0]
+    return stage.job(offer.job_id)

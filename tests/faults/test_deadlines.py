@@ -11,6 +11,7 @@ from jobs.record import Job
 from jobs.states import State
 from routing.leases import Renewal
 from tests.support.builders import at_once
+from tests.support.ends import hand_back
 from tests.support.stack import eventually
 from tests.support.stage import OFFER_MS, SECOND, YEAR, Stage
 from tests.support.town import Town
@@ -55,7 +56,7 @@ def _polled(stage: Stage, **changes: Any) -> tuple[str, ActiveRun | None]:
 def _resumable(stage: Stage, **changes: Any) -> tuple[str, ActiveRun | None]:
     """Handed back by its worker, its server goes on with it, nobody has taken it up."""
     job_id, task = _polled(stage, **changes)
-    assert task is not None and stage.dispatcher.hand_back(task)
+    assert task is not None and hand_back(stage.dispatcher, task)
     return job_id, None
 
 
@@ -73,7 +74,7 @@ def _is_over(stage: Stage, job_id: str, task: ActiveRun | None, state: State) ->
     reconcile.reap(stage.dispatcher)
     assert stage.state(job_id) is state
     assert _ends(stage.store.events_of(job_id)) == [f"job.{state}"]
-    assert [told for told in stage.told.ends if told[0] == job_id] == [(job_id, state, False)]
+    assert [told for told in stage.told.ends if told[0] == job_id] == [(job_id, state)]
     assert job_id not in stage.room.waiting() and job_id not in stage.room.taken().values()
 
 

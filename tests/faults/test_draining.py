@@ -8,14 +8,17 @@ from collections.abc import Callable
 
 import pytest
 
+from dispatch.decision import decide
 from dispatch.dispatcher import DRAINING, ActiveRun
 from dispatch.outcome import Kind, Outcome
-from dispatch.verdict import judge
+from dispatch.steps import Steps
 from insight import invariants
 from jobs import withheld
 from jobs.record import now_ms
 from jobs.states import State, Why
+from jobs.store import Moved
 from routing.leases import Renewal
+from tests.support.ends import end_in_order, hand_back
 from tests.support.stage import DOWN, LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
 from upkeep import draining, reconcile, runs
 from upkeep.identity import YOUNG_MS, ServerReport
@@ -37,11 +40,16 @@ def rows(stage: Stage) -> list[tuple[str, str, str]]:
 
 def give_up(stage: Stage, task: ActiveRun, kind: Kind = Kind.RETRY, lingers: str = "timed_out") -> State:
     """End a run here that its server may go on with, as its worker would."""
-    config = stage.dispatcher.catalog.model(task.run.job.model).config
-    verdict = judge(Outcome(kind), task.run.failures, task.run.crashes, True, config)
-    moved = stage.dispatcher.settle(task, verdict, lingers=lingers).moved
+    moved = _end_lingering(stage, task, kind, lingers)
     assert moved is not None
     return moved.to
+
+
+def _end_lingering(stage: Stage, task: ActiveRun, kind: Kind, lingers: str) -> Moved | None:
+    config, outcome = stage.dispatcher.catalog.model("zimg").config, Outcome(kind, code=lingers, lingers=True)
+    decision = decide(task.run, outcome, config, stage.dispatcher.settings, stage.now, canceling=True)
+    decision = decision._replace(error=None)
+    return end_in_order(stage.dispatcher, task, decision).moved
 
 
 # -- what ends a run while its server goes on ------------------------------------------------------------------
@@ -71,9 +79,7 @@ def _overdue(stage: Stage) -> tuple[str, State]:
     job_id, task = stage.submit(id="one", ttl_s=5), stage.start()
     stage.later(YOUNG_MS)
     assert reconcile.expire_overdue(stage.dispatcher) == 1
-    config = stage.dispatcher.catalog.model("zimg").config
-    verdict = judge(Outcome(Kind.CANCELED), 0, 0, True, config)
-    assert stage.dispatcher.settle(task, verdict, lingers="canceled").moved is None
+    assert _end_lingering(stage, task, Kind.CANCELED, "canceled") is None
     return job_id, State.EXPIRED
 
 
@@ -99,7 +105,7 @@ def _canceled_before_it_was_resumed(stage: Stage) -> tuple[str, State]:
     job_id, task = stage.submit(id="one"), stage.start()
     stage.remote(task)
     stage.later(YOUNG_MS)
-    assert stage.dispatcher.hand_back(task)
+    assert hand_back(stage.dispatcher, task)
     stage.dispatcher.cancel(job_id)
     stage.later(LEASE_MS + SECOND)
     reconcile.reap(stage.dispatcher)
@@ -402,7 +408,7 @@ def test_a_worker_that_dies_when_the_end_is_written_leaves_a_slot_that_drains(on
     stage.submit(id="one")
     task = stage.start()
     with monkeypatch.context() as dying:
-        dying.setattr(stage.dispatcher, "_withhold", _dies)
+        dying.setattr(Steps, "_quarantine", _dies)
         with pytest.raises(ZeroDivisionError):
             give_up(stage, task)
     stage.later(LEASE_MS)
@@ -415,7 +421,7 @@ def test_who_dies_when_the_record_has_let_go_leaves_a_slot_that_the_next_look_fr
     _timed_out(stage)
     following = stage.submit()
     with monkeypatch.context() as dying:
-        dying.setattr(stage.dispatcher, "free", _dies)
+        dying.setattr(Steps, "free", _dies)
         heed(stage, UP_AND_IDLE)
     assert rows(stage) == [] and stage.room.taken() == {"gpu-slot0": "one~1"}
     assert draining.keep(stage.dispatcher) == 1

@@ -13,8 +13,8 @@ from jobs.models import jobs
 from jobs.states import State
 from routing.leases import Renewal
 from scripting.scripts import connect
-from tasks import runner
-from tasks.heartbeat import Watch
+from tasks.worker import runner
+from tasks.worker.heartbeat import Watch
 from tests.support.room import a
 from tests.support.stack import eventually
 from tests.support.stage import LEASE_MS, SECOND, YEAR

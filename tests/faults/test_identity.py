@@ -7,6 +7,7 @@ import pytest
 
 from jobs.states import State, Why
 from routing.leases import Renewal
+from tests.support.ends import hand_back
 from tests.support.stage import DOWN, LEASE_MS, UP_AND_IDLE, Stage
 from upkeep import reconcile
 from upkeep.identity import YOUNG_MS, ServerReport
@@ -161,7 +162,7 @@ def test_orphan_a_run_that_is_offered_again_uses_no_slot_but_its_own(stage):
     """Its worker has handed it back; until another takes it up, its server goes on with it."""
     stage.register(2)
     stage.submit(id="one")
-    assert stage.dispatcher.hand_back(stage.start())
+    assert hand_back(stage.dispatcher, stage.start())
     heed(stage, running("one"))
     assert stage.free() == 1
 

@@ -15,6 +15,7 @@ from jobs.states import State, Why
 from jobs.store import Store
 from tasks import maintenance
 from tests.support.builders import an_ended_job
+from tests.support.ends import store_end
 from tests.support.stage import LEASE_MS, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage
 from tests.support.starts import claim_offer
 from upkeep import ledger, reconcile
@@ -137,7 +138,7 @@ def test_a_lease_whose_run_has_just_ended_is_no_difference_until_it_should_have_
     """Its worker died between the end in the record and the freeing of the slot."""
     held = next(held for held, _ in busy.dispatcher.leases.all_of(["zimg"])["zimg"] if held.owner)
     job = busy.job(held.job_id)
-    busy.store.settle(job.id, job.attempt, Why.FINISHED, busy.now, result="{}")
+    store_end(busy.store, job.id, job.attempt, Why.FINISHED, busy.now, result="{}")
     assert Finding(Check.LEASE, job.id) not in invariants.look(busy.dispatcher, WELL)
     busy.later(SETTINGS.lease_ms)
     assert Finding(Check.LEASE, job.id) in invariants.look(busy.dispatcher, WELL)

@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 
+from dispatch.decision import decide
 from dispatch.dispatcher import ActiveRun
-from dispatch.outcome import Kind, Outcome
-from dispatch.verdict import judge
+from dispatch.outcome import Kind, Outcome, StopReason
 from jobs import withheld
 from jobs.states import State, Why
-from tasks import maintenance, runner, settlement
+from tasks import maintenance
 from tasks.descriptions import server_for
-from tasks.heartbeat import Watch
 from tasks.servers import Description, Live, Wires
 from tasks.servers.description import Cancel
+from tasks.worker import runner
+from tasks.worker.heartbeat import Watch
+from tests.support.ends import end_in_order, end_run, hand_back
 from tests.support.holding import HoldingServer
 from tests.support.scripted import refused_url
 from tests.support.stack import eventually
@@ -34,10 +36,9 @@ sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 @pytest.fixture
 def server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldingServer]:
-    for module in ("tasks.runner", "tasks.maintenance", "tasks.settlement"):
+    for module in ("tasks.worker.runner", "tasks.maintenance"):
         monkeypatch.setattr(f"{module}.now_ms", lambda: stage.now)
     monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
-    monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
     monkeypatch.setattr(runner, "_CANCEL_PATIENCE_S", 0.05)
     with HoldingServer(asynchronous=True) as found:
         stage.catalog.register("zimg", "gpu", found.endpoint, 1, stage.now)
@@ -71,7 +72,7 @@ class Watching:
     def _run(self) -> None:
         self._found.append(self._loop.run_until_complete(self._watch()))
 
-    async def _watch(self) -> Outcome | runner.Left:
+    async def _watch(self) -> Outcome | StopReason:
         stage, run, wires = self._stage, self._task.run, Wires(self._loop)
         model = stage.dispatcher.catalog.model(run.job.model)
 
@@ -92,7 +93,10 @@ def _run(stage: Stage, task: ActiveRun, meanwhile: Callable[[Watch], None] | Non
             meanwhile(watching.watch)
     finally:
         outcome = watching.outcome()
-    moved = settlement.settle(task, outcome, canceling=watching.watch.cancel, claimant="").moved
+    run, config = task.run, stage.dispatcher.catalog.model(task.run.job.model).config
+    canceling = watching.watch.cancel
+    decision = decide(run, outcome, config, stage.dispatcher.settings, stage.now, canceling=canceling)
+    moved = end_in_order(stage.dispatcher, task, decision).moved
     return None if moved is None else moved.to
 
 
@@ -173,9 +177,7 @@ def test_a_slot_is_used_again_when_no_process_listens_at_its_servers_address(sta
     reconcile.refresh_fleet(stage.dispatcher, "zimg")
     stage.submit(id="first")
     task = stage.start()
-    outcome = Outcome(Kind.CANCELED)
-    verdict = judge(outcome, 0, 0, True, stage.dispatcher.catalog.model("zimg").config)
-    stage.dispatcher.settle(task, verdict, lingers="canceled")
+    end_run(stage.dispatcher, task, Why.CANCEL_REQUESTED, lingers="canceled")
     stage.later(YOUNG_MS)
     monkeypatch.setattr(maintenance, "_awaited", frozenset())
     assert _look(stage) == 0, "nobody looks at the address of a server that no slot waits for"
@@ -188,9 +190,7 @@ def test_a_slot_is_used_again_when_no_process_listens_at_its_servers_address(sta
 
 @sqlite
 def test_a_call_that_a_stopping_worker_waits_in_is_handed_back_and_joined_by_the_next(stage, monkeypatch) -> None:
-    for module in ("tasks.runner", "tasks.settlement"):
-        monkeypatch.setattr(f"{module}.now_ms", lambda: stage.now)
-    monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
+    monkeypatch.setattr(runner, "now_ms", lambda: stage.now)
     with HoldingServer() as server:
         stage.catalog.register("zimg", "gpu", server.endpoint, 1, stage.now)
         reconcile.refresh_fleet(stage.dispatcher, "zimg")
@@ -199,8 +199,8 @@ def test_a_call_that_a_stopping_worker_waits_in_is_handed_back_and_joined_by_the
         watching = Watching(stage, task)
         server.wait_for(job_id, 30)
         watching.watch.end("stop")
-        assert watching.outcome() is runner.Left.STOPPED
-        assert stage.dispatcher.hand_back(task)
+        assert watching.outcome() is StopReason.STOPPED
+        assert hand_back(stage.dispatcher, task)
         job = stage.job(job_id)
         assert (job.state, job.why, job.crashes, job.failures) == (State.QUEUED, Why.HANDED_BACK, 0, 0)
         assert [(offer.job_id, offer.slot) for offer in stage.told.offers] == [(job_id, task.lease.slot)]

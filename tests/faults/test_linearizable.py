@@ -25,6 +25,7 @@ from routing.queues import Offer, Queues
 from routing.slots import Slots
 from scripting.keys import Keys
 from scripting.scripts import Scripts, source
+from tests.support.ends import release
 from tests.support.stage import SETTINGS
 from tests.support.starts import claim_offer
 
@@ -212,7 +213,7 @@ class Game:
             case "renew":
                 return given if self.leases.renew(FLEET, given.owner, [held]) == [Renewal.RENEWED] else None
             case "release":  # Its job goes back and is offered again, in the same step.
-                freed, offers = self.leases.release(held, back=True, limit=1)
+                freed, offers = release(self.leases, held, back=True, limit=1)
                 return Lease(offers[0].lease, "") if freed else None
             case _:
                 seized = self.leases.seize(held, by, SETTINGS.lease_ms, only_expired=False)

@@ -11,8 +11,8 @@ from foundation import logs
 from foundation.traces import trace_of
 from insight.history import Historian
 from jobs.states import State, Why
-from tasks import worker as workers
 from tasks.ends import log_end
+from tasks.worker import executor
 from tests.faults.one_run import run
 from tests.support.stage import Stage
 
@@ -59,7 +59,7 @@ def test_no_line_of_a_whole_run_shows_a_payload_a_key_a_secret_or_what_a_server_
     def fails(*_: object) -> Any:
         raise ValueError(PLANTED)
 
-    monkeypatch.setattr(worker, "_runner", fails)
+    monkeypatch.setattr(worker.calls, "_runner", fails)
     stage.submit(payload={"prompt": PLANTED})
     run(stage)
     _count(stage)
@@ -92,10 +92,10 @@ def test_what_a_worker_says_of_a_run_names_its_job_tenant_and_trace(stage, worke
     job_id = stage.submit(tenant="acme")
 
     def says(*_: object) -> Any:
-        workers.log.info("here")
+        executor.log.info("here")
         raise RuntimeError
 
-    monkeypatch.setattr(worker, "_runner", says)
+    monkeypatch.setattr(worker.calls, "_runner", says)
     run(stage)
     (line,) = [it for it in map(json.loads, capsys.readouterr().err.splitlines()) if it["event"] == "here"]
     assert (line["job_id"], line["tenant"], line["trace_id"]) == (job_id, "acme", trace_of(job_id, None).id)

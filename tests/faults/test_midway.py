@@ -9,11 +9,11 @@ from redis.exceptions import RedisError, ResponseError
 
 from database.db import Database
 from dispatch.dispatcher import Dispatcher
-from dispatch.verdict import Verdict
 from insight import listing
 from jobs.states import State, Why
 from scripting.scripts import connect
 from tests.support import stage as stages
+from tests.support.ends import end_run
 from tests.support.room import CLOCK, FRAGMENTS
 from tests.support.stack import eventually
 from tests.support.stage import LEASE_MS, Stage
@@ -83,7 +83,7 @@ def _start(stage: Stage) -> Act:
 
 def _settle(stage: Stage) -> Act:
     task = stage.start()
-    return lambda stuck: stuck.settle(task, Verdict(Why.FINISHED), result="{}")
+    return lambda stuck: end_run(stuck, task, Why.FINISHED, result="{}")
 
 
 @pytest.mark.parametrize(

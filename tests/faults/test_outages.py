@@ -14,7 +14,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from celery.app.trace import build_tracer
 from redis import Redis
 from redis.exceptions import RedisError
 from sqlalchemy import make_url
@@ -30,6 +29,7 @@ from routing.leases import Renewal
 from scripting.keys import Keys
 from scripting.scripts import Call, connect
 from tasks import maintenance
+from tests.support.ends import cool_down
 from tests.support.postgres import Postgres
 from tests.support.stack import eventually
 from tests.support.stage import LEASE_MS, OFFER_MS, Stage
@@ -127,16 +127,14 @@ def test_redis_vanishes_and_every_job_runs_once_in_its_turn(town: Town, gone: Ca
 def test_a_script_that_ran_although_its_client_gave_up_is_not_sent_again(stage: Stage, valkey: Valkey) -> None:
     stage.register()
     impatient = stage.a_dispatcher(connect(valkey.url, 0.2))
-    impatient.slots.cool_down("zimg", "none")  # Redis knows the script now: another call is one message
+    cool_down(impatient, "zimg", "none")  # Redis knows the script now: another call is one message
     calls = _scripts_run(stage.redis)
 
     with frozen(valkey), pytest.raises(RedisError):
-        impatient.slots.cool_down("zimg", "gpu")
+        cool_down(impatient, "zimg", "gpu")
 
     eventually(lambda: _scripts_run(stage.redis) > calls, "the script runs after all", 5, 0.01)
-    assert stage.dispatcher.slots.cool_down("zimg", "gpu") == 2_000, (
-        "this is the second failure in a row, not the third"
-    )
+    assert cool_down(stage.dispatcher, "zimg", "gpu") == 2_000, "this is the second failure in a row, not the third"
     assert _scripts_run(stage.redis) == calls + 2
 
 
@@ -337,12 +335,14 @@ def test_a_sweep_that_takes_longer_than_its_period_is_not_joined_by_the_next(mon
     assert len(swept) == 2
 
 
-def test_messages_that_have_piled_up_are_one() -> None:
+def test_messages_that_have_piled_up_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
-    task = maintenance._task("of_this_test", 60)(lambda: done.append("done"))
-    tracer = build_tracer(task.name, task, app=maintenance.celery)
-    for n in range(100):
-        tracer(f"m{n}", (), {}, {"delivery_info": {}, "id": f"m{n}", "hostname": "h"})
+    monkeypatch.setitem(maintenance.EVERY_S, "of_this_test", 60.0)
+    monkeypatch.setattr(pulse.LastRuns, "note", lambda *_: None)
+    task = maintenance.Periodic("of_this_test", lambda: done.append("done"))
+    monkeypatch.setitem(maintenance._periodic, "of_this_test", task)
+    for _ in range(100):
+        maintenance.run(["of_this_test"])
     assert done == ["done"]
 
 

@@ -10,7 +10,7 @@ from sqlalchemy import delete
 from foundation.errors import RecordUncertain
 from jobs.models import events, jobs
 from jobs.states import State
-from tasks.worker import Worker
+from tasks.worker.process import Worker
 from tests.faults.one_run import FakeServer, run
 from tests.support.stage import LEASE_MS, OFFER_MS, UP_AND_IDLE, Stage
 from upkeep import reconcile

@@ -17,8 +17,9 @@ from cloudevents.core.formats.json import JSONFormat
 
 from database.db import Database
 from database.lookout import Lookout
+from jobs.record import Error
 from jobs.states import State, Why
-from jobs.store import Error, Store
+from jobs.store import Store
 from outbox.relays import Relays
 from outbox.tail import Tail
 from registry.catalog import Catalog
@@ -31,6 +32,7 @@ from tasks.sinks.event_stream import EventStream
 from tasks.sinks.redis import RedisStream
 from tasks.sinks.sink import Published, SinkAway
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, a_running_job, an_ended_job, eventually
+from tests.support.ends import store_end
 from tests.support.valkey import Valkey
 
 CAP = 100_000
@@ -103,7 +105,7 @@ def test_every_event_reaches_the_stream_in_order_as_a_cloudevent_that_the_sdk_re
 
 def test_a_run_that_is_tried_again_is_a_failure_by_its_alias_with_attempt_and_retry_in_ms(database, store, valkey):
     run = a_running_job(store)
-    store.settle(run.job.id, 1, Why.SERVER_ERROR, T0, error=Error("server_error", "no"), due_ms=T0 + SECOND)
+    store_end(store, run.job.id, 1, Why.SERVER_ERROR, T0, error=Error("server_error", "no"), due_ms=T0 + SECOND)
     a_relay(database, valkey).turn()
     told = Reader(valkey).events()[-1]
     assert (told["type"], told["alias"]) == ("job.delayed", "job.failed")

@@ -13,9 +13,9 @@ from celery.worker.state import revoked
 from redis.exceptions import ConnectionError
 
 from tasks.inference import InferRequest, infer
-from tasks.messages import Unsent
 from tests.support.gated import Gate
 from tests.support.stack import eventually
+from tests.support.task_messages import received
 from tests.support.town import Town
 
 pytestmark = pytest.mark.e2e
@@ -158,7 +158,7 @@ def test_no_message_of_a_job_is_dropped_as_revoked(headers: dict[str, Any]) -> N
     message = infer.app.amqp.as_task_v2("revoked-one", "infer", args=("zimg",))
     revoked.add("revoked-one")
     try:
-        request = InferRequest(Unsent(message._replace(headers=message.headers | headers)), task=infer, app=infer.app)
+        request = InferRequest(received(message._replace(headers=message.headers | headers)), task=infer, app=infer.app)
         assert request.revoked() is False
     finally:
         revoked.discard("revoked-one")

@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as Broken
 
+from dispatch.dispatcher import active_run
 from dispatch.outcome import Kind, Outcome
+from dispatch.steps import Steps
 from jobs.states import State
 from routing.leases import Lease
-from tasks import worker as workers
-from tasks.heartbeat import Watch
-from tasks.rights import Rights
 from tasks.servers import Health
-from tasks.worker import Worker
+from tasks.worker import executor
+from tasks.worker.heartbeat import Watch
+from tasks.worker.process import Worker
+from tasks.worker.rights import Rights
 from tests.faults.one_run import FakeServer, run
+from tests.support.ends import free
 from tests.support.stack import Process, eventually
 from tests.support.stage import LEASE_MS, SETTINGS, Stage
 from tests.support.town import Town, started_town, thaw
@@ -66,7 +69,7 @@ def test_a_worker_that_was_stopped_after_its_claim_starts_nothing(
 ) -> None:
     stage.register()
     job_id = stage.submit()
-    monkeypatch.setattr(workers, "crash_at", _at("start_claimed", stop))
+    monkeypatch.setattr(executor, "crash_at", _at("start_claimed", stop))
 
     run(stage)
 
@@ -79,7 +82,7 @@ def test_a_worker_that_was_stopped_after_its_start_sends_nothing(
 ) -> None:
     stage.register()
     job_id = stage.submit()
-    monkeypatch.setattr(workers, "crash_at", _at("start_committed", stop))
+    monkeypatch.setattr(executor, "crash_at", _at("start_committed", stop))
 
     run(stage)
 
@@ -92,14 +95,14 @@ def test_a_start_that_was_stored_after_its_lease_was_gone_is_put_back_and_costs_
 ) -> None:
     stage.register()
     job_id = stage.submit()
-    store = worker.starts.store
+    start = Steps.start
 
-    async def store_late(*given: Any) -> Any:
-        monkeypatch.setattr(worker.starts, "store", store)
+    async def start_late(*given: Any) -> Any:
+        monkeypatch.setattr(Steps, "start", start)
         stop()
-        return await store(*given)
+        return await start(*given)
 
-    monkeypatch.setattr(worker.starts, "store", store_late)
+    monkeypatch.setattr(Steps, "start", start_late)
     run(stage)
 
     assert server.asked == []
@@ -119,13 +122,13 @@ def test_a_lease_that_came_back_beside_another_is_not_used_for_a_first_request(
 
     def lose_the_slot_to_the_second() -> None:
         ages(_STOPPED_MS)
-        (active,) = (runs.active_run(stage.dispatcher, stage.job(first)),)
+        (active,) = (active_run(stage.dispatcher, stage.job(first)),)
         assert active is not None
-        stage.dispatcher.free(active.lease, back=False)
+        free(stage.dispatcher, active.lease, back=False)
         stage.start("w2")
         assert runs.restore(stage.dispatcher) == 1
 
-    monkeypatch.setattr(workers, "crash_at", _at("start_committed", lose_the_slot_to_the_second))
+    monkeypatch.setattr(executor, "crash_at", _at("start_committed", lose_the_slot_to_the_second))
     run(stage)
 
     assert server.asked == [] and list(stage.room.taken().values()) == [second]
@@ -140,12 +143,12 @@ def test_a_lost_lease_of_a_run_that_was_not_sent_is_not_written_again(
     job_id = stage.submit()
 
     def lose_the_lease_and_beat() -> None:
-        active = runs.active_run(stage.dispatcher, stage.job(job_id))
+        active = active_run(stage.dispatcher, stage.job(job_id))
         assert active is not None
-        stage.dispatcher.free(active.lease, back=False)
+        free(stage.dispatcher, active.lease, back=False)
         worker.heartbeat.beat()
 
-    monkeypatch.setattr(workers, "crash_at", _at("start_committed", lose_the_lease_and_beat))
+    monkeypatch.setattr(executor, "crash_at", _at("start_committed", lose_the_lease_and_beat))
     run(stage)
 
     assert "submit" not in server.asked
@@ -166,7 +169,7 @@ def test_a_worker_that_was_stopped_sends_no_request_again(
         return await health()
 
     monkeypatch.setattr(server, "health", health_and_beat)
-    monkeypatch.setattr("tasks.runner._FIND_OUT_EVERY_S", 0.001)
+    monkeypatch.setattr("tasks.worker.runner._FIND_OUT_EVERY_S", 0.001)
     run(stage)
 
     assert server.asked.count("submit") == 1, "the slot may be another job's"
@@ -186,7 +189,7 @@ def _expect_to_complete(stage: Stage, server: FakeServer, job_id: str, *, attemp
 def test_while_redis_is_away_a_lease_holds_for_its_own_time(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, age_ms: int, holds: bool
 ) -> None:
-    monkeypatch.setattr("tasks.rights.steady_s", lambda: age_ms / 1000)
+    monkeypatch.setattr("tasks.worker.rights.steady_s", lambda: age_ms / 1000)
 
     async def ask(_: object) -> str:
         raise Broken("Redis is away.")

@@ -10,12 +10,14 @@ import pytest
 from celery import Celery
 
 from database.db import Database
+from jobs.record import Error
 from jobs.states import State, Why
-from jobs.store import Error, Store
+from jobs.store import Store
 from tasks.relay import Relay
 from tasks.sinks.sink import SinkAway
 from tasks.sinks.task_events import CLIENT, TaskEvents
 from tests.support.builders import SECOND, T0, a_delayed_job, a_job_in, a_running_job, a_start, an_ended_job
+from tests.support.ends import store_end
 from tests.support.stack import eventually
 from tests.support.valkey import Valkey
 
@@ -68,7 +70,7 @@ def _types(events: list[dict[str, Any]], job_id: str) -> list[str]:
 
 def test_each_transition_is_the_task_event_that_says_the_same(app: Celery, store: Store) -> None:
     retried = a_running_job(store).job.id
-    store.settle(retried, 1, Why.SERVER_ERROR, T0, error=Error("server_error", "no"), due_ms=T0 + SECOND)
+    store_end(store, retried, 1, Why.SERVER_ERROR, T0, error=Error("server_error", "no"), due_ms=T0 + SECOND)
     lives = {
         a_job_in(store, State.QUEUED).id: ["sent"],
         a_delayed_job(store).id: ["sent"],
@@ -85,8 +87,8 @@ def test_each_transition_is_the_task_event_that_says_the_same(app: Celery, store
 
 def test_an_event_names_the_worker_the_time_and_what_came_of_the_run(app: Celery, store: Store) -> None:
     job_id = a_job_in(store, State.QUEUED).id
-    store.database.do(store.starting(job_id, "gpu1", "gpu1-slot0", "lease", T0, 0, worker="worker@host"))
-    store.settle(job_id, 1, Why.FINISHED, T0 + 2 * SECOND, result='{"url":"x"}')
+    store.database.do(store.start_write(job_id, "gpu1", "gpu1-slot0", "lease", T0, 0, worker="worker@host"))
+    store_end(store, job_id, 1, Why.FINISHED, T0 + 2 * SECOND, result='{"url":"x"}')
     with received(app) as events:
         _relay(app, store.database).turn()
         eventually(lambda: len(events) == 4, "all are received")
@@ -102,7 +104,7 @@ def test_a_broker_that_was_away_gets_every_event_in_order_when_it_is_back(
     first = a_running_job(store)
     relay.turn()
     broker.kill()
-    store.settle(first.job.id, 1, Why.SERVER_BUSY, T0)
+    store_end(store, first.job.id, 1, Why.SERVER_BUSY, T0)
     with pytest.raises(SinkAway):
         relay.turn()
     broker.start()

@@ -12,11 +12,13 @@ from celery.result import AsyncResult
 
 from database.db import Database
 from jobs.owed import FIRST_MS
+from jobs.record import Error
 from jobs.states import State, Why
-from jobs.store import Error, Store
+from jobs.store import Store
 from outbox.tellings import Telling, Tellings
 from tasks.telling import Teller
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, an_ended_job
+from tests.support.ends import store_end
 from tests.support.stack import eventually
 from tests.support.town import Town, started_town
 from tests.support.valkey import Valkey
@@ -50,7 +52,7 @@ def test_an_end_before_the_start_is_owed(store: Store, owed: Tellings) -> None:
 
 def test_a_job_that_came_by_another_way_owes_nothing(store: Store, owed: Tellings) -> None:
     run = a_running_job(store)
-    moved = store.settle(run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
+    moved = store_end(store, run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
     assert moved is not None and moved.telling_id is None
     assert _due(owed, T0 + 3600 * SECOND) == []
 

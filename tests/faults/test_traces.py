@@ -10,9 +10,8 @@ from sqlalchemy import update
 from foundation.traces import span_of, trace_of
 from insight import spans
 from jobs.models import events
-from jobs.record import Job
+from jobs.record import Error, Job
 from jobs.states import State, Why
-from jobs.store import Error
 from local.ports import free_port
 from outbox import trails
 from outbox.relays import Relays
@@ -27,6 +26,7 @@ otlp = pytest.importorskip("tasks.sinks.otlp", reason="the extra otel is not ins
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
 
 from tests.support.collector import Collector  # noqa: E402
+from tests.support.ends import store_end  # noqa: E402
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 GIVEN = f"00-{TRACE}-{SPAN}-01"
@@ -44,12 +44,12 @@ def a_tried_job(store: Any, traceparent: str | None = GIVEN, **more: Any) -> Job
     """Its first worker dies, its second run fails and is postponed, its third ends well."""
     job = a_queued_job(store, traceparent=traceparent, **more)
     a_start(store, job.id, now_ms=T0 + SECOND)
-    store.settle(job.id, 1, Why.LEASE_EXPIRED, T0 + 2 * SECOND)
+    store_end(store, job.id, 1, Why.LEASE_EXPIRED, T0 + 2 * SECOND)
     a_start(store, job.id, now_ms=T0 + 3 * SECOND)
-    store.settle(job.id, 2, Why.SERVER_ERROR, T0 + 4 * SECOND, error=Error("x", "y"), due_ms=T0 + 9 * SECOND)
+    store_end(store, job.id, 2, Why.SERVER_ERROR, T0 + 4 * SECOND, error=Error("x", "y"), due_ms=T0 + 9 * SECOND)
     store.promote_due(T0 + 9 * SECOND)
     a_start(store, job.id, now_ms=T0 + 10 * SECOND)
-    store.settle(job.id, 3, Why.FINISHED, T0 + 14 * SECOND, result="{}")
+    store_end(store, job.id, 3, Why.FINISHED, T0 + 14 * SECOND, result="{}")
     found: Job = store.get(job.id)
     return found
 
@@ -152,7 +152,7 @@ def test_a_job_that_was_revived_is_told_as_it_went_on_and_what_was_told_before_s
     before = told_by(memory)
     assert sorted(it.name for it in before.values()) == ["attempt", "exchange", "job", "settle", "submit", "wait"]
     memory.clear()
-    store.settle(job.id, 2, Why.FINISHED, T0 + 4 * SECOND, result="{}")
+    store_end(store, job.id, 2, Why.FINISHED, T0 + 4 * SECOND, result="{}")
     relay.turn()
     after = told_by(memory)
     is_whole(after)
@@ -171,7 +171,7 @@ def test_each_end_of_a_job_has_a_webhook_of_its_own(database, store):
     job = an_ended_job(store, State.DEAD, traceparent=GIVEN, callback_url=CALLBACK)
     store.revive(job.id, T0 + SECOND)
     a_start(store, job.id, now_ms=T0 + SECOND)
-    store.settle(job.id, 2, Why.FINISHED, T0 + 2 * SECOND, result="{}")
+    store_end(store, job.id, 2, Why.FINISHED, T0 + 2 * SECOND, result="{}")
     for owed in sorted(due_ids(database, T0 + 99 * SECOND)):  # the first end comes first
         delivered(database, claim(database, owed, T0 + 9 * SECOND, T0 + 99 * SECOND), T0 + 10 * SECOND)
     relay.turn()
@@ -185,7 +185,9 @@ def test_a_job_that_was_tried_without_end_has_a_trace_that_ends(database, store)
     job = a_queued_job(store, traceparent=GIVEN)
     for n in range(1, 151):
         a_start(store, job.id, now_ms=T0 + n)
-        store.settle(job.id, n, Why.SERVER_BUSY if n < 150 else Why.FINISHED, T0 + n, result="{}" if n == 150 else None)
+        store_end(
+            store, job.id, n, Why.SERVER_BUSY if n < 150 else Why.FINISHED, T0 + n, result="{}" if n == 150 else None
+        )
     while relay.turn():
         pass
     by_id = told_by(memory)
@@ -230,7 +232,7 @@ def test_spans_that_cannot_be_sent_are_left_out_and_no_others(database, store, r
 def test_a_trace_is_known_to_whoever_runs_the_job_and_to_who_tells_of_it(database, store):
     job = a_queued_job(store, traceparent=GIVEN)
     run = a_start(store, job.id)
-    moved = store.settle(job.id, 1, Why.LEASE_EXPIRED, T0)
+    moved = store_end(store, job.id, 1, Why.LEASE_EXPIRED, T0)
     assert (run.traceparent, store.get(job.id).traceparent, moved.job.id) == (GIVEN, GIVEN, job.id)
     assert [it.traceparent for it in Tail(database).read()] == [GIVEN] * 3
     assert trails.read(database, [job.id, "none"])[job.id].traceparent == GIVEN
@@ -302,9 +304,9 @@ def test_neither_payload_nor_result_nor_error_is_in_a_trace(database, store):
     relay = a_relay(database, memory)
     job = a_queued_job(store, payload='{"prompt": "PLANTED"}', traceparent=GIVEN, callback_url=f"{CALLBACK}?PLANTED")
     a_start(store, job.id)
-    store.settle(job.id, 1, Why.SERVER_ERROR, T0, error=Error("x", "PLANTED"), due_ms=T0)
+    store_end(store, job.id, 1, Why.SERVER_ERROR, T0, error=Error("x", "PLANTED"), due_ms=T0)
     store.promote_due(T0)
     a_start(store, job.id)
-    store.settle(job.id, 2, Why.FINISHED, T0, result='"PLANTED"')
+    store_end(store, job.id, 2, Why.FINISHED, T0, result='"PLANTED"')
     relay.turn()
     assert told_by(memory) and not [it for it in memory.get_finished_spans() if "PLANTED" in it.to_json()]

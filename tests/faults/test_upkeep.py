@@ -3,11 +3,9 @@
 import re
 import threading
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import pytest
-from celery.beat import Scheduler as CelerysScheduler
 from redis import Redis
 from redis.client import Pipeline
 from redis.exceptions import ConnectionError, ResponseError, TimeoutError
@@ -21,10 +19,10 @@ from routing import queues
 from scripting.keys import Keys
 from scripting.scripts import Scripts
 from scripting.signatures import Command
-from tasks import beat, maintenance, rounds
-from tasks.celery_app import celery
+from tasks import maintenance, rounds
 from tasks.rounds import Rounds
 from tests.support.builders import at_once
+from tests.support.ends import free, store_end
 from tests.support.stack import eventually
 from tests.support.stage import LEASE_MS, OFFER_MS, Stage
 from tests.support.threads import no_thread_left
@@ -378,13 +376,13 @@ def test_the_leases_of_a_worker_that_died_are_reaped_some_at_a_time(stage, monke
         stage.submit()
         stage.start()
     stage.later(LEASE_MS)
-    together, settle = threading.Barrier(3, timeout=20), stage.store.settle
+    together, settle = threading.Barrier(3, timeout=20), stage.store.settle_write
 
     def settled(*args: Any, **more: Any) -> Any:
         together.wait()  # One after another would wait in vain.
         return settle(*args, **more)
 
-    monkeypatch.setattr(stage.store, "settle", settled)
+    monkeypatch.setattr(stage.store, "settle_write", settled)
     assert reconcile.reap(stage.dispatcher) == 3
 
 
@@ -396,16 +394,17 @@ def test_a_reaper_held_up_at_the_database_leaves_no_job_in_no_room(stage, monkey
     job_id = stage.submit()
     stage.start()
     stage.later(LEASE_MS)
-    other, settle = stage.a_dispatcher(stage.redis), stage.store.settle
+    other, settle = stage.a_dispatcher(stage.redis), stage.store.settle_write
 
     def slow(*args: Any, **more: Any) -> Any:
-        monkeypatch.setattr(stage.store, "settle", settle)
-        moved = settle(*args, **more)  # by one whose answer comes late
+        monkeypatch.setattr(stage.store, "settle_write", settle)
+        write = settle(*args, **more)
+        assert stage.database.do(write)  # by one whose answer comes late
         stage.later(OFFER_MS)
         assert reconcile.reap(other) == 1
-        return None if moved else moved
+        return write
 
-    monkeypatch.setattr(stage.store, "settle", slow)
+    monkeypatch.setattr(stage.store, "settle_write", slow)
     reconcile.reap(stage.dispatcher)
     stage.later(OFFER_MS)
     reconcile.reap(stage.dispatcher)
@@ -417,10 +416,10 @@ def test_a_job_that_is_queued_again_before_its_slot_is_freed_goes_to_its_place_t
     stage.register()
     job_id = stage.submit()
     task = stage.start()
-    moved = stage.store.settle(job_id, task.run.attempt, Why.SERVER_BUSY, stage.now)
+    moved = store_end(stage.store, job_id, task.run.attempt, Why.SERVER_BUSY, stage.now)
     stage.dispatcher.enqueue([moved.job])  # the release of its lease is owed
     assert stage.offered() == []
-    stage.dispatcher.free(task.lease, back=False)
+    free(stage.dispatcher, task.lease, back=False)
     assert stage.offered() == [job_id]
 
 
@@ -585,35 +584,6 @@ def test_many_servers_of_a_fleet_are_looked_at_together(stage, monkeypatch) -> N
     reconcile.heed_reports(stage.dispatcher, reports)
     reconcile.urgent_servers(stage.dispatcher)
     assert len(calls) <= 3
-
-
-# -- beat ------------------------------------------------------------------------------------------------------
-
-
-def test_beat_measures_time_by_a_clock_that_nobody_sets(monkeypatch) -> None:
-    now = [1_000.0]
-    monkeypatch.setattr(beat.time, "monotonic", lambda: now[0])
-    due = beat.every(2)
-    begun = due.now()
-    assert not due.is_due(begun).is_due
-    now[0] += 2
-    assert due.is_due(begun).is_due
-    assert due.now() - begun == timedelta(seconds=2)
-
-
-def test_beat_adds_nothing_to_a_queue_that_nobody_works_off(monkeypatch) -> None:
-    sent: list[object] = []
-    queued = [0]
-    monkeypatch.setattr(CelerysScheduler, "apply_entry", lambda self, entry, producer=None: sent.append(entry))
-    monkeypatch.setattr(beat.Scheduler, "_queued", lambda self: queued[0])
-    monkeypatch.setattr(beat, "_COUNT_EVERY_S", 0.0)
-    scheduler = beat.Scheduler(celery, lazy=True)
-    scheduler.apply_entry("one")
-    queued[0] = beat._MOST_QUEUED + 1
-    scheduler.apply_entry("two")
-    queued[0] = 0
-    scheduler.apply_entry("three")
-    assert sent == ["one", "three"]
 
 
 def test_two_processes_that_sweep_at_once_lose_and_double_nothing(stage) -> None:

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from structlog.testing import capture_logs
 
 from database.db import Write
-from dispatch.dispatcher import ActiveRun
+from dispatch.dispatcher import ActiveRun, Dispatcher
 from dispatch.outcome import Kind, Outcome
 from foundation.clock import steady_s
 from foundation.errors import RecordUnavailable, RecordUncertain
@@ -27,21 +27,18 @@ from jobs.states import State, Why
 from routing.leases import Lease, Leases, Renewal
 from routing.queues import Offer
 from routing.workers import Workers
-from scripting.keys import Keys
-from scripting.scripts import Scripts
-from tasks import inference, pulse, settlement, starts
-from tasks import worker as workers
+from tasks import inference, pulse
 from tasks.aside import Aside
-from tasks.heartbeat import Watch
-from tasks.inference import InferRequest, infer
-from tasks.messages import Unsent
-from tasks.releases import PatientLeases
-from tasks.shown import Shown
-from tasks.worker import OwnRun, Worker
+from tasks.inference import infer
+from tasks.worker import background, patient_io
+from tasks.worker.capacity import Taken
+from tasks.worker.heartbeat import Watch
+from tasks.worker.own_run import OwnRun
+from tasks.worker.patient_io import PatientIo
+from tasks.worker.process import Worker
 from tests.support.builders import eventually
-from tests.support.room import FRAGMENTS
-from tests.support.shown import Noted
-from tests.support.stage import LEASE_MS, SECOND, SETTINGS, Stage
+from tests.support.ends import hand_back
+from tests.support.stage import LEASE_MS, SECOND, Stage
 from tests.support.starts import begin_run, claim_offer
 from upkeep import reconcile
 
@@ -128,34 +125,22 @@ def test_a_bare_message_waits_for_the_database_and_is_recorded_once(
     assert stage.run_all() == ["bare"]
 
 
-@pytest.mark.parametrize(("headers", "acknowledged"), [({}, []), ({"slotkeeper": {}}, ["acknowledged"])])
-def test_only_a_wake_up_is_acknowledged_before_it_is_done(headers: dict[str, Any], acknowledged: list[str]) -> None:
-    message = infer.app.amqp.as_task_v2("one", "infer", args=("zimg",))
-    told: list[str] = []
-    request = InferRequest(
-        Unsent(message._replace(headers=message.headers | headers)),
-        on_ack=lambda *_: told.append("acknowledged"),
-        task=infer,
-        app=infer.app,
-    )
-    request.on_accepted(1, 0.0)
-    assert told == acknowledged
-
-
 # -- a start that fails ----------------------------------------------------------------------------------------
 
 
 class Beginner(Worker):
     """A worker that begins runs and does not go on with them; it beats and looks when a test says so."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, dispatcher: Dispatcher, *args: Any, **more: Any) -> None:
+        super().__init__(dispatcher, *args, **more)
+        self.dispatcher = dispatcher
         self.heartbeat.end()
         self.consumer = object()
+        self.executor.carry_out = self._only_begin  # type: ignore[method-assign]
         self.tasks: dict[str, ActiveRun] = {}  # that it began, by lease, in order
         self.begun: list[OwnRun] = []
 
-    async def _run(self, run: OwnRun) -> None:
+    async def _only_begin(self, run: OwnRun) -> None:
         self.tasks[run.active.lease.name] = run.active
         self.begun.append(run)
         self.heartbeat.remove(run.watch)
@@ -163,27 +148,27 @@ class Beginner(Worker):
     @property
     def handed_on(self) -> list[str]:
         """Jobs that it began."""
-        assert self.engine.wait(10)
+        assert self.engine.wait(60)
         return [task.run.job.id for task in self.tasks.values()]
 
     def start(self, offer: Offer) -> ActiveRun | None:
         """Have a wake-up come to it; answers what it began now."""
         before = set(self.tasks)
-        self.take_up(offer, Shown())
-        assert self.engine.wait(10)
+        self.executor.take_up(offer)
+        assert self.engine.wait(60)
         return None if offer.lease in before else self.tasks.get(offer.lease)
 
     def go_on_with(self, offer: Offer) -> None:
         """Have an offer come to it that it holds already."""
-        self.run_claimed(replace(offer, owner=self.owner) if self._claimed(offer) else offer)
-        assert self.engine.wait(10)
+        self.executor.run_claimed(replace(offer, owner=self.owner) if self._claimed(offer) else offer)
+        assert self.engine.wait(60)
 
     def _claimed(self, offer: Offer) -> bool:
         return claim_offer(self.dispatcher.leases, offer, self.owner) is not None
 
     def look(self) -> int:
         found = self.poller.look()
-        assert self.engine.wait(10)
+        assert self.engine.wait(60)
         return found
 
 
@@ -193,9 +178,8 @@ class Finisher(Beginner):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.answered: list[str] = []  # jobs
-
-    async def _run(self, run: OwnRun) -> None:
-        await Worker._run(self, run)
+        del self.executor.carry_out
+        self.calls.outcome = self._outcome  # type: ignore[method-assign]
 
     async def _outcome(self, run: OwnRun) -> Outcome:
         self.answered.append(run.active.run.job.id)
@@ -203,9 +187,9 @@ class Finisher(Beginner):
 
 
 def _of(kind: type[Beginner], stage: Stage, capacity: int = 3) -> Iterator[Any]:
-    leases = PatientLeases(Scripts(stage.redis, Keys("test"), FRAGMENTS), SETTINGS)
-    stage.dispatcher.leases = leases
-    found = kind(stage.dispatcher, leases, Workers(leases.scripts), Telling(leases.scripts), capacity=capacity)
+    scripts = stage.dispatcher.leases.scripts
+    found = kind(stage.dispatcher, Workers(scripts), Telling(scripts), capacity=capacity)
+    stage.postponed = found.background.postpone
     yield found
     found.close()  # It would go on in the tests after this one, whose record is another.
 
@@ -214,8 +198,7 @@ def _of(kind: type[Beginner], stage: Stage, capacity: int = 3) -> Iterator[Any]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits here."""
     monkeypatch.setattr(Aside, "ask", lambda it: it._act())
-    for module in (starts, workers):
-        monkeypatch.setattr(module, "_STORE_AGAIN_S", 0.001)
+    monkeypatch.setattr(patient_io, "_AGAIN_S", 0.001)
 
 
 @pytest.fixture
@@ -240,7 +223,7 @@ def test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_
     assert offer.job_id == first
 
     with monkeypatch.context() as away:
-        away.setattr(stage.store, "starting", _write_away)
+        away.setattr(stage.store, "start_write", _write_away)
         assert getattr(worker, begin)(offer) is None
 
     assert stage.room.taken() == {}, "its lease is not left to expire"
@@ -272,7 +255,7 @@ def test_a_job_whose_start_may_have_been_stored_keeps_its_lease_until_the_reaper
 def _starts_unheard(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, also: Callable[[], None] = lambda: None, *, stored: bool = True
 ) -> Iterator[None]:
-    start = stage.store.starting
+    start = stage.store.start_write
 
     def unheard(*told: Any) -> Write[Any]:
         if stored:
@@ -281,7 +264,7 @@ def _starts_unheard(
         return Write(_raise(RecordUncertain("the commit was not answered")))
 
     with monkeypatch.context() as away:
-        away.setattr(stage.store, "starting", unheard)
+        away.setattr(stage.store, "start_write", unheard)
         yield
 
 
@@ -316,7 +299,7 @@ def test_a_job_whose_start_was_neither_stored_nor_heard_of_goes_back_to_its_plac
     job_id = stage.submit()
     with _starts_unheard(stage, monkeypatch, stored=False):
         assert worker.start(stage.told.offers.pop()) is None
-    assert stage.room.taken() == {} and stage.room.waiting() == [job_id] and worker.room == 3
+    assert stage.room.taken() == {} and stage.room.waiting() == [job_id] and worker.places.room == 3
 
 
 @sqlite
@@ -330,7 +313,7 @@ def test_a_job_whose_start_was_not_heard_of_and_that_another_has_by_now_is_left_
     def is_taken() -> None:
         stage.database.do(starting(job_id, "gpu", "gpu-slot1", "another w2", stage.now, 1))
 
-    starting = stage.store.starting
+    starting = stage.store.start_write
     with _starts_unheard(stage, monkeypatch, is_taken, stored=False):
         assert worker.start(offer) is None
     assert stage.room.taken() == {} and stage.room.waiting() == [] and stage.job(job_id).lease == "another w2"
@@ -344,19 +327,19 @@ def test_an_error_that_nobody_foresaw_costs_neither_the_job_nor_its_place_in_the
     """As when a worker meets tables that a migration is changing."""
     stage.register()
     job_id = stage.submit()
-    (offer,), shown = stage.told.offers, Noted()
+    (offer,) = stage.told.offers
 
     def broken(*_: object) -> Any:
         raise LookupError("no such table: jobs")
 
     with monkeypatch.context() as changing:
         if what == "stored":
-            changing.setattr(stage.store, "starting", lambda *_: Write(broken))
+            changing.setattr(stage.store, "start_write", lambda *_: Write(broken))
         else:
-            changing.setattr(worker._leases, "claiming", broken)
-        worker.take_up(offer, shown)
-        assert worker.engine.wait(10)
-    assert worker.room == 3 and len(shown.ends) == 1
+            changing.setattr(stage.dispatcher.leases, "claim_command", broken)
+        worker.executor.take_up(offer)
+        assert worker.engine.wait(60)
+    assert worker.places.room == 3
     if what == "stored":
         assert stage.room.taken() == {} and stage.room.waiting() == [job_id]
     assert stage.told.offers == [offer]
@@ -370,23 +353,21 @@ def test_a_worker_takes_up_no_more_offers_than_it_has_room_for(stage: Stage, wor
     offers = list(stage.told.offers)
     assert len(offers) == 5
     for offer in offers:
-        worker.take_up(offer, Shown())
-        worker.take_up(offer, Shown())
+        worker.executor.take_up(offer)
+        worker.executor.take_up(offer)
     assert sorted(worker.handed_on) == sorted(job_ids[:3])
 
 
 @sqlite
-def test_a_run_whose_end_fails_as_nobody_foresaw_is_shown_as_ended_and_gives_its_place_back(
+def test_a_run_whose_end_fails_as_nobody_foresaw_gives_its_place_back(
     stage: Stage, finisher: Finisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     stage.submit()
-    shown = Noted()
-    monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
-    monkeypatch.setattr(stage.store, "settling", lambda *_, **__: Write(_raise(LookupError("no such table"))))
-    finisher.take_up(stage.told.offers.pop(), shown)
-    assert finisher.engine.wait(10)
-    assert len(shown.ends) == 1 and finisher.room == 1 and finisher.heartbeat.watches() == []
+    monkeypatch.setattr(stage.store, "settle_write", lambda *_, **__: Write(_raise(LookupError("no such table"))))
+    finisher.executor.take_up(stage.told.offers.pop())
+    assert finisher.engine.wait(60)
+    assert finisher.places.room == 1 and finisher.heartbeat.watches() == []
 
 
 @sqlite
@@ -395,17 +376,16 @@ def test_an_error_of_ours_at_a_runs_end_costs_the_job_nothing_and_is_told(
 ) -> None:
     stage.register()
     job_id = stage.submit()
-    settling = stage.store.settling
+    settling = stage.store.settle_write
 
     def fail_once(*args: Any, **ends: Any) -> Any:
         if args[2] is Why.FINISHED:
             return Write(_raise(TypeError("str is not valid UTF-8")))
         return settling(*args, **ends)
 
-    monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
-    monkeypatch.setattr(stage.store, "settling", fail_once)
-    finisher.take_up(stage.told.offers.pop(), Noted())
-    assert finisher.engine.wait(10)
+    monkeypatch.setattr(stage.store, "settle_write", fail_once)
+    finisher.executor.take_up(stage.told.offers.pop())
+    assert finisher.engine.wait(60)
     job = stage.job(job_id)
     assert (job.state, job.failures, job.crashes) == (State.QUEUED, 0, 0)
     assert job.error_code == "internal_error" and "TypeError" in (job.error_message or "")
@@ -421,13 +401,13 @@ def test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers(
     job_id = stage.submit()
     task = stage.start("w1")
     stage.remote(task)
-    assert stage.dispatcher.hand_back(task)
+    assert hand_back(stage.dispatcher, task)
     stage.register(server="other")
     (offer,) = stage.told.offers
     stage.told.offers.clear()
 
     with monkeypatch.context() as away:
-        away.setattr(stage.store, "starting", _write_away)
+        away.setattr(stage.store, "start_write", _write_away)
         assert getattr(worker, begin)(offer) is None
 
     stage.later(LEASE_MS)
@@ -445,7 +425,7 @@ def test_a_lease_is_kept_while_its_start_is_being_stored_however_long_that_takes
     stage.register()
     job_id = stage.submit()
     offer = stage.told.offers.pop()
-    start = stage.store.starting
+    start = stage.store.start_write
 
     def slow(*told: Any) -> Write[Any]:
         stage.later(LEASE_MS - SECOND)
@@ -453,7 +433,7 @@ def test_a_lease_is_kept_while_its_start_is_being_stored_however_long_that_takes
         stage.later(2 * SECOND)
         return start(*told)
 
-    monkeypatch.setattr(stage.store, "starting", slow)
+    monkeypatch.setattr(stage.store, "start_write", slow)
     task = worker.start(offer)
     assert task is not None
     assert reconcile.reap(stage.dispatcher) == 0
@@ -468,14 +448,14 @@ def test_the_record_is_not_asked_for_a_run_whose_start_is_being_stored(
     stage.register()
     stage.submit()
     offer = stage.told.offers.pop()
-    start, holds = stage.store.starting, []
+    start, holds = stage.store.start_write, []
 
     def asked_for(*told: Any) -> Write[Any]:
         holds.extend(worker.heartbeat.watches())
         worker.inquiry.ask(worker.heartbeat.watches(), doubted=True)
         return start(*told)
 
-    monkeypatch.setattr(stage.store, "starting", asked_for)
+    monkeypatch.setattr(stage.store, "start_write", asked_for)
     assert worker.start(offer) is not None
     assert [hold.lost for hold in holds] == [False]
 
@@ -494,7 +474,7 @@ def test_a_doubled_wake_up_starts_nothing_and_frees_nothing(stage: Stage, worker
         assert worker.start(offer) is not None
     else:
         (mine,) = stage.dispatcher.queues.offer("zimg", 1, claimant=worker.owner)
-        worker.run_claimed(mine)
+        worker.executor.run_claimed(mine)
         assert worker.handed_on == [first]
     assert worker.start(offer) is None
     assert stage.room.taken() == {"gpu-slot0": first}
@@ -509,7 +489,7 @@ def test_a_doubled_wake_up_frees_nothing_while_redis_does_not_answer(
     job_id = stage.submit()
     (offer,) = stage.told.offers
     assert worker.start(offer) is not None
-    monkeypatch.setattr(worker._leases, "claiming", _renewals_fail)
+    monkeypatch.setattr(stage.dispatcher.leases, "claim_command", _renewals_fail)
     assert worker.start(offer) is None
     assert stage.room.taken() == {"gpu-slot0": job_id}
 
@@ -555,7 +535,7 @@ def test_a_worker_takes_no_more_than_it_has_room_for_and_the_oldest_of_it(stage:
     jobs = [stage.submit() for _ in range(6)]
     worker.look()
     assert worker.look() == 3
-    assert worker.handed_on == jobs[:3] and worker.room == 0
+    assert worker.handed_on == jobs[:3] and worker.places.room == 0
     assert worker.look() == 0
 
 
@@ -569,14 +549,14 @@ def test_a_full_worker_shares_its_runs_between_models(stage: Stage, worker: Begi
     waiting = stage.submit("flux")
     worker.look()
     worker.look()
-    assert worker.room == 0
+    assert worker.places.room == 0
 
     for task in tasks[:2]:
         assert task is not None
-        settled = stage.settle(task, claimant=worker.claimant)
-        worker.engine.live(worker._go_on(task.lease, settled.next, steady_s()))
-        assert worker.engine.wait(10)
-        worker._forget(task.lease.name, worker._taken_up[task.lease.name])
+        settled = stage.settle(task, claimant=worker.places.claimant)
+        worker.engine.spawn(worker.executor._spawn_next(task.lease, None, settled.next, steady_s()))
+        assert worker.engine.wait(60)
+        worker.places.release(worker.places._taken[task.lease.name])
 
     assert sorted(worker.handed_on[3:]) == sorted([busy[3], waiting])
 
@@ -588,21 +568,21 @@ def test_a_worker_whose_ends_are_not_stored_takes_one_more_at_most_and_is_full_a
     """The slot is free, but its memory would fill with results."""
     stage.register()
     stored, waiting = Event(), [stage.submit() for _ in range(8)]
-    settling = stage.store.settling
+    settling = stage.store.settle_write
 
     def late(*args: Any, **more: Any) -> Write[Any]:
         write = settling(*args, **more)
         return Write(lambda tx: write.unit(tx) if stored.is_set() else _is_away())
 
-    monkeypatch.setattr(stage.store, "settling", late)
-    finisher.take_up(stage.told.offers.pop(0), Shown())
-    eventually(lambda: len(finisher.answered) == 2 and finisher._unfilled)
-    assert finisher.room == 0
+    monkeypatch.setattr(stage.store, "settle_write", late)
+    finisher.executor.take_up(stage.told.offers.pop(0))
+    eventually(lambda: len(finisher.answered) == 2 and finisher.places._unfilled)
+    assert finisher.places.room == 0
 
     stored.set()
 
     assert finisher.engine.wait(20)
-    assert finisher.answered == waiting and finisher.room == 1
+    assert finisher.answered == waiting and finisher.places.room == 1
 
 
 @pytest.mark.parametrize("redis_answers", [True, False])
@@ -615,15 +595,15 @@ def test_a_run_that_was_found_before_its_message_was_read_counts_until_it_ends(
     job_id = stage.submit()
     (offer,) = stage.told.offers
     (mine,) = stage.dispatcher.queues.offer("zimg", 1, claimant=worker.owner)
-    claiming = worker._leases.claiming
+    claiming = stage.dispatcher.leases.claim_command
 
     def found_first(*args: Any) -> Any:
-        worker.run_claimed(mine)
+        worker.executor.run_claimed(mine)
         return claiming(*args) if redis_answers else _renewals_fail()
 
-    monkeypatch.setattr(worker._leases, "claiming", found_first)
-    worker.take_up(offer, Shown())
-    assert worker.handed_on == [job_id] and worker.room == 2
+    monkeypatch.setattr(stage.dispatcher.leases, "claim_command", found_first)
+    worker.executor.take_up(offer)
+    assert worker.handed_on == [job_id] and worker.places.room == 2
     assert stage.room.taken() == {"gpu-slot0": job_id}
 
 
@@ -633,11 +613,11 @@ def test_a_draining_worker_goes_on_hearing_how_much_room_the_others_have(
 ) -> None:
     """Its poller has ended, and what becomes free here is offered to as many as there is room for."""
     heard: list[str] = []
-    monkeypatch.setattr(worker._workers, "look", lambda: heard.append("looked"))
-    worker.do_chores()
+    monkeypatch.setattr(worker.background._workers, "look", lambda: heard.append("looked"))
+    worker.background.run()
     assert heard == []
     worker.drain()
-    worker.do_chores()
+    worker.background.run()
     assert heard == ["looked"]
 
 
@@ -658,7 +638,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
 def _beat_often(worker: Worker, stopped: str = "") -> None:
     """As often as is needed to find out what has stopped; all others have the time to come round."""
     for _ in range(pulse._STOPPED_LOOKS + 1):
-        worker._after_beat(False)
+        worker.background.after_beat(False)
         eventually(lambda: all(it._looks <= 1 for it in worker.engine.pulses if it.name != stopped))
 
 
@@ -667,7 +647,7 @@ def test_a_worker_whose_loop_hangs_ends_so_that_others_go_on_with_its_runs(
     stage: Stage, worker: Beginner, stopped: None
 ) -> None:
     go_on = Event()
-    worker.engine.soon(go_on.wait, 60)
+    worker.engine.call_soon(go_on.wait, 60)
     try:
         with pytest.raises(GivenUp):
             _beat_often(worker, "engine")
@@ -692,11 +672,11 @@ def test_a_worker_whose_thread_of_the_record_is_dead_ends_so_that_others_go_on_w
 
 
 @sqlite
-@pytest.mark.parametrize("which", ["_room", "_chores"])
+@pytest.mark.parametrize("which", ["_look", "_tasks"])
 def test_a_worker_that_hears_of_nothing_any_more_ends_so_that_others_go_on_with_its_runs(
     stage: Stage, worker: Beginner, stopped: None, which: str
 ) -> None:
-    monkeypatched: Any = getattr(worker, which)
+    monkeypatched: Any = getattr(worker.background, which)
     monkeypatched._at_it = True  # by a thread that died
     with pytest.raises(GivenUp):
         _beat_often(worker)
@@ -709,8 +689,9 @@ def test_a_worker_whose_heartbeat_is_dead_ends(
     """Its loop sees that: all its leases would expire, while it goes on and takes more."""
     ended = Event()
     monkeypatch.setattr(os, "_exit", lambda _: ended.set())
-    monkeypatch.setattr(workers, "_FELT_EVERY_S", 0.001)
-    other = Worker(stage.dispatcher, worker._leases, worker._workers, Telling(worker._leases.scripts), 1)
+    monkeypatch.setattr(background, "_WATCH_EVERY_S", 0.001)
+    scripts = stage.dispatcher.leases.scripts
+    other = Worker(stage.dispatcher, Workers(scripts), Telling(scripts), 1)
     other.heartbeat._thread = worker.heartbeat._thread
     monkeypatch.setattr(other.heartbeat, "beat", _dies)
     assert ended.wait(10)
@@ -726,7 +707,7 @@ def test_runs_that_wait_for_the_record_do_not_come_back_at_the_same_moment(
     stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would be one batch again, and it may be what is too large."""
-    monkeypatch.setattr(workers, "_STORE_AGAIN_S", 1.0)
+    monkeypatch.setattr(patient_io, "_AGAIN_S", 1.0)
     waits: list[float] = []
 
     async def wait(hold: Watch, seconds: float) -> None:
@@ -735,7 +716,7 @@ def test_runs_that_wait_for_the_record_do_not_come_back_at_the_same_moment(
 
     monkeypatch.setattr(Watch, "wait", wait)
     with pytest.raises(RecordUnavailable):
-        asyncio.run(worker._until_stored(_is_away, Watch(Lease("zimg", "one", "l", "w", "gpu-slot0"))))
+        asyncio.run(PatientIo(worker.engine, Watch(Lease("zimg", "one", "l", "w", "gpu-slot0")))._until_done(_is_away))
     assert len(set(waits)) > 10 and all(0.5 <= it <= 1.5 for it in waits)
 
 
@@ -748,11 +729,12 @@ def test_a_worker_that_is_told_to_stop_begins_nothing_it_was_just_offered(stage:
     second = [stage.submit() for _ in range(2)][1]
     task = worker.start(stage.told.offers.pop())
     assert task is not None
-    following = stage.settle(task, claimant=worker.claimant).next
+    following = stage.settle(task, claimant=worker.places.claimant).next
     assert following is not None and following.job_id == second
     worker.consumer = None
 
-    worker.run_claimed(following)
+    worker.executor.run_claimed(following)
+    assert worker.engine.wait(60)
 
     assert (stage.state(second), stage.job(second).attempt) == (State.QUEUED, 0)
     assert stage.offered() == [second], "another worker is told"
@@ -772,7 +754,7 @@ def test_a_pool_that_stops_takes_nothing_more_whoever_stops_it(
         patch.setattr(worker, "close", lambda: None)  # So that it can still be asked below.
         worker.end()
 
-    assert worker.look() == 0 and worker.room == 0 and worker.claimant == ""
+    assert worker.look() == 0 and worker.places.room == 0 and worker.places.claimant == ""
     eventually(lambda: hold.stop)
 
 
@@ -781,7 +763,7 @@ def test_a_consumer_that_starts_when_draining_has_begun_gets_no_jobs(stage: Stag
     """It was still connecting when its worker was told to stop."""
     worker.drain()
     worker.attend(SimpleNamespace(hostname="worker@host"))
-    assert worker.room == 0 and worker.claimant == ""
+    assert worker.places.room == 0 and worker.places.claimant == ""
 
 
 @sqlite
@@ -800,7 +782,7 @@ def test_a_run_that_begins_after_the_grace_time_is_handed_back_too(stage: Stage,
     """Its message was read before the worker was told to stop; the others have been told."""
     stage.register()
     stage.submit()
-    worker._hand_all_back()
+    worker.hand_all_back()
     assert worker.start(stage.told.offers.pop()) is not None
     assert [run.watch.stop for run in worker.begun] == [True]
 
@@ -810,7 +792,7 @@ def test_a_worker_that_stops_has_no_room(stage: Stage, worker: Beginner) -> None
     worker.look()
     assert Workers(stage.dispatcher.queues.scripts).room() == 3
     worker.drain()
-    assert Workers(stage.dispatcher.queues.scripts).room() == 0 and worker.claimant == ""
+    assert Workers(stage.dispatcher.queues.scripts).room() == 0 and worker.places.claimant == ""
 
 
 # -- a release that Redis did not answer -----------------------------------------------------------------------
@@ -826,7 +808,7 @@ def _redis_away(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Lease]]:
         raise RedisError("away")
 
     with monkeypatch.context() as away:
-        away.setattr(Leases, "release", refuse)
+        away.setattr(Leases, "release_command", refuse)
         yield tried
 
 
@@ -936,7 +918,7 @@ def test_what_a_worker_could_not_be_told_while_redis_was_away_it_reads_in_the_re
     told = Event()
     holds[0].listen(told.set)
     with monkeypatch.context() as away:
-        away.setattr(worker._leases, "renew", _renewals_fail)
+        away.setattr(stage.dispatcher.leases, "renew", _renewals_fail)
         worker.heartbeat.beat()
         missed(stage, holds[0].lease.job_id)
 
@@ -969,13 +951,11 @@ def test_while_redis_answers_the_record_is_not_asked(
 def test_a_run_that_went_wrong_after_its_deadline_is_not_tried_again(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, kind: Kind, late_ms: int, state: State | None
 ) -> None:
-    monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
-    monkeypatch.setattr(settlement, "now_ms", lambda: stage.now)
     stage.register()
     job_id = stage.submit(ttl_s=60)
     task = stage.start()
     stage.later(60 * SECOND + late_ms)
-    settled = settlement.settle(task, Outcome(kind), canceling=False)
+    settled = stage.settle(task, kind)
     assert settled.moved is not None
     if state is None:
         assert stage.state(job_id) in (State.QUEUED, State.DELAYED)
@@ -985,13 +965,11 @@ def test_a_run_that_went_wrong_after_its_deadline_is_not_tried_again(
 
 @sqlite
 def test_a_result_that_came_after_its_deadline_is_a_result(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settlement, "dispatcher", lambda: stage.dispatcher)
-    monkeypatch.setattr(settlement, "now_ms", lambda: stage.now)
     stage.register()
     job_id = stage.submit(ttl_s=60)
     task = stage.start()
     stage.later(61 * SECOND)
-    settlement.settle(task, Outcome(Kind.DONE, result={"url": "x"}), canceling=False)
+    stage.settle(task)
     assert stage.state(job_id) is State.COMPLETED
 
 
@@ -1000,9 +978,8 @@ def test_a_result_that_came_after_its_deadline_is_a_result(stage: Stage, monkeyp
 
 def _one_that_can_be_proved_dead(stage: Stage, worker: Beginner, folder: Path) -> Worker:
     (folder / "record.db").touch()
-    telling = Telling(worker._leases.scripts)
-    lives = Lifetimes(folder / "workers")
-    return Worker(stage.dispatcher, worker._leases, worker._workers, telling, 1, lifetimes=lives)
+    scripts, lives = stage.dispatcher.leases.scripts, Lifetimes(folder / "workers")
+    return Worker(stage.dispatcher, Workers(scripts), Telling(scripts), 1, lifetimes=lives)
 
 
 @sqlite
@@ -1018,12 +995,13 @@ def test_a_worker_that_ends_under_a_run_is_proved_dead_when_its_process_has_ende
     stage: Stage, worker: Beginner, tmp_path: Path
 ) -> None:
     other = _one_that_can_be_proved_dead(stage, worker, tmp_path)
-    other._note("a lease", Shown())
+    other.places.hold(Taken(Offer("zimg", "job", "lease", "gpu-slot0", "gpu", "zimg", 1)))
     other.close()
     lives = Lifetimes(tmp_path / "workers")
     assert lives.ended() == [], "its threads may still do something"
-    assert other._lifetimes is not None
-    os.close(other._lifetimes._held.pop(other.owner))  # as the kernel does it
+    held = other.background._lifetimes
+    assert held is not None
+    os.close(held._held.pop(other.owner))  # as the kernel does it
     assert lives.ended() == [other.owner]
 
 
@@ -1031,8 +1009,8 @@ def test_a_worker_that_ends_under_a_run_is_proved_dead_when_its_process_has_ende
 def test_a_worker_whose_end_nobody_could_prove_works_all_the_same(
     stage: Stage, worker: Beginner, tmp_path: Path
 ) -> None:
-    telling, nowhere = Telling(worker._leases.scripts), Lifetimes(tmp_path / "none" / "workers")
+    scripts, nowhere = stage.dispatcher.leases.scripts, Lifetimes(tmp_path / "none" / "workers")
     with capture_logs() as said:
-        other = Worker(stage.dispatcher, worker._leases, worker._workers, telling, 1, lifetimes=nowhere)
+        other = Worker(stage.dispatcher, Workers(scripts), Telling(scripts), 1, lifetimes=nowhere)
     assert [line["event"] for line in said] == ["end_not_provable"]
     other.close()

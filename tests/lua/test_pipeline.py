@@ -36,7 +36,7 @@ def depths(fleet: str = "zimg") -> Command:
 def freeing(name: str, fleet: str = "zimg", failures: int = 9) -> Command:
     """A release of a lease that nobody has; with another fleet, or other settings, of another kind."""
     settings = RoutingSettings(breaker_failures=failures)
-    return Leases(SCRIPTS, settings).releasing(Lease(fleet, name, name, "w1", "gpu-slot0"), back=False)
+    return Leases(SCRIPTS, settings).release_command(Lease(fleet, name, name, "w1", "gpu-slot0"), back=False)
 
 
 def misused() -> Command:
@@ -146,7 +146,7 @@ def test_releases_of_one_turn_are_one_call_of_which_each_has_its_own_answer(own_
     async def act(pipeline: Pipeline) -> Any:
         await pipeline.ask(depths())
         leases = Leases(SCRIPTS, RoutingSettings())
-        return await asyncio.gather(*(pipeline.ask(leases.releasing(it, back=True, limit=1)) for it in held))
+        return await asyncio.gather(*(pipeline.ask(leases.release_command(it, back=True, limit=1)) for it in held))
 
     (one,), (refused,), (three,) = play(own_valkey, act)
     assert (one.released, refused.released, three.released) == (True, False, True)

@@ -13,6 +13,7 @@ from routing.queues import Offer, Queues
 from routing.slots import Slots
 from scripting.keys import Keys
 from scripting.scripts import Scripts
+from tests.support.ends import release
 from tests.support.room import FRAGMENTS
 from tests.support.starts import claim_offer
 from tests.unit.simulate.scenarios import POLICIES, T0, a_catalog, a_scenario, poisson
@@ -60,7 +61,7 @@ class Plain:
             now, _, ended = heapq.heappop(self.ends)
             self.clock(now)
             held = Lease(FLEET, ended.job_id, ended.lease, ended.owner, ended.slot)
-            released, offers = self.leases.release(held, back=False, claimant="w1", outcome="ok")
+            released, offers = release(self.leases, held, back=False, claimant="w1", outcome="ok")
             assert released
             for offer in offers:
                 assert offer.owner == "w1"

@@ -27,14 +27,14 @@ from werkzeug.test import TestResponse
 from app.openapi import document
 from database.db import Database
 from dispatch.dispatcher import ActiveRun, Announcer, Dispatcher
-from dispatch.verdict import Verdict
 from foundation.once import Once
 from jobs.models import events, idempotency_keys, jobs, messages
-from jobs.record import Job, Waiting, now_ms
+from jobs.record import Error, Job, Waiting, now_ms
 from jobs.states import Why
-from jobs.store import Error, Moved
+from jobs.store import Moved
 from registry.tenants import Tenant, Tenants
 from routing.queues import Offer
+from tests.support.ends import end_run
 from tests.support.starts import begin_run
 from tests.support.valkey import Valkey
 
@@ -146,15 +146,15 @@ class Heard(Announcer):
 
     real: Announcer
     offers: list[Offer] = field(default_factory=list)
-    ends: list[tuple[Moved, bool]] = field(default_factory=list)
+    ends: list[Moved] = field(default_factory=list)
 
     def offered(self, offer: Offer, new: Waiting | None) -> None:
         self.offers.append(offer)
         self.real.offered(offer, new)
 
-    def ended(self, moved: Moved, *, by_worker: bool) -> None:
-        self.ends.append((moved, by_worker))
-        self.real.ended(moved, by_worker=by_worker)
+    def ended(self, moved: Moved) -> None:
+        self.ends.append(moved)
+        self.real.ended(moved)
 
 
 @dataclass
@@ -248,7 +248,7 @@ class TimedApi(Api):
         self.later(took_ms)
         failed = None if why is Why.FINISHED else Error(why.value, "out of memory")
         result = "{}" if why is Why.FINISHED else None
-        self.dispatcher.settle(task, Verdict(why), result=result, error=failed)
+        end_run(self.dispatcher, task, why, result=result, error=failed)
         return task.run.job.id
 
     def explain(self, job_id: str) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from sqlalchemy import Table, func, select
 
 from database.db import Database
 from jobs.models import jobs
-from jobs.record import Job, NewJob, Run, new_job_id
+from jobs.record import Error, Job, NewJob, Run, new_job_id
 from jobs.states import State, Why
-from jobs.store import Error, Store
+from jobs.store import Store
+from tests.support.ends import store_end
 from tests.support.starts import store_start
 
 T0 = 1_800_000_000_000
@@ -60,7 +61,7 @@ def an_ended_job(store: Store, state: State = State.COMPLETED, *, now_ms: int = 
     run = a_running_job(store, now_ms=now_ms, **changes)
     result = '{"url":"https://cdn.example/1.png"}' if state is State.COMPLETED else None
     error = None if state is State.COMPLETED else Error("model_error", "out of memory")
-    assert store.settle(run.job.id, run.attempt, _ENDED_BY[state], now_ms, result=result, error=error)
+    assert store_end(store, run.job.id, run.attempt, _ENDED_BY[state], now_ms, result=result, error=error)
     return _read(store, run.job.id)
 
 

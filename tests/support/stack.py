@@ -17,7 +17,6 @@ from typing import IO, Any
 
 import requests
 
-from local.plan import procfile
 from local.ports import free_port
 from tests.support.valkey import Valkey
 
@@ -35,12 +34,6 @@ def eventually(condition: Callable[[], Any], what: str, within_s: float = 30.0, 
         if time.monotonic() > end:
             raise AssertionError(f"waited {within_s} s in vain: {what}")
         time.sleep(every_s)
-
-
-def maintenance_threads() -> int:
-    """As the Procfile says."""
-    words = procfile()["maintenance"].split()
-    return int(words[words.index("--concurrency") + 1])
 
 
 class Process:
@@ -142,7 +135,7 @@ class Stack:
         journal = self.home / f"{name}.journal"
         process = self.start(name, [*command, "--journal", str(journal), *options])
         server = RefServer(name, port, slots, journal, process)
-        process.shows(lambda: _listens(port), "it listens")
+        process.shows(lambda: listens(port), "it listens")
         return server
 
     def worker(self, name: str = "worker", threads: int = 64, level: str = "info") -> Process:
@@ -150,8 +143,7 @@ class Stack:
         return self.start(name, [*command[:-1], level])
 
     def maintenance(self, name: str = "maintenance", *options: str) -> Process:
-        threads = str(maintenance_threads())
-        return self.start(name, self.celery("worker", "-Q", "maintenance", "-c", threads, "-n", f"{name}@%h", *options))
+        return self.start(name, self.celery("worker", "-Q", "maintenance", "-n", f"{name}@%h", *options))
 
     def webhooks(self, name: str = "webhooks") -> Process:
         return self.start(name, [sys.executable, "-m", "tasks.webhooks"])
@@ -190,7 +182,7 @@ _MIGRATE = (
 )
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(0.5)
         return probe.connect_ex(("127.0.0.1", port)) == 0

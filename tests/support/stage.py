@@ -13,15 +13,15 @@ from redis import Redis
 from admission.admission import Admission
 from admission.submission import Submission
 from database.db import Database
-from dispatch.dispatcher import ActiveRun, Dispatcher, Settled
+from dispatch.dispatcher import ActiveRun, Dispatcher
 from dispatch.outcome import Kind, Outcome
-from dispatch.verdict import judge
+from dispatch.steps import Postponed
 from insight.estimates import Estimates
 from insight.explain import explain
 from insight.forecasts import Forecasts
 from jobs.record import Job, Waiting
 from jobs.states import State
-from jobs.store import Error, Moved, Store
+from jobs.store import Moved, Store
 from local.ports import free_port
 from registry.cache import CatalogCache
 from registry.catalog import Catalog
@@ -33,6 +33,7 @@ from routing.slots import Slots
 from scripting.keys import Keys
 from scripting.scripts import Scripts, connect
 from tests.support.builders import T0
+from tests.support.ends import Settled, decided, end_in_order
 from tests.support.room import FRAGMENTS, Room
 from tests.support.starts import begin_run, store_remote_id
 from upkeep import reconcile
@@ -52,7 +53,7 @@ class Recorder:
     """Remembers what Celery would have been told."""
 
     offers: list[Offer] = field(default_factory=list)
-    ends: list[tuple[str, State, bool]] = field(default_factory=list)
+    ends: list[tuple[str, State]] = field(default_factory=list)
     slots_taken_at_end: list[int] = field(default_factory=list)
     count_taken: Callable[[], int] = lambda: -1
     broken: bool = False
@@ -62,10 +63,10 @@ class Recorder:
             raise ConnectionError("the broker is away")
         self.offers.append(offer)
 
-    def ended(self, moved: Moved, *, by_worker: bool) -> None:
+    def ended(self, moved: Moved) -> None:
         if self.broken:
             raise ConnectionError("the broker is away")
-        self.ends.append((moved.job.id, moved.to, by_worker))
+        self.ends.append((moved.job.id, moved.to))
         self.slots_taken_at_end.append(self.count_taken())
 
 
@@ -79,11 +80,12 @@ class Stage:
         self.room = Room(redis)
         self.dispatcher = self.a_dispatcher(redis)
         self.told.count_taken = lambda: depths(self.dispatcher.queues.scripts, "zimg").taken
+        self.postponed: Postponed | None = None
         self._names = iter(f"j{n}" for n in range(10_000))
         self.set_clock(T0)
         for module in (
             "dispatch.dispatcher",
-            "tasks.starts",
+            "dispatch.steps",
             "upkeep.reconcile.reaper",
             "upkeep.reconcile.servers",
             "upkeep.reconcile.timekeeping",
@@ -92,6 +94,8 @@ class Stage:
             "insight.estimates",
             "upkeep.draining",
             "upkeep.runs",
+            "tasks.retries",
+            "tests.support.ends",
         ):
             monkeypatch.setattr(f"{module}.now_ms", lambda: self.now)
 
@@ -164,15 +168,13 @@ class Stage:
         return task
 
     def settle(self, task: ActiveRun, kind: Kind = Kind.DONE, claimant: str = "", **outcome: Any) -> Settled:
-        """End a run as its worker would."""
-        config = self.dispatcher.catalog.model(task.run.job.model).config
-        what = Outcome(kind, **outcome)
-        verdict = judge(what, task.run.failures, task.run.crashes, task.run.cancel_requested, config)
-        result = '{"url":"x"}' if kind is Kind.DONE else None
-        error = None if kind is Kind.DONE else Error("said", "so")
-        return self.dispatcher.settle(
-            task, verdict, result=result, error=error, retry_after_s=what.retry_after_s, claimant=claimant
-        )
+        """End a run as its worker does."""
+        if kind is Kind.DONE:
+            outcome = {"result": {"url": "x"}} | outcome
+        else:
+            outcome = {"code": "said", "message": "so"} | outcome
+        decision = decided(self.dispatcher, task, Outcome(kind, **outcome))
+        return end_in_order(self.dispatcher, task, decision, claimant, self.postponed)
 
     def remote(self, task: ActiveRun, remote_id: str = "r-1") -> None:
         assert store_remote_id(self.store, task.run.job.id, task.run.attempt, remote_id, self.now)

@@ -22,34 +22,6 @@ def _with_one_message_unanswered(valkey: Valkey) -> Connection:
     return connection
 
 
-def _with_one_wake_up_unanswered(valkey: Valkey) -> Connection:
-    connection = Connection(valkey.url, transport=Transport)
-    queue = connection.SimpleQueue("gpu.zimg")
-    queue.put("an offer", headers={HEADER: {}})
-    assert queue.get(timeout=5).payload == "an offer"
-    return connection
-
-
-def test_the_broker_keeps_no_copy_of_a_wake_up_that_a_worker_has(valkey: Valkey, client: Redis) -> None:
-    with _with_one_wake_up_unanswered(valkey) as connection:
-        assert client.hlen("unacked") == client.zcard("unacked_index") == 0
-        assert not _may_read_on(connection)
-
-
-def test_a_wake_up_that_a_worker_has_not_taken_up_goes_back_when_it_stops(valkey: Valkey, client: Redis) -> None:
-    with _with_one_wake_up_unanswered(valkey):
-        assert client.llen("gpu.zimg") == 0
-    assert client.llen("gpu.zimg") == 1
-
-
-def test_a_wake_up_that_was_taken_up_does_not_come_back(valkey: Valkey, client: Redis) -> None:
-    with Connection(valkey.url, transport=Transport) as connection:
-        queue = connection.SimpleQueue("gpu.zimg")
-        queue.put("an offer", headers={HEADER: {}})
-        queue.get(timeout=5).ack()
-    assert client.llen("gpu.zimg") == 0
-
-
 def test_a_wake_up_is_in_its_queue_also_where_the_broker_has_forgotten_that(
     valkey: Valkey, client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,11 +56,6 @@ def _raw(**properties: object) -> str:
     )
 
 
-@pytest.mark.parametrize("whence", [{}, [1]])
-def test_a_wake_up_that_says_not_where_it_came_from_is_dropped(valkey: Valkey, client: Redis, whence: object) -> None:
-    _expect_the_second_alone(valkey, client, _raw(delivery_tag="2", delivery_info=whence))
-
-
 def test_a_message_from_which_something_is_missing_is_dropped(valkey: Valkey, client: Redis) -> None:
     _expect_the_second_alone(valkey, client, '{"body": "{}"}')
 
@@ -103,13 +70,6 @@ def _expect_the_second_alone(valkey: Valkey, client: Redis, first: str) -> None:
                 connection.drain_events(timeout=5)
         assert came == ["1"]
     assert client.llen("gpu.zimg") == 1
-
-
-def _may_read_on(connection: Connection) -> bool:
-    """Whether a consumer that reads one message at a time would read another."""
-    qos = connection.default_channel.qos  # type: ignore[attr-defined]
-    qos.prefetch_count = 1
-    return bool(qos.can_consume())
 
 
 def test_a_channel_that_is_closed_after_its_connection_ends_nobody(valkey: Valkey, client: Redis) -> None:

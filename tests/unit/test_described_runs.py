@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 
+from dispatch.decision import decide
 from dispatch.dispatcher import ActiveRun
-from dispatch.outcome import Kind, Outcome
+from dispatch.outcome import Kind, Outcome, StopReason
 from foundation import exact
 from jobs.record import Run, Waiting, now_ms
 from registry.config import ModelConfig
 from routing.leases import Lease
-from tasks import runner, settlement
-from tasks.heartbeat import Watch
-from tasks.runner import Left, Runner
 from tasks.servers import Call, Description, Health, HealthKind
+from tasks.worker import runner
+from tasks.worker.heartbeat import Watch
+from tasks.worker.runner import Runner
+from tests.support.stage import SETTINGS
 
 PENDING = Outcome(Kind.PENDING)
 UNKNOWN = Outcome(Kind.UNKNOWN)
@@ -133,7 +135,7 @@ def test_a_server_that_cannot_be_asked_by_it_needs_no_note(description):
 
 def test_a_run_that_is_over_is_not_sent():
     live = Live(GIVEN, submit=[DONE])
-    assert _watch(live, still_ours=False)[0] is Left.LOST and live.asked == []
+    assert _watch(live, still_ours=False)[0] is StopReason.LOST and live.asked == []
 
 
 def test_an_id_that_the_server_gives_itself_takes_the_place_of_ours():
@@ -233,9 +235,9 @@ def test_the_payload_is_kept_for_questions_that_need_it(description, payload):
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_result_that_its_server_has_no_more_is_stored_before_the_slot_goes_on(monkeypatch, keeps):
-    monkeypatch.setattr(settlement, "keeps_results", lambda version: keeps or version != "v")
-    assert settlement.judged(_run(described_by="v"), DONE, ModelConfig(), canceling=False).passes_on is keeps
+def test_a_result_that_its_server_has_no_more_is_stored_before_the_slot_goes_on(keeps):
+    decision = decide(_run(), DONE, ModelConfig(), SETTINGS, now_ms(), canceling=False, keeps_result=keeps)
+    assert decision.frees_slot_first is keeps
 
 
 # -- a server that has a free place ----------------------------------------------------------------------------

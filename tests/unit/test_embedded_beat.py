@@ -1,59 +1,33 @@
-"""Beat as a thread of the worker that does what it says."""
+"""Beat's schedule, and beat as a thread of the worker of maintenance."""
 
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import beat as celerys
-from celery.schedules import crontab
 from celery.worker import state
 
-from tasks import embedded_beat
-from tasks.beat import every
+from tasks import beat, maintenance
+from tasks.beat import EVERY_S, Every
 from tasks.celery_app import celery
-from tasks.embedded_beat import Beat, EmbeddedBeat, Here, Threads
-
-ENTRY: Any = SimpleNamespace(name="check", task="maintenance.check_servers", args=(False,))
-SOON_S = 10.0
-AT_ONCE_S = 0.1
+from tasks.embedded_beat import Beat, EmbeddedBeat
+from upkeep import pulse
 
 
-@pytest.fixture
-def threads() -> Threads:
-    return Threads()
+class FakeService:
+    """Stands for Celery's service: ends when it is told to, or by an error."""
 
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.stopped = error, False
 
-@pytest.fixture
-def scheduler(threads: Threads) -> Here:
-    return Here(threads, celery, lazy=True)
+    def start(self) -> None:
+        if self.error is not None:
+            raise self.error
 
-
-@pytest.fixture
-def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An entry whose task does not end before the test; `.begun` is released each time when it begins."""
-    begun, ends = threading.Semaphore(0), threading.Event()
-    monkeypatch.setitem(celery.tasks, "maintenance.hangs", lambda: (begun.release(), ends.wait()))
-    yield SimpleNamespace(name="hangs", task="maintenance.hangs", args=(), begun=begun)
-    ends.set()
-
-
-@pytest.fixture
-def ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded_beat, "_ENDS_S", AT_ONCE_S)
-
-
-def _ends(act: Any) -> bool:
-    """Whether this returns; it would hold up all the other tests if it did not."""
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
-    thread.join(SOON_S)
-    return not thread.is_alive()
+    def stop(self) -> None:
+        self.stopped = True
 
 
 @pytest.fixture(autouse=True)
@@ -61,209 +35,133 @@ def nobody_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "should_stop", None)
 
 
-def test_what_is_due_is_done_here_and_no_message_is_sent(monkeypatch, scheduler, threads) -> None:
-    called: list[object] = []
-    monkeypatch.setitem(celery.tasks, ENTRY.task, called.append)
-    monkeypatch.setattr(Here, "apply_async", lambda *_, **__: pytest.fail("a message"))
-    scheduler.apply_entry(ENTRY, producer=scheduler.producer)
-    assert threads.wait(SOON_S)
-    assert called == [False]
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets beat's clock to so many seconds after its start."""
+
+    def set_(seconds: float) -> None:
+        monkeypatch.setattr(beat.time, "monotonic", lambda: beat._BEGAN_AT + seconds)
+
+    return set_
 
 
-def test_a_task_that_fails_or_takes_long_holds_up_no_other(monkeypatch, scheduler, threads) -> None:
-    done, passed = threading.Event(), []
-    acts = [lambda _: passed.append(done.wait(5)), lambda _: 1 / 0, lambda _: done.set()]
-    for number, act in enumerate(acts):
-        monkeypatch.setitem(celery.tasks, f"maintenance.{number}", act)
-        scheduler.apply_entry(SimpleNamespace(name=str(number), task=f"maintenance.{number}", args=(None,)))
-    assert done.wait(5)
-    assert threads.wait(SOON_S)
-    assert passed == [True]
-
-
-def _all_due(scheduler: Here, *entries: tuple[str, float]) -> None:
-    """These alone are scheduled, by task and interval, and the time of each has come."""
-    made = [scheduler.Entry(name, f"maintenance.{name}", schedule=every(s), app=celery) for name, s in entries]
-    scheduler.schedule = {entry.name: entry for entry in made}
-    scheduler._began -= max(s for _, s in entries)
-
-
-def test_what_is_due_together_is_done_together_what_is_done_most_often_first(monkeypatch, scheduler, threads) -> None:
-    done: list[tuple[str, int | None]] = []
-    for name in ("rare", "often"):
-        note = lambda name=name: done.append((name, threading.get_ident()))  # noqa: E731
-        monkeypatch.setitem(celery.tasks, f"maintenance.{name}", note)
-    _all_due(scheduler, ("rare", 60), ("often", 0.5))
-    scheduler.tick()
-    assert threads.wait(SOON_S)
-    assert [name for name, _ in done] == ["often", "rare"]
-    assert len({thread for _, thread in done}) == 1, "one thread is woken for them"
-
-
-def test_what_was_missed_while_nobody_was_there_is_done_when_beat_begins_a_sweep_first(monkeypatch, threads) -> None:
-    begun: list[str] = []
-    swept = threading.Event()
-    scheduler = Here(threads, celery)
-    for entry in scheduler.schedule.values():
-        monkeypatch.setitem(celery.tasks, entry.task, lambda *_, name=entry.name: begun.append(name))
-    monkeypatch.setitem(celery.tasks, "maintenance.sweep", lambda: (begun.append("sweep"), swept.wait(SOON_S)))
-    scheduler._began += 60  # The time of none of them has come.
-    scheduler.tick()
-    assert not threads.wait(AT_ONCE_S)
-    assert begun == ["sweep"], "however long it takes"
-    swept.set()
-    assert threads.wait(SOON_S)
-    assert begun == ["sweep", "reap-killed", "reap", "keep-time"]
-    scheduler.tick()
-    assert threads.wait(SOON_S)
-    assert len(begun) == 4, "and once"
-
-
-def test_what_is_due_with_a_task_that_hangs_is_done_beside_it(monkeypatch, scheduler, hung) -> None:
-    done = threading.Event()
-    monkeypatch.setitem(celery.tasks, "maintenance.after", done.set)
-    _all_due(scheduler, (hung.name, 0.5), ("after", 1))
-    scheduler.tick()
-    assert done.wait(SOON_S)
-
-
-def test_what_was_missed_is_done_once_and_then_at_its_time_again(monkeypatch, scheduler, threads) -> None:
-    done: list[bool] = []
-    monkeypatch.setitem(celery.tasks, "maintenance.one", lambda: done.append(True))
-    _all_due(scheduler, ("one", 100))
-    scheduler._began -= 350
-    assert [scheduler.tick() for _ in range(3)] == [scheduler.max_interval] * 3
-    assert threads.wait(SOON_S)
-    assert done == [True]
-    scheduler._began -= 50
-    scheduler.tick()
-    assert threads.wait(SOON_S)
-    assert done == [True, True]
-
-
-def test_an_entry_by_the_time_of_day_is_begun_when_it_is_due(monkeypatch, scheduler, threads) -> None:
-    """Celery adds one for a backend of results that does not forget by itself."""
-    done: list[bool] = []
-    monkeypatch.setitem(celery.tasks, "maintenance.nightly", lambda: done.append(True))
-    long_ago = datetime.now(UTC) - timedelta(days=1)
-    nightly = scheduler.Entry(
-        "nightly", "maintenance.nightly", schedule=crontab("0", "4"), app=celery, last_run_at=long_ago
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The names of tasks in each message that beat has sent."""
+    found: list[list[str]] = []
+    monkeypatch.setattr(
+        celerys.Scheduler, "apply_entry", lambda _, entry, producer=None: found.append(list(entry.args[0]))
     )
-    scheduler.schedule = {"nightly": nightly}
-    for _ in range(2):
-        scheduler.tick()
-        assert threads.wait(SOON_S)
-    assert done == [True]
+    monkeypatch.setattr(beat.Scheduler, "producer", None)
+    monkeypatch.setattr(beat.Scheduler, "_queued", lambda self: 0)
+    return found
 
 
-def test_an_entry_that_hangs_takes_one_thread_however_often_it_is_due(scheduler, threads, hung) -> None:
-    for _ in range(3):
-        scheduler.apply_entry(hung)
-    assert hung.begun.acquire(timeout=SOON_S)
-    assert not hung.begun.acquire(timeout=AT_ONCE_S)
-    assert threads.lasting() == ["hangs"]
+@pytest.fixture
+def scheduler(at: Any) -> beat.Scheduler:
+    at(0.25)
+    return beat.Scheduler(celery)
 
 
-def test_an_entry_is_begun_again_after_its_end(monkeypatch, scheduler, threads) -> None:
-    called: list[object] = []
-    monkeypatch.setitem(celery.tasks, ENTRY.task, called.append)
-    for _ in range(2):
-        scheduler.apply_entry(ENTRY)
-        assert threads.wait(SOON_S)
-    assert called == [False, False]
-
-
-def test_a_worker_whose_beat_has_ended_ends(monkeypatch) -> None:
-    monkeypatch.setattr(celerys.Service, "start", lambda _: 1 / 0)
-    Beat().run()
-    assert state.should_stop == 1
-
-
-def test_a_beat_that_is_told_to_stop_is_no_failure(monkeypatch) -> None:
-    monkeypatch.setattr(Here, "tick", lambda self: 0.01)
-    it = Beat()
-    it.start()
-    it.stop()
-    it.join(10)
-    assert not it.is_alive() and state.should_stop is None
-
-
-def test_a_beat_that_fails_before_its_first_tick_ends_the_worker_and_lets_it_stop(monkeypatch) -> None:
-    monkeypatch.setattr(Here, "setup_schedule", lambda _: 1 / 0)
-    it = Beat()
-    it.start()
-    it.join(SOON_S)
-    assert state.should_stop == 1
-    assert _ends(it.stop)
-
-
-def test_a_beat_that_never_was_begun_lets_the_worker_stop() -> None:
-    assert _ends(Beat().stop)
-
-
-def test_a_beat_that_fails_while_a_task_hangs_ends_the_worker_before_it_waits_for_that(
-    monkeypatch, hung, ends_at_once
+def test_beat_sends_all_when_it_begins_and_each_task_at_the_multiples_of_its_period(
+    at: Any, scheduler: beat.Scheduler, sent: list[list[str]]
 ) -> None:
-    def tick(self: Here) -> float:
-        self.apply_entry(hung)
-        assert hung.begun.acquire(timeout=SOON_S)
-        raise ZeroDivisionError
+    assert scheduler.tick() == pytest.approx(0.25)
+    (first,) = sent
+    assert sorted(first) == sorted(EVERY_S)
+    for now_s, due in ((0.51, {0.5}), (1.02, {0.5, 1.0}), (1.5, {0.5}), (2.0, {0.5, 1.0, 2.0})):
+        sent.clear()
+        at(now_s)
+        assert scheduler.tick() == pytest.approx(0.5 - now_s % 0.5)
+        (names,) = sent
+        assert sorted(names) == sorted(name for name, every_s in EVERY_S.items() if every_s in due)
+        assert [EVERY_S[name] for name in names] == sorted(EVERY_S[name] for name in names)
 
-    monkeypatch.setattr(Here, "tick", tick)
-    it = Beat()
-    it.start()
-    it.join(SOON_S)
+
+def test_beat_adds_nothing_to_a_queue_that_no_worker_reads(
+    at: Any, scheduler: beat.Scheduler, sent: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for now_s, queued in ((0.5, 0), (40.0, beat._MOST_QUEUED + 1), (80.0, 0)):
+        monkeypatch.setattr(beat.Scheduler, "_queued", lambda self, queued=queued: queued)
+        at(now_s)
+        scheduler.tick()
+    assert len(sent) == 2
+
+
+def test_beat_sends_what_is_not_maintenances_as_celery_does(at: Any, scheduler: beat.Scheduler, sent: Any) -> None:
+    """Celery adds a task for a backend that keeps results for ever."""
+    scheduler.schedule = {}
+    scheduler.add(name="cleans", task="celery.backend_cleanup", schedule=Every(1), args=("cleans",))
+    at(5.0)
+    scheduler.tick()
+    assert sent == [["c", "l", "e", "a", "n", "s"]]
+
+
+def test_what_was_missed_is_sent_once(at: Any) -> None:
+    at(0.0)
+    due = Every(2)
+    last = due.now()
+    at(100.5)
+    assert due.is_due(last) == (True, 1.5)
+    assert due.is_due(due.now()) == (False, 1.5)
+
+
+def test_beat_measures_time_by_a_clock_that_nobody_sets(at: Any) -> None:
+    at(0.0)
+    due = Every(2)
+    begun = due.now()
+    at(2.0)
+    assert due.is_due(begun).is_due and due.now() - begun == timedelta(seconds=2)
+
+
+def test_each_task_on_the_list_is_one_of_maintenance_and_the_other_way_round() -> None:
+    assert maintenance._periodic.keys() == EVERY_S.keys()
+    assert {entry["task"] for entry in celery.conf.beat_schedule.values()} == {maintenance.run.name}
+
+
+def test_the_error_of_one_task_is_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(pulse.LastRuns, "note", lambda *_: None)
+    for name, act in (("fails", lambda: 1 / 0), ("goes on", lambda: done.append("goes on"))):
+        monkeypatch.setitem(EVERY_S, name, 60.0)
+        monkeypatch.setitem(maintenance._periodic, name, maintenance.Periodic(name, act))
+    maintenance.run(["fails", "of another release", "goes on"])
+    assert done == ["goes on"]
+
+
+def test_a_task_that_lasts_is_passed_over_and_holds_up_only_those_of_its_own_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends, begun, done = threading.Event(), threading.Event(), threading.Event()
+    monkeypatch.setattr(pulse.LastRuns, "note", lambda *_: None)
+    monkeypatch.setattr(maintenance, "_TOO_SOON", 0.0)
+    for name, act in (("lasts", lambda: (begun.set(), ends.wait(10))), ("after", done.set)):
+        monkeypatch.setitem(EVERY_S, name, 0.5)
+        monkeypatch.setitem(maintenance._periodic, name, maintenance.Periodic(name, act))
+    thread = threading.Thread(target=maintenance.run, args=(["lasts", "after"],))
+    thread.start()
+    assert begun.wait(10) and not done.is_set()
+    maintenance.run(["lasts", "after"])
+    assert done.is_set()
+    ends.set()
+    thread.join()
+
+
+def test_a_worker_whose_beat_has_ended_ends() -> None:
+    Beat(FakeService(ZeroDivisionError())).run()  # type: ignore[arg-type]
     assert state.should_stop == 1
-    assert _ends(it.stop)
 
 
-def test_a_beat_whose_task_or_tick_hangs_stops_in_a_bounded_time(monkeypatch, hung, ends_at_once) -> None:
-    def tick(self: Here) -> float:
-        self.apply_entry(hung)
-        celery.tasks[hung.task]()
-        return 0.01
-
-    monkeypatch.setattr(Here, "tick", tick)
-    it = Beat()
-    it.start()
-    for _ in range(2):
-        assert hung.begun.acquire(timeout=SOON_S)
-    assert _ends(it.stop)
-    assert state.should_stop is None
-
-
-def test_a_beat_that_stops_gives_what_has_begun_time_to_end(monkeypatch, hung, ends_at_once) -> None:
-    monkeypatch.setattr(Here, "tick", lambda self: self.apply_entry(hung) or 0.01)
-    it = Beat()
-    it.start()
-    assert hung.begun.acquire(timeout=SOON_S)
-    began = time.monotonic()
-    it.stop()
-    assert time.monotonic() - began >= AT_ONCE_S
-
-
-def test_a_task_that_hangs_does_not_keep_the_process_from_its_exit() -> None:
-    hangs = (
-        "import threading; from tasks.embedded_beat import Threads; Threads().begin({'one': threading.Event().wait})"
-    )
-    subprocess.run([sys.executable, "-c", hangs], timeout=60, check=True)
-
-
-def test_every_entry_runs_once_at_a_time_also_when_it_comes_by_a_message() -> None:
-    """By the restraint of maintenance, which makes its tasks."""
-    celery.loader.import_default_modules()
-    tasks = {entry["task"] for entry in celery.conf.beat_schedule.values()}
-    assert {celery.tasks[task].run.__module__ for task in tasks} == {"tasks.maintenance"}
+def test_a_beat_that_is_told_to_stop_is_no_failure() -> None:
+    service = FakeService()
+    thread = Beat(service)  # type: ignore[arg-type]
+    thread.stop()
+    thread.run()
+    assert service.stopped and state.should_stop is None
 
 
 def test_a_worker_is_beat_only_if_it_is_asked_to_be() -> None:
     assert [EmbeddedBeat(None, embedded_beat=asked).enabled for asked in (False, True)] == [False, True]
+    made = EmbeddedBeat(None, embedded_beat=True).create(SimpleNamespace(app=celery))
+    assert isinstance(made._service.get_scheduler(lazy=True), beat.Scheduler)
     assert "--embedded-beat" in [name for option in celery.user_options["worker"] for name in option.opts]
-
-
-def test_beat_does_not_look_at_its_clock_until_something_is_due(monkeypatch, scheduler) -> None:
-    """Neither before it is due nor of its own accord: each tick either begins something or is followed by a sleep."""
-    scheduler.schedule = {"one": scheduler.Entry("one", "maintenance.reap", schedule=every(60), app=celery)}
-    scheduler.tick()
-    assert scheduler.tick() == scheduler.max_interval
-    assert scheduler.adjust(0.004) == 0.004

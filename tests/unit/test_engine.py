@@ -10,41 +10,53 @@ from typing import Any
 
 import pytest
 
-from database.db import Write
+from database.db import Batch, Write
 from foundation import logs
 from foundation.errors import RecordUnavailable
-from tasks import engine
-from tasks.engine import Engine, Together
+from tasks.worker import engine
+from tasks.worker.engine import Commits, Engine
 
 
 class Record:
-    """Notes what is done, and in which thread."""
+    """A database that answers each write with its `about`, and notes what is done, and in which thread."""
 
     def __init__(self) -> None:
-        self.done: list[tuple[str, list[Any]]] = []
+        self.done: list[tuple[str, list[str]]] = []
         self.is_taken = False  # Others write now.
+        self.fails: Exception | None = None
 
-    def do(self, wanted: list[Any]) -> Sequence[Any]:
-        self.done.append((threading.current_thread().name, wanted))
-        return [-it for it in wanted]
+    def try_commit(self, batch: Batch) -> None:
+        if not self.is_taken:
+            self._note(batch.writes)
+            batch.committed = [write.about for write in batch.writes]
+            if all(write.relaxed for write in batch.writes):
+                batch.answers = list(batch.committed)
 
-    def at_once(self, wanted: list[Any]) -> Sequence[Any] | None:
-        return None if self.is_taken else self.do(wanted)
+    def complete(self, batches: Sequence[Batch]) -> None:
+        self._note([write for batch in batches for write in batch.writes])
+        if self.fails is not None:
+            raise self.fails
+        for batch in batches:
+            batch.answers = [write.about for write in batch.writes]
+
+    def _note(self, writes: Sequence[Write[Any]]) -> None:
+        self.done.append((threading.current_thread().name, [write.about for write in writes]))
 
 
 @contextmanager
-def _together(record: Record, **how: Any) -> Iterator[Callable[[list[int]], list[int]]]:
+def _commits(record: Any, behind_s: float = 0.0) -> Iterator[Callable[..., list[str]]]:
     """Asks in one turn, and waits for the answers."""
     loop = asyncio.new_event_loop()
-    together = Together("record", loop, record.do, **how)
+    commits = Commits("record", loop, record, behind_s)
 
-    async def ask(wanted: list[int]) -> list[int]:
-        return list(await asyncio.wait_for(asyncio.gather(*map(together.ask, wanted)), 10))
+    async def ask(*names: str, relaxed: bool = True) -> list[str]:
+        writes = [Write(lambda tx: "", relaxed, about=name) for name in names]
+        return list(await asyncio.wait_for(asyncio.gather(*map(commits.ask, writes)), 10))
 
     try:
-        yield lambda wanted: loop.run_until_complete(ask(wanted))
+        yield lambda *names, **how: loop.run_until_complete(ask(*names, **how))
     finally:
-        together.end()
+        commits.end()
         loop.close()
 
 
@@ -54,67 +66,59 @@ def record() -> Record:
 
 
 def test_what_takes_no_time_is_done_in_the_loop_and_together(record: Record) -> None:
-    with _together(record, at_once=record.at_once) as ask:
-        assert ask([1, 2, 3]) == [-1, -2, -3]
-    assert record.done == [(threading.current_thread().name, [1, 2, 3])]
+    with _commits(record) as ask:
+        assert ask("a", "b", "c") == ["a", "b", "c"]
+    assert record.done == [(threading.current_thread().name, ["a", "b", "c"])]
 
 
 def test_what_others_would_be_waited_for_is_done_by_the_thread(record: Record) -> None:
     record.is_taken = True
-    with _together(record, at_once=record.at_once) as ask:
-        assert ask([1, 2]) == [-1, -2]
-    assert record.done == [("record", [1, 2])]
+    with _commits(record) as ask:
+        assert ask("a", "b") == ["a", "b"]
+    assert record.done == [("record", ["a", "b"])]
 
 
 def test_so_much_that_the_loop_would_stand_still_is_done_by_the_thread(record: Record) -> None:
-    many = list(range(engine._MOST_AT_ONCE + 1))
-    with _together(record, at_once=record.at_once) as ask:
-        ask(many)
+    many = [str(n) for n in range(engine._MOST_AT_ONCE + 1)]
+    with _commits(record) as ask:
+        ask(*many)
     assert record.done == [("record", many)]
 
 
 def test_what_was_done_in_the_loop_is_answered_when_the_thread_has_secured_it(record: Record) -> None:
-    def secured(wanted: list[Any], answers: list[Any]) -> list[Any]:
-        record.done.append((threading.current_thread().name, wanted))
-        return [str(it) for it in answers]
-
     here = threading.current_thread().name
-    with _together(record, at_once=record.at_once, secured=secured) as ask:
-        assert ask([1, 2]) == ["-1", "-2"]
+    with _commits(record) as ask:
+        assert ask("a", "b", relaxed=False) == ["a", "b"]
         record.is_taken = True
-        assert ask([3]) == [-3], "what a thread has done is secured by it"
-    assert record.done == [(here, [1, 2]), ("record", [1, 2]), ("record", [3])]
+        assert ask("c", relaxed=False) == ["c"], "what a thread has done is secured by it"
+    assert record.done == [(here, ["a", "b"]), ("record", ["a", "b"]), ("record", ["c"])]
 
 
 def test_who_asked_hears_that_what_was_done_could_not_be_secured(record: Record) -> None:
-    def secured(wanted: list[Any], answers: list[Any]) -> list[Any]:
-        raise RecordUnavailable("away")
-
-    with _together(record, at_once=record.at_once, secured=secured) as ask, pytest.raises(RecordUnavailable):
-        ask([1, 2])
+    record.fails = RecordUnavailable("away")
+    with _commits(record) as ask, pytest.raises(RecordUnavailable):
+        ask("a", "b", relaxed=False)
 
 
 def test_what_need_not_be_at_once_waits_for_more_of_its_kind(record: Record) -> None:
-    with _together(record, behind_s=0.05) as ask:
-        ask([1, 2])
-    assert record.done == [("record", [1, 2])]
+    record.is_taken = True
+    with _commits(record, behind_s=0.05) as ask:
+        ask("a", "b")
+    assert record.done == [("record", ["a", "b"])]
 
 
 # -- lives ------------------------------------------------------------------------------------------------------
 
 
-def _not_stored(writes: Sequence[Any]) -> Sequence[Any]:
-    return [RecordUnavailable("away") for _ in writes]
-
-
 @pytest.fixture
 def lived() -> Iterator[Engine]:
-    """An engine with a record that stores nothing, whether it is asked at once or by a thread."""
+    """An engine with a record that stores nothing."""
 
     async def close() -> None:
         pass
 
-    record: Any = SimpleNamespace(do_all=_not_stored, do_at_once=_not_stored, secured=lambda _, answers: answers)
+    record: Any = Record()
+    record.is_taken, record.fails = True, RecordUnavailable("away")
     room: Any = SimpleNamespace(pipeline=lambda loop: SimpleNamespace(close=close))
     found = Engine(record, room)
     yield found
@@ -130,10 +134,10 @@ def test_what_a_run_asks_for_first_is_asked_for_in_the_turn_that_brought_it(live
         said.append("ended")
 
     async def run() -> None:
-        lived.live(next_run())
+        lived.spawn(next_run())
         said.append("went on")
 
-    lived.live(run())
+    lived.spawn(run())
     assert lived.wait(10) and said == ["asked", "went on", "ended"]
 
 
@@ -145,7 +149,7 @@ def test_a_run_goes_on_as_a_coroutine_for_later_pythons_take_no_generator_for_a_
         return asyncio.Task(life, loop=loop, **how)
 
     lived.loop.set_task_factory(make)
-    lived.live(asyncio.sleep(0))
+    lived.spawn(asyncio.sleep(0))
     assert lived.wait(10) and [inspect.iscoroutine(it) for it in seen] == [True]
 
 
@@ -155,11 +159,11 @@ def test_a_run_hears_itself_that_what_it_asked_for_first_was_not_done(lived: Eng
 
     async def run() -> None:
         try:
-            await lived.store(Write(lambda tx: None, relaxed))
+            await lived.commit(Write(lambda tx: None, relaxed))
         except RecordUnavailable as error:
             heard.append(error)
 
-    lived.live(run())
+    lived.spawn(run())
     assert lived.wait(10) and len(heard) == 1
 
 
@@ -170,7 +174,7 @@ def test_a_run_that_fails_is_over(lived: Engine, waits: int) -> None:
             await asyncio.sleep(0)
         raise ValueError
 
-    lived.live(run())
+    lived.spawn(run())
     assert lived.wait(10)
 
 
@@ -184,8 +188,8 @@ def test_a_run_says_of_its_lines_what_they_are_about_and_not_of_others(lived: En
 
     async def run() -> None:
         logs.about(job_id="one")
-        lived.live(other())
+        lived.spawn(other())
         told["one"] = logs._about.get()
 
-    lived.live(run())
+    lived.spawn(run())
     assert lived.wait(10) and told == {"one": {"job_id": "one"}, "other": {"job_id": "other"}}

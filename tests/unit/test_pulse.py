@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from redis.exceptions import RedisError
 
+from database.db import Batch, Write
 from routing.leases import Lease
 from tasks import pulse
 from tasks.aside import Aside
-from tasks.engine import Together
-from tasks.heartbeat import Heartbeat
-from tasks.poller import Poller
 from tasks.pulse import Pulse, Watched
+from tasks.worker.engine import Commits, _Turn
+from tasks.worker.heartbeat import Heartbeat
+from tasks.worker.poller import Poller
 from tests.support.builders import eventually
 
 
@@ -49,11 +50,12 @@ def test_what_does_not_come_round_has_stopped_after_a_time_and_as_many_looks(mon
 
 
 @pytest.fixture
-def together() -> Iterator[Callable[[Callable[[list[Any]], Any]], Together]]:
+def commits() -> Iterator[Callable[[Callable[[Any], Any]], Commits]]:
     loop, made = asyncio.new_event_loop(), []
 
-    def make(do: Callable[[list[Any]], Any]) -> Together:
-        made.append(Together("record", loop, do))
+    def make(complete: Callable[[Any], Any]) -> Commits:
+        database: Any = SimpleNamespace(try_commit=lambda batch: None, complete=complete)
+        made.append(Commits("record", loop, database))
         return made[-1]
 
     yield make
@@ -62,26 +64,25 @@ def together() -> Iterator[Callable[[Callable[[list[Any]], Any]], Together]]:
     loop.close()
 
 
-def test_a_thread_of_the_record_that_has_nothing_to_do_has_not_stopped(together: Any) -> None:
-    it = together(lambda wanted: wanted)
+def test_a_thread_of_the_record_that_has_nothing_to_do_has_not_stopped(commits: Any) -> None:
+    it = commits(lambda batches: None)
     for _ in range(2 * pulse._STOPPED_LOOKS):
         assert not it.pulse.has_stopped()
         eventually(lambda: it.pulse._looks <= 1)
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_a_thread_of_the_record_that_dies_or_hangs_is_found(together: Any, how: str) -> None:
+def test_a_thread_of_the_record_that_dies_or_hangs_is_found(commits: Any, how: str) -> None:
     go_on, at_it = threading.Event(), threading.Event()
 
-    def do(_: list[Any]) -> list[Any]:
+    def complete(_: Any) -> None:
         at_it.set()
         if how == "dies":
             raise Halt
         go_on.wait(60)
-        return []
 
-    it = together(do)
-    it._turns.put(([(1, it._loop.create_future())], None))
+    it = commits(complete)
+    it._turns.put(_Turn(Batch([Write(lambda tx: None)]), []))
     assert at_it.wait(10)
     assert _is_found_stopped(it.pulse)
     go_on.set()

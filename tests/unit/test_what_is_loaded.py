@@ -9,7 +9,7 @@ import pytest
 # The module with which each process begins, and with what it does first.
 PROCESSES = {
     "web": "import app.web.__main__; from migrations import migrate; migrate.check('sqlite:///none.db')",
-    "worker": "from tasks.__main__ import program; program('worker'); import tasks.maintenance, tasks.worker",
+    "worker": "from tasks.__main__ import program; program('worker'); import tasks.maintenance, tasks.worker.process",
     "webhooks": "import tasks.webhooks",
     "flower": "import cli.__main__; from tasks.__main__ import program; program('flower'); import tasks.signals",
     "supervisor": "import cli.__main__, local.launcher; local.launcher.read_plan(False).migration()",

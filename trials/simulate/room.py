@@ -111,9 +111,9 @@ class Room:
         offer = Offer(self.fleet, "@job", "@lease", "@slot", "", "", 0)
         return {
             "enqueue": self._queues.entering(self.fleet, [job]),
-            "claim": self._leases.claiming(offer, _TAKER),
-            "release": self._leases.releasing(lease, back=False, claimant=_TAKER, outcome="ok"),
-            "back": self._leases.releasing(lease, back=True),
+            "claim": self._leases.claim_command(offer, _TAKER),
+            "release": self._leases.release_command(lease, back=False, claimant=_TAKER, outcome="ok"),
+            "back": self._leases.release_command(lease, back=True),
             "offer": self._queues.offering(self.fleet),
             "sync": self._slots.syncing(self.fleet, self._catalog),
         }

@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import structlog
 from redis.exceptions import RedisError
 
-from dispatch.dispatcher import DRAINING, Dispatcher
+from dispatch.decision import Decision
+from dispatch.dispatcher import DRAINING, Dispatcher, active_run
+from dispatch.steps import blocking, wait
 from dispatch.verdict import crashed
 from foundation.crash import crash_at
 from foundation.lifetimes import Lifetimes
-from jobs.record import Job, now_ms
+from jobs.record import Error, Job, Withholding, now_ms
 from jobs.states import State, Why
-from jobs.store import Error, Moved
-from jobs.withheld import Withholding
 from routing.leases import Lease
 from routing.queues import Offer
 from routing.workers import Workers
@@ -210,52 +210,58 @@ def _reap_lease(dispatcher: Dispatcher, lease: Lease, *, killed: bool = False) -
 
 def _put_back(dispatcher: Dispatcher, lease: Lease, job: Job | None) -> None:
     """A job that is not running: to its place, or on with the same slot where its server still has it."""
+    steps = blocking(dispatcher)
     if job is None or job.state is not State.QUEUED:
-        draining.leave(dispatcher, lease, job)
+        wait(steps.leave_unstarted(lease))
     elif job.server == lease.server:
-        dispatcher.offer_again(lease, job.model)
+        wait(steps.offer_again(lease, job.model))
     else:
-        dispatcher.free(lease, back=True)
+        wait(steps.free(lease, back=True))
 
 
 def _end_lost_run(dispatcher: Dispatcher, mine: Lease, job: Job, how: str) -> None:
-    """The worker died under the job, and its server may still be at work on it: straight on in the same slot."""
-    error = Error("worker_lost", f"The worker that ran it on {job.slot} {how}.")
-    why, now = crashed(job.crashes, dispatcher.catalog.model(job.model).config, Why.LEASE_EXPIRED), now_ms()
-    withhold = Withholding("worker_lost", now + dispatcher.settings.withhold_max_ms, resumes=True)
-    moved = dispatcher.store.settle(job.id, job.attempt, why, now, error=error, withhold=withhold)
-    crash_at("reap_committed")
-    _after_lost_run(dispatcher, mine, job.id, moved)
+    """The worker died under the job, and its server may still run it: the job is resumed in the same slot.
+
+    Anywhere else it could run twice at once.  There another worker resumes the polling, or repeats the call: the server
+    joins it to the run, answers from memory, or says that it is busy, and then the job goes back.
+    """
+    decision = Decision(
+        crashed(job.crashes, dispatcher.catalog.model(job.model).config, Why.LEASE_EXPIRED),
+        error=Error("worker_lost", f"The worker that ran it on {job.slot} {how}."),
+        quarantine=Withholding("worker_lost", now_ms() + dispatcher.settings.withhold_max_ms, resumes=True),
+        resumes=True,
+    )
+    _end_seized(dispatcher, mine, job, decision, "reap_committed")
 
 
-def _after_lost_run(dispatcher: Dispatcher, mine: Lease, job_id: str, moved: Moved | None) -> None:
-    """What becomes of the slot.  `moved` None: another has ended the run, perhaps while we waited for the database."""
+def _end_seized(dispatcher: Dispatcher, mine: Lease, job: Job, decision: Decision, crash_point: str) -> bool:
+    """End the run whose lease was seized; False: another has ended it, perhaps while we waited for the database."""
+    active = active_run(dispatcher, job)
+    if active is None:
+        return False
+    active, steps = active._replace(lease=mine), blocking(dispatcher)
+    moved = wait(steps.store(active, decision))
+    crash_at(crash_point)
     if moved is None:
-        _put_back(dispatcher, mine, dispatcher.store.get(job_id))
-    elif moved.to is State.QUEUED:
-        # Anywhere else it could run twice at once.  Here another worker resumes the polling, or repeats the call:
-        # the server joins it to the run, answers from memory, or says that it is busy, and then the job goes back.
-        dispatcher.offer_again(mine, moved.job.model)
-    else:
-        dispatcher.leave(mine, job_id, moved.attempt)
-        dispatcher.announce_end(moved)
+        _put_back(dispatcher, mine, dispatcher.store.get(job.id))
+        return False
+    wait(steps.release(active, decision, moved.to))
+    steps.notify(moved)
+    return True
 
 
 def free_stale_lease(dispatcher: Dispatcher, job: Job) -> bool:
     """End a run that its server does not know any more; False: it has ended meanwhile."""
-    model = dispatcher.catalog.model(job.model)
-    if not job.lease or not job.slot:
+    active = active_run(dispatcher, job)
+    if active is None:
         return False
-    name, owner = job.lease.split(" ", 1)
-    lease = Lease(model.fleet, job.id, name, owner, job.slot)
-    mine = dispatcher.leases.seize(lease, _REAPER, dispatcher.settings.offer_ms, only_expired=False)
+    mine = dispatcher.leases.seize(active.lease, _REAPER, dispatcher.settings.offer_ms, only_expired=False)
     if mine is None:
         return False
     crash_at("stale_seized")
-    error = Error("server_lost", f"Server {job.server} does not know the job any more.")
-    why = crashed(job.crashes, model.config)
-    moved = dispatcher.store.settle(job.id, job.attempt, why, now_ms(), error=error)
-    crash_at("stale_committed")
-    # Offered again on the same slot: the server may remember the result of a run that has ended.
-    _after_lost_run(dispatcher, mine, job.id, moved)
-    return moved is not None
+    decision = Decision(
+        crashed(job.crashes, dispatcher.catalog.model(job.model).config),
+        error=Error("server_lost", f"Server {job.server} does not know the job any more."),
+        resumes=True,  # The server may remember the result of a run that has ended.
+    )
+    return _end_seized(dispatcher, mine, job, decision, "stale_committed")

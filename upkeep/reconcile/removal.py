@@ -9,16 +9,15 @@ from collections.abc import Sequence
 import structlog
 from redis.exceptions import RedisError
 
-from dispatch.dispatcher import Dispatcher
+from dispatch.decision import Decision
+from dispatch.dispatcher import Dispatcher, active_run
+from dispatch.steps import settle
 from foundation.errors import RecordUnavailable
 from jobs.names import Because
-from jobs.record import Job, now_ms
+from jobs.record import Error, Job, Withholding, now_ms
 from jobs.states import Why
-from jobs.store import Error
-from jobs.withheld import Withholding
 from registry import removal
 from registry.removal import Removal
-from routing.leases import Lease
 from upkeep import rooms
 from upkeep.each import alone
 from upkeep.reconcile.room import refresh_fleet
@@ -96,19 +95,15 @@ def end_lost(dispatcher: Dispatcher) -> int:
 
 def _end_lost(dispatcher: Dispatcher, job: Job) -> bool:
     with alone("end_lost", job_id=job.id):
-        now, model = now_ms(), dispatcher.catalog.model(job.model)
-        error = Error("server_removed", f"Server {job.server} was removed while it ran the job.")
-        withhold = Withholding("server_lost", now + dispatcher.settings.withhold_max_ms)
-        # An operator has done that, so it costs the job nothing.
-        moved = dispatcher.store.settle(
-            job.id, job.attempt, Why.SERVER_UNREACHABLE, now, error=error, withhold=withhold
-        )
-        if moved is None or not job.lease or not job.slot:
+        active = active_run(dispatcher, job)
+        if active is None:
             return False
-        name, owner = job.lease.split(" ", 1)
-        dispatcher.leave(Lease(model.fleet, job.id, name, owner, job.slot), job.id, job.attempt)
-        dispatcher.announce_end(moved)
-        return True
+        decision = Decision(
+            Why.SERVER_UNREACHABLE,  # An operator has done that, so it costs the job nothing.
+            error=Error("server_removed", f"Server {job.server} was removed while it ran the job."),
+            quarantine=Withholding("server_lost", now_ms() + dispatcher.settings.withhold_max_ms),
+        )
+        return settle(dispatcher, active, decision) is not None
     return False
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 from dispatch.dispatcher import Dispatcher
 from foundation.crash import crash_at
-from jobs.record import now_ms
+from jobs.record import Withholding, now_ms
 from jobs.store import Moved
-from jobs.withheld import Withholding
 from outbox import removal
 from upkeep import ledger
 from upkeep.each import alone

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from celeryconfig import beat_schedule
 from cli.common import client
 from local import home as home_module
 from local import valkey
@@ -23,7 +22,6 @@ from local.launcher import _welcome
 from local.plan import procfile, read_plan, read_settings
 from local.ports import Port, check, free_port, is_open
 from routing.config import RoutingSettings
-from tests.support.stack import maintenance_threads
 
 
 @pytest.fixture
@@ -226,11 +224,6 @@ def test_a_record_that_has_its_schema_is_not_migrated(settings: pytest.MonkeyPat
     assert read_plan(demo=False).migration() is not None, "there is none yet"
     settings.setenv("SLOTKEEPER_DATABASE_URL", sqlite_url)
     assert read_plan(demo=False).migration() is None
-
-
-def test_a_maintenance_process_has_more_threads_than_there_are_tasks() -> None:
-    """So that none waits for another's thread, however long that one takes."""
-    assert maintenance_threads() > len(beat_schedule)
 
 
 def test_one_machine_runs_each_role_once_two_of_them_as_threads_of_others() -> None:

@@ -5,10 +5,12 @@ import pytest
 from database.db import Database
 from insight import history
 from insight.history import BOUNDS_S, OTHER, Historian
+from jobs.record import Error
 from jobs.states import State, Why
-from jobs.store import Error, Store
+from jobs.store import Store
 from outbox import removal
 from tests.support.builders import SECOND, T0, a_delayed_job, a_queued_job, a_start, an_ended_job
+from tests.support.ends import store_end
 
 
 def _counted(database: Database) -> history.History:
@@ -28,7 +30,7 @@ def _part(seconds: float) -> list[int]:
 def test_a_jobs_wait_and_run_are_counted_from_its_events(database: Database, store: Store) -> None:
     job = a_queued_job(store, priority=2)
     run = a_start(store, job.id, now_ms=T0 + 3 * SECOND)
-    store.settle(job.id, run.attempt, Why.FINISHED, T0 + 23 * SECOND, result="{}")
+    store_end(store, job.id, run.attempt, Why.FINISHED, T0 + 23 * SECOND, result="{}")
     found = _counted(database)
     assert found.accepted == {("zimg",): 1}
     assert found.ended == {("zimg", "completed"): 1}
@@ -40,10 +42,12 @@ def test_a_jobs_wait_and_run_are_counted_from_its_events(database: Database, sto
 def test_each_attempt_is_counted_by_its_reason_and_a_retry_waits_anew(database: Database, store: Store) -> None:
     job = a_queued_job(store)
     run = a_start(store, job.id, now_ms=T0 + SECOND)
-    store.settle(job.id, run.attempt, Why.SERVER_ERROR, T0 + 2 * SECOND, error=Error("x", "y"), due_ms=T0 + 9 * SECOND)
+    store_end(
+        store, job.id, run.attempt, Why.SERVER_ERROR, T0 + 2 * SECOND, error=Error("x", "y"), due_ms=T0 + 9 * SECOND
+    )
     store.promote_due(T0 + 9 * SECOND)
     run = a_start(store, job.id, now_ms=T0 + 10 * SECOND)
-    store.settle(job.id, run.attempt, Why.FINISHED, T0 + 14 * SECOND, result="{}")
+    store_end(store, job.id, run.attempt, Why.FINISHED, T0 + 14 * SECOND, result="{}")
     found = _counted(database)
     assert found.accepted == {("zimg",): 1}
     assert found.attempts == {("zimg", "server_error"): 1, ("zimg", "finished"): 1}
@@ -73,7 +77,7 @@ def test_what_begins_in_one_look_and_ends_in_the_next_is_counted_whole(database:
     _counted(database)
     run = a_start(store, job.id, now_ms=T0 + 4 * SECOND)
     _counted(database)
-    store.settle(job.id, run.attempt, Why.FINISHED, T0 + 9 * SECOND, result="{}")
+    store_end(store, job.id, run.attempt, Why.FINISHED, T0 + 9 * SECOND, result="{}")
     found = _counted(database)
     assert found.waits[("zimg", "5")].sum_s == 4.0
     assert found.runs[("zimg",)].sum_s == 5.0

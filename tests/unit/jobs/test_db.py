@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import event
 
 from database import connections, db, engines, postgresql, writer
-from database.db import Database, Write, _reason, _Ticket
+from database.db import Batch, Database, Write, _reason, _Ticket
 from database.prepared import run
 from foundation.config import Limits
 from foundation.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
@@ -288,9 +288,24 @@ def test_a_write_takes_no_file_descriptor(sqlite, disk):
 # -- by whoever must not wait ----------------------------------------------------------------------------------
 
 
+def _tried(database: Database, writes: list[Write[Any]]) -> list[Any] | None:
+    """What came of them without a wait; None: nothing was stored."""
+    batch = Batch(writes)
+    database.try_commit(batch)
+    return None if batch.committed is None else list(batch.committed)
+
+
+def _at_once(database: Database, writes: list[Write[Any]]) -> list[Any]:
+    batch = Batch(writes)
+    database.try_commit(batch)
+    assert batch.committed is not None
+    database.complete([batch])
+    return batch.answers or []
+
+
 def test_who_must_not_wait_writes_at_once_while_nobody_else_does(sqlite, disk):
     _, waited = disk
-    assert sqlite.do_at_once([Write(_insert, relaxed=True), Write(_refuse, relaxed=True)]) == [None, _REFUSAL]
+    assert _tried(sqlite, [Write(_insert, relaxed=True), Write(_refuse, relaxed=True)]) == [None, _REFUSAL]
     with sqlite.read() as connection:
         assert _count(connection) == 1
     assert waited == []
@@ -300,11 +315,13 @@ def test_who_must_not_wait_hears_what_was_promised_when_it_is_on_the_disk(sqlite
     _, waited = disk
     heard: list[str] = []
     writes: list[Write[Any]] = [Write(_insert, heard=lambda: heard.append("heard")), Write(_insert, relaxed=True)]
-    answers = sqlite.do_at_once(writes)
+    batch = Batch(writes)
+    sqlite.try_commit(batch)
     with sqlite.read() as connection:
         assert _count(connection) == 2, "others see it already"
-    assert (waited, heard) == ([], [])
-    assert sqlite.secured(writes, answers) == [None, None]
+    assert (waited, heard, batch.answers) == ([], [], None)
+    sqlite.complete([batch])
+    assert batch.answers == [None, None]
     assert (waited, heard) == ([f"{sqlite.engine.url.database}-wal"], ["heard"])
 
 
@@ -316,14 +333,10 @@ def test_what_was_written_at_once_and_may_not_be_on_the_disk_is_uncertain(sqlite
     acts.append(fail)
     unheard: list[str] = []
     writes: list[Write[Any]] = [Write(_insert, unheard=lambda: unheard.append("unheard")), Write(_refuse)]
-    answers = sqlite.secured(writes, sqlite.do_at_once(writes))
+    answers = _at_once(sqlite, writes)
     assert isinstance(answers[0], RecordUncertain)
     assert answers[1] is _REFUSAL
     assert unheard == ["unheard"]
-
-
-def _at_once(database: Database, writes: list[Write[Any]]) -> list[Any]:
-    return database.secured(writes, database.do_at_once(writes) or [])
 
 
 @pytest.mark.parametrize("do", [Database.do_all, _at_once], ids=["by_a_thread", "at_once"])
@@ -353,8 +366,8 @@ def test_what_cannot_be_written_anew_after_the_disk_failed_is_uncertain(sqlite, 
 
 def test_who_must_not_wait_leaves_much_to_others(sqlite, disk):
     half = db._LARGEST_AT_ONCE // 2
-    assert sqlite.do_at_once([Write(_insert, size=half), Write(_insert, size=half)]) == [None, None]
-    assert sqlite.do_at_once([Write(_insert, size=half), Write(_insert, size=half + 1)]) is None
+    assert _tried(sqlite, [Write(_insert, size=half), Write(_insert, size=half)]) == [None, None]
+    assert _tried(sqlite, [Write(_insert, size=half), Write(_insert, size=half + 1)]) is None
     with sqlite.read() as connection:
         assert _count(connection) == 2
 
@@ -365,22 +378,22 @@ def test_who_must_not_wait_does_not_wait_for_another_process_and_keeps_its_conne
     monkeypatch.setattr(sqlite.engine, "connect", lambda: pytest.fail("it connects anew"))
     with closing(sqlite3.connect(sqlite.engine.url.database, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        assert sqlite.do_at_once([Write(_insert, relaxed=True)]) is None
+        assert _tried(sqlite, [Write(_insert, relaxed=True)]) is None
     sqlite.write(_insert, relaxed=True)
-    assert sqlite.do_at_once([Write(_insert, relaxed=True)]) == [None]
+    assert _tried(sqlite, [Write(_insert, relaxed=True)]) == [None]
 
 
 def test_who_must_not_wait_leaves_it_to_others_while_a_thread_of_its_process_writes(sqlite, disk, monkeypatch):
     def unit(tx: Any) -> None:
         _insert(tx)
-        answers.append(sqlite.do_at_once([Write(_insert, relaxed=True)]))
+        answers.append(_tried(sqlite, [Write(_insert, relaxed=True)]))
 
     answers: list[Any] = []
     sqlite.write(_insert)
     monkeypatch.setattr(sqlite.engine, "connect", lambda: pytest.fail("the connection is in use"))
     sqlite.write(unit)
     assert answers == [None]
-    assert sqlite.do_at_once([Write(_insert, relaxed=True)]) == [None], "and it does not keep the lead"
+    assert _tried(sqlite, [Write(_insert, relaxed=True)]) == [None], "and it does not keep the lead"
 
 
 def test_a_write_that_comes_while_one_is_done_at_once_has_its_turn_after_it(sqlite, disk):
@@ -390,7 +403,7 @@ def test_a_write_that_comes_while_one_is_done_at_once_has_its_turn_after_it(sqli
             time.sleep(0.001)
 
     other = threading.Thread(target=lambda: sqlite.write(_insert, relaxed=True))
-    assert sqlite.do_at_once([Write(unit, relaxed=True)]) == [None]
+    assert _tried(sqlite, [Write(unit, relaxed=True)]) == [None]
     other.join(10)
     with sqlite.read() as connection:
         assert _count(connection) == 1
@@ -403,7 +416,7 @@ def test_what_is_spoiled_at_once_is_stored_as_a_whole_or_not_at_all(sqlite, disk
         raise ValueError("spoiled")
 
     writes: list[Write[Any]] = [Write(it, relaxed=True) for it in (_insert, spoil, _insert)]
-    assert sqlite.do_at_once(writes) is None
+    assert _tried(sqlite, writes) is None
     with sqlite.read() as connection:
         assert _count(connection) == 0
     assert [type(it) for it in sqlite.do_all(writes)] == [type(None), ValueError, type(None)]
@@ -419,13 +432,13 @@ def test_who_must_not_wait_does_not_ask_what_became_of_a_commit(sqlite, disk, mo
     event.listen(sqlite.engine, "commit", fail)
     unheard: list[str] = []
     write = Write(_insert, relaxed=True, unheard=lambda: unheard.append("unheard"))
-    (answer,) = sqlite.do_at_once([write])
+    (answer,) = _tried(sqlite, [write]) or []
     assert isinstance(answer, RecordUncertain)
     assert unheard == ["unheard"]
     event.remove(sqlite.engine, "commit", fail)
     monkeypatch.undo()
     sqlite.write(_insert, relaxed=True)
-    assert sqlite.do_at_once([Write(_insert, relaxed=True)]) == [None], "and it does not keep the lead"
+    assert _tried(sqlite, [Write(_insert, relaxed=True)]) == [None], "and it does not keep the lead"
 
 
 def test_after_a_commit_that_failed_who_must_not_wait_leaves_it_to_others_until_one_has_not(sqlite, disk):
@@ -437,14 +450,14 @@ def test_after_a_commit_that_failed_who_must_not_wait_leaves_it_to_others_until_
     sqlite.write(_insert)
     writes: list[Write[Any]] = [Write(_insert)]
     event.listen(sqlite.engine, "commit", fail)
-    assert isinstance(sqlite.do_at_once(writes)[0], RecordUncertain)
-    assert sqlite.do_at_once(writes) is None
+    assert isinstance((_tried(sqlite, writes) or [None])[0], RecordUncertain)
+    assert _tried(sqlite, writes) is None
     with pytest.raises(RecordUnavailable):
         sqlite.write(_insert)
-    assert sqlite.do_at_once(writes) is None
+    assert _tried(sqlite, writes) is None
     event.remove(sqlite.engine, "commit", fail)
     sqlite.write(_insert)
-    assert sqlite.do_at_once(writes) == [None]
+    assert _tried(sqlite, writes) == [None]
 
 
 # -- interruptions ---------------------------------------------------------------------------------------------

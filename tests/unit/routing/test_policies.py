@@ -1,11 +1,10 @@
-"""The rules: whose turn it is, when to try again, what an outcome means, whether a queue is full."""
+"""The rules: whose turn it is, what an outcome means, whether a queue is full."""
 
 import itertools
 
 import pytest
 
 from admission import bounds
-from dispatch import retry
 from dispatch.outcome import Kind, Outcome
 from dispatch.verdict import Verdict, crashed, judge
 from jobs.record import Waiting
@@ -37,39 +36,6 @@ def test_a_lane_has_four_parts_whatever_its_tenant_is_called(tenant, model):
     priority, digest, name, last = lane.split("|")
     assert (priority, digest, last) == ("7", "", model)
     assert "\n" not in lane and (name == tenant) is (tenant in ("acme", "two words", ""))
-
-
-# -- retry -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("failures", "seconds"), [(0, 1), (1, 2), (2, 4), (3, 8), (4, 16), (5, 30), (6, 30), (49, 30), (5000, 30)]
-)
-def test_waits_are_1_2_4_8_16_30_seconds_within_ten_per_cent(failures, seconds):
-    assert retry.delay_ms(failures, CONFIG, 0.5) == seconds * 1000
-    assert retry.delay_ms(failures, CONFIG, 0.0) == round(seconds * 900)
-    assert seconds * 1000 < retry.delay_ms(failures, CONFIG, 0.999999) <= round(seconds * 1100)
-
-
-def test_chance_spreads_the_waits_evenly():
-    waits = [retry.delay_ms(0, CONFIG, n / 100) for n in range(100)]
-    assert len(set(waits)) == 100 and waits == sorted(waits)
-
-
-def test_all_retries_together_take_as_long_as_they_did_in_s1():
-    assert sum(retry.delay_ms(n, CONFIG, 0.5) for n in range(50)) == 1_381_000
-
-
-def test_a_model_can_have_waits_of_its_own():
-    config = ModelConfig(retry_backoff=0.25, retry_backoff_max=60)
-    assert [retry.delay_ms(n, config, 0.5) for n in (0, 1, 7, 8)] == [250, 500, 32_000, 60_000]
-
-
-@pytest.mark.parametrize(
-    ("retry_after_s", "wait_ms"), [(None, 2000), (0.5, 2000), (7.0, 7000), (3600.0, 30_000), (0.0, 2000)]
-)
-def test_a_servers_wish_counts_where_it_is_longer_up_to_the_longest_wait(retry_after_s, wait_ms):
-    assert retry.delay_ms(1, CONFIG, 0.5, retry_after_s) == wait_ms
 
 
 # -- verdict ---------------------------------------------------------------------------------------------------

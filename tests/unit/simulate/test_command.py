@@ -21,6 +21,7 @@ from jobs.states import Why
 from jobs.store import Store
 from registry.catalog import Catalog
 from tests.support.builders import a_queued_job, a_start
+from tests.support.ends import store_end
 from tests.unit.cli.bench import until
 from tests.unit.simulate.scenarios import POLICIES
 
@@ -130,7 +131,7 @@ def test_yesterday_is_played_from_the_record(sqlite_url, monkeypatch):
     for n in range(20):
         job = a_queued_job(store, now_ms=yesterday + n * 1000)
         attempt = a_start(store, job.id, now_ms=yesterday + n * 10_000).attempt
-        assert store.settle(job.id, attempt, Why.FINISHED, yesterday + (n + 1) * 10_000, result="{}")
+        assert store_end(store, job.id, attempt, Why.FINISHED, yesterday + (n + 1) * 10_000, result="{}")
     record.close()
     monkeypatch.setenv("SLOTKEEPER_DATABASE_URL", sqlite_url)
     done = run("--from-record", "yesterday", "--policy", "fifo", "--slots", "1", "--slots", "2", "--json")

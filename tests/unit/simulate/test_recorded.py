@@ -10,6 +10,7 @@ from jobs.states import State, Why
 from jobs.store import Store
 from registry.catalog import Catalog
 from tests.support.builders import T0, a_job, a_job_in, a_queued_job, a_start
+from tests.support.ends import store_end
 from trials.simulate import Wrong, figures, recorded
 from trials.simulate.scenario import Scenario
 
@@ -33,7 +34,7 @@ def ran(store: Store, created: int, started: int, seconds: int, **fields) -> Non
     """A job that went its way, in seconds after T0."""
     job = a_queued_job(store, now_ms=T0 + created * 1000, **fields)
     run = a_start(store, job.id, now_ms=T0 + started * 1000)
-    assert store.settle(job.id, run.attempt, Why.FINISHED, T0 + (started + seconds) * 1000, result="{}")
+    assert store_end(store, job.id, run.attempt, Why.FINISHED, T0 + (started + seconds) * 1000, result="{}")
 
 
 def read(database: Database, **window: int):

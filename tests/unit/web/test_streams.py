@@ -35,6 +35,7 @@ from scripting.scripts import Scripts, connect
 from tasks import wiring
 from tests.support.api import Api
 from tests.support.builders import T0, a_queued_job, a_running_job, an_ended_job, eventually
+from tests.support.ends import store_end
 
 KEYS = {"REQUIRE_KEYS": "true"}
 
@@ -182,7 +183,7 @@ def test_a_jobs_stream_tells_it_from_the_beginning_and_ends_with_it(served: Serv
     assert (reader.status, reader.headers["content-type"]) == (200, "text/event-stream")
     assert (reader.headers["cache-control"], reader.headers["x-accel-buffering"]) == ("no-store", "no")
     assert [reader.next().type, reader.next().type] == ["job.enqueued", "job.started"]
-    served.store.settle(run.job.id, 1, Why.FINISHED, T0, result="{}")
+    store_end(served.store, run.job.id, 1, Why.FINISHED, T0, result="{}")
     told = reader.next()
     expected = {
         "job_id": run.job.id,
@@ -245,7 +246,7 @@ def test_what_a_jobs_server_says_is_told_between_its_start_and_its_end(served: S
     assert (told.type, told.data["text"], told.heard) == ("progress", "before", "1-1")
     assert _say(job, "now", 2) == 1
     assert reader.next().data["text"] == "now"
-    served.store.settle(job, 1, Why.FINISHED, T0, result="{}")
+    store_end(served.store, job, 1, Why.FINISHED, T0, result="{}")
     assert _types(reader) == ["job.completed"]
 
 
@@ -253,7 +254,7 @@ def test_all_that_was_said_is_told_before_the_end(served: Served) -> None:
     """Also where the record was quicker, or the job had ended before."""
     job = a_running_job(served.store).job.id
     _say(job, "all", 1)
-    served.store.settle(job, 1, Why.FINISHED, T0, result="{}")
+    store_end(served.store, job, 1, Why.FINISHED, T0, result="{}")
     assert _texts(Reader(served.ask(f"/queue/jobs/{job}/stream"))) == [
         "job.enqueued",
         "job.started",
@@ -272,7 +273,7 @@ def test_who_comes_again_is_told_the_rest_of_a_text(served: Served) -> None:
     reader.close()
     again = Reader(served.ask(f"/queue/jobs/{job}/stream", {"Last-Event-ID": f"{seen.id}-{seen.heard}"}))
     assert again.next().data["text"] == "c"
-    served.store.settle(job, 1, Why.FINISHED, T0, result="{}")
+    store_end(served.store, job, 1, Why.FINISHED, T0, result="{}")
     assert _types(again) == ["job.completed"]
 
 
@@ -282,7 +283,7 @@ def test_the_end_is_told_where_redis_is_away(served: Served) -> None:
     job = a_running_job(served.store).job.id
     reader = Reader(served.ask(f"/queue/jobs/{job}/stream"))
     assert [reader.next().type for _ in range(2)] == ["job.enqueued", "job.started"]
-    served.store.settle(job, 1, Why.FINISHED, T0, result="{}")
+    store_end(served.store, job, 1, Why.FINISHED, T0, result="{}")
     assert _types(reader) == ["job.completed"]
 
 
@@ -419,7 +420,7 @@ def _cut_again_and_again(served: Served, database: Database) -> None:
         store = Store(database)
         while not stopping.wait(0.002):
             run = a_running_job(store)
-            store.settle(run.job.id, 1, Why.FINISHED, T0, result="{}")
+            store_end(store, run.job.id, 1, Why.FINISHED, T0, result="{}")
             with suppress(ZeroDivisionError):
                 database.write(_fails)
 

@@ -14,7 +14,7 @@ from foundation.clock import steady_s
 from foundation.errors import SlotkeeperError
 from routing.config import RoutingSettings
 from routing.leases import Leases
-from tasks.heartbeat import Watch
+from tasks.worker.heartbeat import Watch
 
 log = structlog.get_logger(__name__)
 

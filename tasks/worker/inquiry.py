@@ -6,13 +6,14 @@ from collections.abc import Collection
 import structlog
 from redis.exceptions import RedisError
 
+from dispatch.dispatcher import Dispatcher
+from dispatch.steps import blocking, wait
 from foundation.errors import RecordUnavailable
 from jobs.record import Brief
 from jobs.states import FINAL, State
-from jobs.store import Store
-from routing.leases import Lease, Leases, Restored
+from routing.leases import Lease, Restored
 from tasks.aside import Aside
-from tasks.heartbeat import Watch
+from tasks.worker.heartbeat import Watch
 
 log = structlog.get_logger(__name__)
 
@@ -26,8 +27,8 @@ class Inquiry:
     last that Redis was told, and not be another's.  Until the record answers, the run goes on.
     """
 
-    def __init__(self, store: Store, leases: Leases) -> None:
-        self._store, self._leases = store, leases
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
         self._asked: dict[Watch, bool] = {}  # and whether Redis does not know its lease
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -49,7 +50,7 @@ class Inquiry:
 
     def look(self, asked: dict[Watch, bool]) -> None:
         """Tell runs, each with whether its lease is doubted, what the record says.  Raises RecordUnavailable."""
-        briefs = self._store.briefs([watch.lease.job_id for watch in asked])
+        briefs = self._dispatcher.store.briefs([watch.lease.job_id for watch in asked])
         for watch, doubted in asked.items():
             self._tell(watch, briefs.get(watch.lease.job_id), doubted)
 
@@ -86,14 +87,14 @@ class Inquiry:
         """The record has the run under this very lease, so it is this worker's, whatever Redis has forgotten."""
         lease = watch.lease
         try:
-            written = self._leases.restore(lease.fleet, [Restored(lease, found.job)])
+            written = self._dispatcher.leases.restore(lease.fleet, [Restored(lease, found.job)])
         except RedisError as error:  # The next renewal will ask once more.
             log.warning("lease_not_restored", job_id=lease.job_id, error=str(error))
         else:
             log.warning("lease_was_lost", job_id=lease.job_id, slot=lease.slot, restored=bool(written))
             watch.restored = True
             if watch.over:  # It has ended meanwhile, and nobody else frees what was written just now.
-                self._leases.release(lease, back=False)
+                wait(blocking(self._dispatcher).free(lease, back=False))
 
 
 def _runs_under(found: Brief, lease: Lease) -> bool:

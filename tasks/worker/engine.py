@@ -8,20 +8,18 @@ longer.  All else a thread writes, behind them.
 
 import asyncio
 import threading
-import time
 import types
-from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 import uvloop
 
-from database.db import Database, Write
+from database.db import Batch, Database, Write
 from routing.leases import Leases
 from scripting.scripts import Command
 from tasks.pulse import Pulse
@@ -31,81 +29,69 @@ T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
-_MOST_SPAWNED = 512
+_MOST_IN_BACKGROUND = 512
 
 _MOST_TOGETHER = 128
 _MOST_AT_ONCE = 32  # starts or ends, of 0.1 ms each
 _BEHIND_S = 0.003  # In that time a slot that was passed on with an end has its next request sent.
-_LATER_S = 0.01
-_SLICE_S = 0.001
 _RARE_THREADS = 16
 
 
-_Asked: TypeAlias = "list[tuple[Any, asyncio.Future[Any]]]"  # what for, and where its answer goes
-_Turn: TypeAlias = "tuple[_Asked, Sequence[Any] | None]"  # and what it came to, if only the disk is waited for
+class Commits:
+    """Commits what the loop asks for in one turn together: itself, if that waits for nothing, or by a thread.
 
-
-class Together:
-    """Has what the loop asks for in one turn done together, in a thread of its own.
-
-    `do` answers a result, or an Exception, for each.  `at_once`: does the same in the loop if that takes no time, else
-    answers None.  `secured`: what was done at once is handed to it, with its answers, by the thread, for it may wait;
-    they are given when it returns them.  `behind_s`: what is asked for waits so long for more of its kind, and does not
-    disturb the loop.
+    `behind_s`: what is asked for waits so long for more of its kind, and does not disturb the loop.
     """
 
-    def __init__(
-        self,
-        name: str,
-        loop: asyncio.AbstractEventLoop,
-        do: Callable[[list[Any]], Sequence[Any]],
-        at_once: Callable[[list[Any]], Sequence[Any] | None] = lambda _: None,
-        secured: Callable[[list[Any], list[Any]], Sequence[Any]] | None = None,
-        behind_s: float = 0.0,
-    ) -> None:
-        self._loop, self._do, self._at_once, self._secured = loop, do, at_once, secured
-        self._behind_s = behind_s
-        self._this_turn: _Asked = []
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop, database: Database, behind_s: float = 0.0) -> None:
+        self._loop, self._database, self._behind_s = loop, database, behind_s
+        self._this_turn: list[tuple[Write[Any], asyncio.Future[Any]]] = []
         self._turns: SimpleQueue[_Turn | None] = SimpleQueue()
-        self.pulse = Pulse(name, wake=lambda: self._turns.put(([], None)))
+        self.pulse = Pulse(name, wake=lambda: self._turns.put(_Turn(Batch([]), [])))
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def ask(self, wanted: Any) -> "asyncio.Future[Any]":
-        """Have it done.  The future has what it came to."""
+    def ask(self, write: Write[T]) -> "asyncio.Future[T]":
+        """Have it committed.  The future raises RecordUnavailable, RecordUncertain."""
         answer: asyncio.Future[Any] = self._loop.create_future()
-        self._this_turn.append((wanted, answer))
+        self._this_turn.append((write, answer))
         if len(self._this_turn) == 1:
-            self._loop.call_later(self._behind_s, self._hand_over)
+            self._loop.call_later(self._behind_s, self._commit)
         return answer
 
     def end(self) -> None:
         self._turns.put(None)
 
-    def _hand_over(self) -> None:
-        batch, self._this_turn = self._this_turn, []
-        found = _done(self._at_once, _wanted(batch)) if len(batch) <= _MOST_AT_ONCE else None
-        if found is None or self._secured is not None:
-            self._turns.put((batch, found))
+    def _commit(self) -> None:
+        asked, self._this_turn = self._this_turn, []
+        turn = _Turn(Batch([write for write, _ in asked]), [answer for _, answer in asked])
+        if len(asked) <= _MOST_AT_ONCE:
+            self._database.try_commit(turn.batch)
+        if turn.batch.answers is None:
+            self._turns.put(turn)
         else:
-            _answer([future for _, future in batch], found)
+            turn.answer()
 
     def _work(self) -> None:
         while (turns := self._next()) is not None:
-            done = [one for batch, found in turns if found is not None for one in batch]
-            answers = [answer for _, found in turns if found is not None for answer in found]
-            if done and self._secured is not None:
-                self._tell(done, _done(self._secured, _wanted(done), answers))
-            if undone := [one for batch, found in turns if found is None for one in batch]:
-                self._tell(undone, _done(self._do, _wanted(undone)))
+            self._complete([turn for turn in turns if turn.batch.committed is not None])
+            self._complete([turn for turn in turns if turn.batch.committed is None and turn.batch.writes])
 
-    def _tell(self, batch: _Asked, found: Sequence[Any]) -> None:
-        self._loop.call_soon_threadsafe(_answer, [future for _, future in batch], found)
+    def _complete(self, turns: "Sequence[_Turn]") -> None:
+        if not turns:
+            return
+        try:
+            self._database.complete([turn.batch for turn in turns])
+        except Exception as error:
+            for turn in turns:
+                turn.batch.answers = [error] * len(turn.batch.writes)
+        for turn in turns:
+            self._loop.call_soon_threadsafe(turn.answer)
 
     def _next(self) -> "list[_Turn] | None":
         found: list[_Turn] = []
         try:
-            while sum(len(batch) for batch, _ in found) < _MOST_TOGETHER:
+            while sum(len(turn.answers) for turn in found) < _MOST_TOGETHER:
                 turn = self._turns.get(block=not found)
                 self.pulse.beat()
                 if turn is None:
@@ -116,25 +102,20 @@ class Together:
         return found
 
 
-def _wanted(batch: _Asked) -> list[Any]:
-    return [wanted for wanted, _ in batch]
+class _Turn(NamedTuple):
+    """What was asked for in one turn of the loop, and where the answers go."""
 
+    batch: Batch
+    answers: "list[asyncio.Future[Any]]"
 
-def _done(do: Callable[..., T], wanted: list[Any], *more: Any) -> T | list[Exception]:
-    try:
-        return do(wanted, *more)
-    except Exception as error:
-        return [error] * len(wanted)
-
-
-def _answer(futures: Sequence["asyncio.Future[Any]"], found: Sequence[Any]) -> None:
-    for future, answer in zip(futures, found, strict=True):
-        if future.done():
-            continue
-        if isinstance(answer, Exception):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
+    def answer(self) -> None:
+        for future, answer in zip(self.answers, self.batch.answers or (), strict=True):
+            if future.done():
+                continue
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
 
 
 @types.coroutine
@@ -158,31 +139,29 @@ class Engine:
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self.wires = Wires(self.loop)
         self._room = leases.pipeline(self.loop)
-        at_once = database.do_at_once
-        self._relaxed = Together("record-relaxed", self.loop, database.do_all, at_once)
-        self._durable = Together("record-durable", self.loop, database.do_all, at_once, database.secured, _BEHIND_S)
+        self._relaxed = Commits("record-relaxed", self.loop, database)
+        self._durable = Commits("record-durable", self.loop, database, _BEHIND_S)
         self._rare = ThreadPoolExecutor(_RARE_THREADS, thread_name_prefix="rare")
-        self._spawned: set[asyncio.Task[Any]] = set()
+        self._in_background: set[asyncio.Task[Any]] = set()
         self._lives: set[asyncio.Task[Any]] = set()
         self._count = 0  # of lives, those among them that the loop has not begun yet
-        self._later: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._idle = threading.Condition()
         self._closed = False
         self._awaited: set[Future[Any]] = set()  # by threads, until the loop ends
-        self._pulse = Pulse("engine", wake=lambda: self.soon(self._pulse.beat))
+        self._pulse = Pulse("engine", wake=lambda: self.call_soon(self._pulse.beat))
         self._thread = threading.Thread(target=self._turn, name="engine", daemon=True)
         self._thread.start()
 
     # -- from any thread -------------------------------------------------------------------------------------
 
-    def soon(self, act: Callable[..., object], *args: Any) -> None:
+    def call_soon(self, act: Callable[..., object], *args: Any) -> None:
         """Have the loop call `act`."""
         if self._is_here:
             self.loop.call_soon(act, *args)
         else:
             self.loop.call_soon_threadsafe(act, *args)
 
-    def live(self, life: Coroutine[Any, Any, object]) -> None:
+    def spawn(self, life: Coroutine[Any, Any, object]) -> None:
         """Have the loop carry out `life`; from the loop's own thread it begins at once, up to where it first waits."""
         with self._idle:
             self._count += 1
@@ -207,7 +186,7 @@ class Engine:
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until nothing lives any more; False: it took longer."""
         with self._idle:
-            return self._idle.wait_for(lambda: self._count == 0 and not self._later, seconds)
+            return self._idle.wait_for(lambda: self._count == 0, seconds)
 
     @property
     def pulses(self) -> Sequence[Pulse]:
@@ -216,13 +195,13 @@ class Engine:
 
     def repeat(self, every_s: float, act: Callable[[], object]) -> None:
         """Have the loop call `act` again and again."""
-        self.soon(self._repeat, every_s, act)
+        self.call_soon(self._repeat, every_s, act)
 
     def close(self) -> None:
         """End the loop; what still lives is left where it is."""
         with self._idle:
             self._closed = True
-        self.soon(lambda: self.loop.create_task(self._end()))
+        self.call_soon(lambda: self.loop.create_task(self._end()))
         self._thread.join(5)
         for asked in tuple(self._awaited):
             asked.cancel()
@@ -232,35 +211,29 @@ class Engine:
 
     # -- from the loop ---------------------------------------------------------------------------------------
 
-    def later(self, act: Callable[..., object], *args: Any) -> None:
-        """Have `act` called when no request and no slot has to wait for it: soon, and in the order asked for."""
-        self._later.append((act, args))
-        if len(self._later) == 1:
-            self.loop.call_later(_LATER_S, self._catch_up)
-
-    def spawn(self, act: Coroutine[Any, Any, object]) -> None:
+    def spawn_background(self, act: Coroutine[Any, Any, object]) -> None:
         """Carry out something that nobody waits for; it is cancelled when the loop ends, or when there are too many."""
-        if len(self._spawned) >= _MOST_SPAWNED:
+        if len(self._in_background) >= _MOST_IN_BACKGROUND:
             act.close()
             return
         task = self.loop.create_task(act)
-        self._spawned.add(task)
-        task.add_done_callback(self._spawned_ended)
+        self._in_background.add(task)
+        task.add_done_callback(self._background_ended)
 
-    def _spawned_ended(self, task: "asyncio.Task[Any]") -> None:
-        self._spawned.discard(task)
+    def _background_ended(self, task: "asyncio.Task[Any]") -> None:
+        self._in_background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.warning("background_task_failed", error=repr(error))
 
-    def ask_room(self, command: Command[T]) -> "asyncio.Future[T]":
+    def redis(self, command: Command[T]) -> "asyncio.Future[T]":
         """Run a script.  The future raises redis errors."""
         return self._room.ask(command)
 
-    def store(self, write: Write[T]) -> "asyncio.Future[T]":
+    def commit(self, write: Write[T]) -> "asyncio.Future[T]":
         """The future raises RecordUnavailable, RecordUncertain."""
         return (self._relaxed if write.relaxed else self._durable).ask(write)
 
-    async def rarely(self, act: Callable[..., T], *args: Any) -> T:
+    async def run_in_thread(self, act: Callable[..., T], *args: Any) -> T:
         """Have something done that waits for others, in a thread: not what every run needs."""
         return await self.loop.run_in_executor(self._rare, act, *args)
 
@@ -269,7 +242,7 @@ class Engine:
         act()
 
     async def _end(self) -> None:
-        for task in tuple(self._spawned):
+        for task in tuple(self._in_background):
             task.cancel()
         try:
             await self._room.close()
@@ -306,22 +279,6 @@ class Engine:
             self._count -= 1
             if not self._count:
                 self._idle.notify_all()
-
-    def _catch_up(self) -> None:
-        """A little at a time, lest what has become urgent meanwhile wait for all of it."""
-        until = time.monotonic() + _SLICE_S
-        while self._later and time.monotonic() < until:
-            try:
-                act, args = self._later[0]
-                act(*args)
-            except Exception:
-                log.exception("act_failed")
-            self._later.popleft()
-        if self._later:
-            self.loop.call_soon(self._catch_up)
-            return
-        with self._idle:
-            self._idle.notify_all()
 
     def _turn(self) -> None:
         asyncio.set_event_loop(self.loop)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import structlog
+from redis.exceptions import RedisError
 
 from dispatch.dispatcher import Dispatcher
 from foundation.clock import steady_s
@@ -98,6 +99,20 @@ class Poller:
         self._seen = {look.fleet: look.oldest_open for look in looks if look.oldest_open is not None}
         self.turns.replace([look.fleet for look in found])
         return sum(self._take(look.fleet) for look in found)
+
+    def offer_in_turn(self, fleet: str) -> Offer | None:
+        """Claim an offer of the fleet whose turn it is after a run of this one.
+
+        None: nothing waits that can be started, or Redis is away.
+        """
+        try:
+            for following in self.turns.after(fleet):
+                offers = self._dispatcher.queues.offer(following, 1, claimant=self._owner)
+                if offers:
+                    return offers[0]
+        except RedisError as error:
+            log.warning("offer_postponed", error=str(error))
+        return None
 
     def _is_unseen(self, look: Look) -> bool:
         """Whether nobody begins what is there: an offer was open at the last look already, or is not even made."""

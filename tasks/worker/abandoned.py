@@ -1,12 +1,11 @@
 """Runs that were given up here before their server answered: the answer still tells when their slots are free."""
 
-from functools import partial
-
 import structlog
 
 from dispatch.dispatcher import ActiveRun, Dispatcher
-from tasks.engine import Engine
+from dispatch.steps import Steps
 from tasks.servers import Call, Live
+from tasks.worker.engine import Engine
 
 log = structlog.get_logger(__name__)
 
@@ -15,7 +14,7 @@ class Abandoned:
     """Observes the answers of a worker's runs that have ended here.  For the event loop alone."""
 
     def __init__(self, engine: Engine, dispatcher: Dispatcher) -> None:
-        self._engine, self._dispatcher = engine, dispatcher
+        self._engine, self._steps = engine, Steps(dispatcher, engine)
         self._noted: dict[str, tuple[Live, Call]] = {}  # by lease, until their ends are stored
 
     def note(self, lease: str, live: Live, call: Call) -> None:
@@ -27,9 +26,9 @@ class Abandoned:
         """Free the slot of a run whose end is stored as soon as its answer has come."""
         noted = self._noted.pop(active.lease.name, None)
         if noted is not None:
-            self._engine.spawn(self._observe(active, *noted))
+            self._engine.spawn_background(self._observe(active, *noted))
 
     async def _observe(self, active: ActiveRun, live: Live, call: Call) -> None:
         if await live.is_over(call):
             log.info("run_over_at_server", job_id=active.run.job.id, slot=active.run.slot)
-            await self._engine.rarely(partial(self._dispatcher.let_go, active))
+            await self._steps.server_released(active)

@@ -4,22 +4,21 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from enum import Enum
 from typing import Any
 
 import orjson
 import structlog
 
 from dispatch.dispatcher import ActiveRun
-from dispatch.outcome import Kind, Outcome
+from dispatch.outcome import Kind, Outcome, StopReason
 from foundation import exact
 from foundation.crash import crash_at
 from insight.spans import ATTEMPT
 from jobs.record import Run, now_ms
 from registry.config import ModelConfig
 from tasks import callbacks, tracing
-from tasks.heartbeat import Watch
 from tasks.servers import Call, Health, HealthKind, Live
+from tasks.worker.heartbeat import Watch
 
 log = structlog.get_logger(__name__)
 
@@ -29,14 +28,6 @@ _CANCEL_PATIENCE_S = 5.0
 _FIND_OUT_EVERY_S = 1.0
 _LISTEN_S = 600.0  # for the end of a run that is given up, at most
 _ASK_S = 30.0  # A question takes no longer than this, and may take as long, whatever is left of the run's own time.
-
-
-class Left(Enum):
-    """Why a worker does not go on with a run that goes on."""
-
-    LOST = "lost"  # Another worker has this job now, or nobody: what this one did is dropped.
-    STOPPED = "stopped"  # This worker is going down; another can go on with the job.
-    UNSENT = "unsent"  # The lease was lost before the request was sent.
 
 
 async def _holds_always(_: Watch) -> bool:
@@ -118,7 +109,7 @@ class Runner:
         self._phase = random.random()
         self._may_send_again = True  # once, if the server has been there all the time
 
-    async def outcome(self) -> Outcome | Left:
+    async def outcome(self) -> Outcome | StopReason:
         """Run the job and answer what came of it: never PENDING or UNKNOWN.  Raises RecordUnavailable."""
         live = self._live
         if live is None:
@@ -128,13 +119,13 @@ class Runner:
             found = await self._begin(live)
             while isinstance(found, Outcome) and found.kind in (Kind.PENDING, Kind.UNKNOWN):
                 if not await self._keep(found.remote_id):
-                    return Left.LOST
+                    return StopReason.LOST
                 if self._left() is None:
                     await self._watch.wait(self._interval_s(found))
                 found = await self._waited(live, found) or await self._ask(live)
         finally:
             self._watch.listen_no_more()
-        if isinstance(found, Left) or self._is_over(live, found):
+        if isinstance(found, StopReason) or self._is_over(live, found):
             return found
         return found._replace(lingers=True)
 
@@ -143,7 +134,7 @@ class Runner:
         sent = self._answered or self._remote_id is not None
         return outcome.kind is not Kind.CANCELED or not sent or _frees_slot(live) != "no"
 
-    async def _begin(self, live: Live) -> Outcome | Left:
+    async def _begin(self, live: Live) -> Outcome | StopReason:
         """Hand the job over; or ask for what an earlier worker began, which may have ended long ago."""
         if self._resumes:
             return await self._ask(live)
@@ -152,10 +143,10 @@ class Runner:
         if self._watch.cancel:
             return Outcome(Kind.CANCELED, message="Canceled before it was sent.")
         if live.description.is_found_by_given_id and not await self._keep(live.known_id(self.question)):
-            return Left.LOST
+            return StopReason.LOST
         call = self._call
         if not await self._holds(self._watch):
-            return Left.UNSENT
+            return StopReason.UNSENT
         self._watch.sent = True
         return await self._submit(live, call)
 
@@ -223,13 +214,13 @@ class Runner:
         crash_at("run_remote_noted")
         return True
 
-    def _left(self) -> Left | None:
+    def _left(self) -> StopReason | None:
         """Why this worker shall not go on with the run."""
         if self._watch.lost:
-            return Left.LOST if self._watch.sent else Left.UNSENT
-        return Left.STOPPED if self._watch.stop else None
+            return StopReason.LOST if self._watch.sent else StopReason.UNSENT
+        return StopReason.STOPPED if self._watch.stop else None
 
-    async def _waited(self, live: Live, last: Outcome) -> Outcome | Left | None:
+    async def _waited(self, live: Live, last: Outcome) -> Outcome | StopReason | None:
         """What the waiting itself has come to, if it is over."""
         if (left := self._left()) is not None:
             return left

@@ -1,0 +1,93 @@
+"""When a run that went wrong is tried again: by Celery's retry options of `infer`, where its model sets none.
+
+`task_annotations = {"infer": {"max_retries": 5}}` in celeryconfig.py changes one, as for any task of Celery.
+"""
+
+import sys
+from typing import cast
+
+from celery import Task
+from celery.utils.time import get_exponential_backoff_interval
+
+from dispatch.decision import Decision, decide
+from dispatch.outcome import Kind, Outcome, StopReason
+from jobs.record import Run, now_ms
+from registry.config import ModelConfig
+from routing.config import RoutingSettings
+from tasks.celery_app import celery
+from tasks.descriptions import keeps_results
+
+_JITTER = 5  # A wait is spread over a fifth of it: ±10 %.
+_MAY_RETRY = frozenset({Kind.RETRY, Kind.CANCELED})
+
+
+class ServerFault(Exception):
+    """The server answered with an error or with nonsense: (code, message)."""
+
+
+class RetriedTask(Task):
+    """Has the defaults of ModelConfig as Celery's retry options; a job that is tried again waits in the database."""
+
+    autoretry_for = (ServerFault,)
+    retry_backoff = ModelConfig().retry_backoff
+    retry_backoff_max = ModelConfig().retry_backoff_max
+    retry_jitter = True
+    max_retries = ModelConfig().max_retries
+
+
+def retry_task() -> RetriedTask:
+    """Return the task `infer`, with what `task_annotations` says of it.
+
+    By its name: what settles runs is loaded by it.
+    """
+    celery.loader.import_task_module("tasks.inference")
+    return cast(RetriedTask, celery.tasks["infer"])
+
+
+def effective(config: ModelConfig) -> ModelConfig:
+    """Return the configuration with the task's retry options in place of what the model does not set."""
+    task = retry_task()
+    most = sys.maxsize if task.max_retries is None else task.max_retries
+    options = {
+        "max_retries": most if issubclass(ServerFault, tuple(task.autoretry_for)) else 0,
+        "retry_backoff": float(task.retry_backoff),
+        "retry_backoff_max": float(task.retry_backoff_max),
+    }
+    return config.model_copy(update={name: options[name] for name in options.keys() - config.model_fields_set})
+
+
+def countdown_s(failures: int, config: ModelConfig, retry_after_s: float | None = None) -> float:
+    """Return the seconds to wait after the failure number `failures` (0: the first).
+
+    `retry_jitter` spreads them by ±10 %.  `retry_after_s` is the server's own Retry-After, which is heeded where it is
+    longer, up to the model's longest wait.
+    """
+    config = effective(config)
+    longest_ms, asked_ms = round(config.retry_backoff_max * 1000), round((retry_after_s or 0.0) * 1000)
+    doubled_ms = get_exponential_backoff_interval(round(config.retry_backoff * 1000), failures, longest_ms)
+    wait_ms = max(doubled_ms, min(asked_ms, longest_ms))
+    if retry_task().retry_jitter:
+        # Celery's full jitter of the whole wait would halve the time for which a job outlives a broken server.
+        spread_ms = wait_ms // _JITTER
+        wait_ms += get_exponential_backoff_interval(spread_ms, 0, spread_ms, full_jitter=True) - spread_ms // 2
+    return wait_ms / 1000
+
+
+def decide_end(
+    run: Run, outcome: Outcome | StopReason, config: ModelConfig, settings: RoutingSettings, *, canceling: bool
+) -> Decision:
+    """Return how a run ends now that came to `outcome`.  `canceling`: as in `decide`."""
+    delay_ms = 0
+    if isinstance(outcome, Outcome) and outcome.kind in _MAY_RETRY:
+        config = effective(config)
+        delay_ms = round(countdown_s(run.failures, config, outcome.retry_after_s) * 1000)
+    return decide(
+        run,
+        outcome,
+        config,
+        settings,
+        now_ms(),
+        canceling=canceling,
+        keeps_result=keeps_results(run.described_by),
+        retry_delay_ms=delay_ms,
+    )

@@ -1,0 +1,89 @@
+"""What a worker does beside its runs: releases that Redis did not answer, looks at other workers, its lifetime."""
+
+import threading
+from contextlib import suppress
+
+import structlog
+from redis.exceptions import RedisError
+
+from dispatch.dispatcher import Dispatcher
+from dispatch.steps import BlockingIo, Steps, wait
+from foundation.lifetimes import Lifetimes
+from routing.leases import Lease
+from routing.workers import Workers
+from tasks.aside import Aside
+from tasks.pulse import end_if_stopped
+from tasks.worker.engine import Engine
+from tasks.worker.heartbeat import Heartbeat
+from tasks.worker.inquiry import Inquiry
+from tasks.worker.poller import Poller
+
+log = structlog.get_logger(__name__)
+
+_WATCH_EVERY_S = 1.0
+# Each lease expires by itself soon; this bounds what a process keeps that never frees anything again.
+_MOST_PENDING = 10_000
+
+
+class Background:
+    """The background tasks of one worker, each in a thread of its own that no run waits for.
+
+    `lifetimes`: by which the end of the process is known at once if it is killed.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, workers: Workers, owner: str, lifetimes: Lifetimes | None) -> None:
+        self._dispatcher, self._workers, self._owner, self._lifetimes = dispatcher, workers, owner, lifetimes
+        self.is_draining = False
+        self._pending: dict[Lease, tuple[bool, int]] = {}  # releases to be repeated: `back` and `cooldown_ms` of each
+        self._lock = threading.Lock()
+        self._look = Aside("room", self._look_at_workers)
+        self._tasks = Aside("chores", self.run)
+        if lifetimes is not None:
+            lifetimes.try_to_begin(owner)  # before its first claim
+        workers.refresh_by(self._look.ask)  # The loop asks for it, and must not wait.
+
+    def watch(self, engine: Engine, heartbeat: Heartbeat, poller: Poller, inquiry: Inquiry) -> None:
+        """Watch the threads of a worker: the heartbeat from the loop, all others after each beat."""
+        self._engine, self._heartbeat, self._poller, self._inquiry = engine, heartbeat, poller, inquiry
+        engine.repeat(_WATCH_EVERY_S, lambda: end_if_stopped(heartbeat))
+
+    def after_beat(self, was_away: bool) -> None:
+        """Redis answers: begin what could wait for that, in other threads than the heartbeat's."""
+        end_if_stopped(*self._engine.pulses, self._look, self._tasks, self._poller)
+        if was_away:  # A cancel or a passed deadline of which Redis could not tell us stands in the database.
+            self._inquiry.ask(self._heartbeat.watches())
+        self._tasks.ask()
+
+    def postpone(self, lease: Lease, back: bool, cooldown_ms: int) -> None:
+        """Repeat a release that Redis did not answer, when Redis answers again."""
+        with self._lock:
+            self._pending[lease] = back, cooldown_ms
+            if len(self._pending) > _MOST_PENDING:
+                del self._pending[next(iter(self._pending))]
+
+    def run(self) -> None:
+        """Do what is pending."""
+        self._release_pending()
+        self._dispatcher.observer.learn()
+        if self.is_draining:  # The poller has ended, and slots that become free here are for others.
+            self._look_at_workers()
+
+    def end(self) -> None:
+        """Forget the lifetime of a worker that has no runs."""
+        if self._lifetimes is not None:
+            self._lifetimes.end(self._owner)
+
+    def _look_at_workers(self) -> None:
+        with suppress(RedisError):  # The poller says so once a second.
+            self._workers.look()
+
+    def _release_pending(self) -> None:
+        """Redis is back: free what could not be freed.  Another holder of such a lease is not disturbed (LEASE-4)."""
+        with self._lock:
+            pending, self._pending = self._pending, {}
+        steps = Steps(self._dispatcher, BlockingIo(self._dispatcher), self.postpone)
+        for lease, (back, cooldown_ms) in pending.items():
+            if self._pending:  # Redis is away again, and each try costs its time-out.
+                self.postpone(lease, back, cooldown_ms)
+            else:
+                wait(steps.free(lease, back=back, cooldown_ms=cooldown_ms))

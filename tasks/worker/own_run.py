@@ -1,0 +1,28 @@
+"""One run of this process, as its executor and its server call share it."""
+
+from typing import NamedTuple
+
+from dispatch.dispatcher import ActiveRun
+from dispatch.steps import Steps
+from jobs.record import Run
+from tasks.worker.capacity import Taken
+from tasks.worker.heartbeat import Watch
+from tasks.worker.patient_io import PatientIo
+
+
+class OwnRun(NamedTuple):
+    """The job and its lease, what is done to it from outside, the offer it came by, and how its end is stored."""
+
+    active: ActiveRun
+    watch: Watch
+    taken: Taken
+    io: PatientIo
+    steps: Steps
+
+    @property
+    def run(self) -> Run:
+        return self.active.run
+
+    @property
+    def canceling(self) -> bool:
+        return self.watch.cancel or self.run.cancel_requested

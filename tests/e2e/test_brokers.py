@@ -1,0 +1,71 @@
+"""Jobs, maintenance and bare clients by each broker: Redis, and RabbitMQ with classic and with quorum queues."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from tests.support.rabbitmq import NoRabbitMQ, RabbitMQ
+from tests.support.stack import eventually
+from tests.support.town import Town, ready, started_town
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitMQ]:
+    try:
+        with RabbitMQ(tmp_path_factory.mktemp("rabbitmq")) as node:
+            yield node
+    except NoRabbitMQ as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module", params=["redis", "classic", "quorum"])
+def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+    """A town of its own, whose processes and clients meet at this broker; `broker` is its URL."""
+    env: dict[str, str] = {}
+    if request.param != "redis":
+        node = request.getfixturevalue("rabbitmq")
+        url = node.url if request.param == "classic" else node.quorum_url()
+        env = {"SLOTKEEPER_BROKER_URL": url, "SLOTKEEPER_BROKER_QUEUES": request.param}
+    with started_town(tmp_path_factory.mktemp(request.param), **env) as found:
+        yield found
+
+
+def _bare(town: Town) -> Celery:
+    assert town.stack.valkey is not None
+    app = Celery(broker=town.stack.env.get("SLOTKEEPER_BROKER_URL", town.stack.valkey.url), set_as_current=False)
+    app.conf.result_backend = town.stack.valkey.url
+    app.conf.task_default_queue_type = town.stack.env.get("SLOTKEEPER_BROKER_QUEUES", "classic")
+    return app
+
+
+def test_a_bare_client_gets_its_result_and_a_job_is_tried_again(town: Town) -> None:
+    """A retry comes back by maintenance, which receives its messages by this broker."""
+    town.crew(1)
+    model = town.model(1, retry_backoff=0.1)
+    with _bare(town) as bare:
+        sent = bare.send_task("infer", args=[model, {"prompt": "bare", "fail": "error", "fail_attempts": 1}])
+        assert sent.get(timeout=60)["prompt"] == "bare"
+    assert town.row(sent.id).failures == 1
+
+
+def test_a_wake_up_begins_a_job_and_inspect_shows_it(town: Town) -> None:
+    town.crew(1)
+    model, gate = town.model(1), town.gate()
+    job = town.submit(model, gate)
+    town.sent(model)
+    with _bare(town) as bare:
+        found: Any = eventually(lambda: bare.control.inspect(timeout=3).active(), "the workers answer")
+        assert job in [run["id"] for runs in found.values() for run in runs]
+    gate.open()
+    town.until(job, "completed")
+
+
+def test_no_process_loses_its_connection(town: Town) -> None:
+    for process in [*town.crew(1), town.stack.processes["maintenance"]]:
+        ready(process)
+        assert process.log.count("ready.") == 1, "it has connected once"
+        assert "Traceback" not in process.log

@@ -1,0 +1,52 @@
+"""What Celery's remote control shows of a real worker, as docs/coming-from-celery.md says."""
+
+from collections.abc import Iterator
+from socket import gethostname
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from tests.support.stack import eventually
+from tests.support.town import Town
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+def worker(town: Town) -> Iterator[Any]:
+    """What `inspect` shows of one worker, by the name of the command; `None` while it does not answer."""
+    town.crew(0)
+    name = f"{town.hire().name}@{gethostname()}"
+    assert town.stack.valkey is not None
+    with Celery(broker=town.stack.valkey.url, set_as_current=False) as bare:
+        inspect = bare.control.inspect(destination=[name], timeout=5)
+
+        def shown(command: str) -> Any:
+            return (getattr(inspect, command)() or {}).get(name)
+
+        yield shown
+
+
+def test_inspect_shows_each_run_of_a_worker_also_one_that_no_message_brought(town: Town, worker: Any) -> None:
+    model, first, second = town.model(1), town.gate(), town.gate()
+    jobs = [town.submit(model, first), town.submit(model, second)]
+
+    def shows(job: str) -> dict[str, Any]:
+        def found() -> Any:
+            return next((it for it in worker("active") or [] if it["id"] == job), None)
+
+        return eventually(found, f"inspect active shows {job}")
+
+    brought = shows(jobs[0])
+    assert (brought["name"], brought["args"], brought["server"]) == ("infer", [model], model)
+    assert brought["hostname"].startswith("worker") and brought["time_start"] > 0
+    first.open()
+    handed_on = shows(jobs[1])
+    assert handed_on["slot"] == brought["slot"], "the slot that the first run has left"
+    assert [it["id"] for it in worker("active")] == [jobs[1]]
+    assert (worker("reserved"), worker("scheduled")) == ([], []), "jobs do not wait at workers"
+    assert worker("stats")["pool"]["runs"] == 1
+    second.open()
+    town.until(jobs[1], "completed")
+    eventually(lambda: worker("active") == [], "nothing is under way")

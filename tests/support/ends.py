@@ -1,0 +1,105 @@
+"""Ends of runs for tests, by the decisions, steps and writes with which the product ends them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dispatch.decision import Decision
+from dispatch.dispatcher import ActiveRun, Dispatcher
+from dispatch.outcome import Outcome, StopReason
+from dispatch.steps import BlockingIo, Postponed, Steps, blocking, settle, wait
+from dispatch.verdict import Verdict
+from jobs.record import Error, Withholding, now_ms
+from jobs.states import Why
+from jobs.store import Moved, Store
+from routing.leases import Lease, Leases, Released
+from routing.queues import Offer
+from tasks import retries
+from tasks.worker.executor import finish
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What came of a run.  `moved` None: the run was over before, and nothing was stored."""
+
+    moved: Moved | None
+    next: Offer | None  # already claimed by the claimant
+
+
+def store_end(store: Store, job_id: str, attempt: int, why: Why, now_ms: int, **ends: Any) -> Moved | None:
+    """Store the end of a run; None: it is over already, nothing was changed."""
+    return store.database.do(store.settle_write(job_id, attempt, why, now_ms, **ends))
+
+
+def decided(dispatcher: Dispatcher, active: ActiveRun, outcome: Outcome | StopReason) -> Decision:
+    """How a run of this outcome ends, by its model's configuration."""
+    run, config = active.run, dispatcher.catalog.model(active.run.job.model).config
+    return retries.decide_end(run, outcome, config, dispatcher.settings, canceling=run.cancel_requested)
+
+
+def end_in_order(
+    dispatcher: Dispatcher,
+    active: ActiveRun,
+    decision: Decision,
+    claimant: str = "",
+    postponed: Postponed | None = None,
+) -> Settled:
+    """End a run as its worker does, in the order that was decided."""
+    following: list[Offer | None] = []
+
+    async def spawn(offer: Offer | None, _: float) -> None:
+        following.append(offer)
+
+    moved = wait(
+        finish(Steps(dispatcher, BlockingIo(dispatcher), postponed), active, decision, lambda: claimant, spawn)
+    )
+    return Settled(moved, following[0])
+
+
+def end_run(
+    dispatcher: Dispatcher,
+    active: ActiveRun,
+    why: Why,
+    *,
+    result: str | None = None,
+    error: Error | None = None,
+    due_ms: int | None = None,
+    lingers: str = "",
+) -> Moved | None:
+    """End a run for a reason, as maintenance does; `lingers`: why its slot is quarantined."""
+    at_ms, run = now_ms(), active.run
+    if due_ms is None:
+        config = dispatcher.catalog.model(run.job.model).config
+        due_ms = at_ms + round(retries.countdown_s(run.failures, config) * 1000)
+    quarantine = Withholding(lingers, at_ms + dispatcher.settings.withhold_max_ms) if lingers else None
+    decision = Decision(
+        why,
+        result=result,
+        error=error,
+        due_ms=due_ms,
+        outcome=Verdict(why).outcome,
+        cooldown_ms=dispatcher.settings.busy_cooldown_ms if why is Why.SERVER_BUSY else 0,
+        quarantine=quarantine,
+    )
+    return settle(dispatcher, active, decision)
+
+
+def hand_back(dispatcher: Dispatcher, active: ActiveRun) -> bool:
+    """Let another worker resume a run.  False: it was over."""
+    return settle(dispatcher, active, decided(dispatcher, active, StopReason.STOPPED)) is not None
+
+
+def release(leases: Leases, lease: Lease, **how: Any) -> Released:
+    """Release a lease."""
+    (released,) = leases.scripts.run(leases.release_command(lease, **how))
+    return released
+
+
+def free(dispatcher: Dispatcher, lease: Lease, *, back: bool) -> Offer | None:
+    """Free a slot."""
+    return wait(blocking(dispatcher).free(lease, back=back))
+
+
+def cool_down(dispatcher: Dispatcher, fleet: str, server: str) -> int:
+    """Begin or prolong a server's cooldown, and return how long it is, in ms."""
+    slots = dispatcher.slots
+    return slots.scripts.run(slots.cooling_down(fleet, server)).cooldown_ms

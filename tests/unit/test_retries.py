@@ -1,0 +1,137 @@
+"""When a run that went wrong is tried again: each of Celery's retry options of `infer` decides, or its model's own."""
+
+import random
+from typing import Any
+
+import pytest
+from celery.utils.time import get_exponential_backoff_interval
+
+from dispatch.outcome import Kind, Outcome
+from jobs.states import State, Why
+from registry.config import ModelConfig
+from tasks import retries
+from tasks.inference import infer
+from tasks.retries import ServerFault, countdown_s
+from tests.support.ends import decided, end_in_order
+from tests.support.stage import Stage
+
+CONFIG = ModelConfig()
+FAULT = Outcome(Kind.RETRY, code="server_error", message="no")
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The waits are not spread."""
+    monkeypatch.setattr(infer, "retry_jitter", False)
+
+
+def _wait_s(stage: Stage, **config: Any) -> float:
+    """How long a job waits whose first run goes wrong."""
+    stage.register(**config)
+    job_id = stage.submit()
+    task = stage.start()
+    settled = end_in_order(stage.dispatcher, task, decided(stage.dispatcher, task, FAULT))
+    assert settled.moved is not None and settled.moved.to is State.DELAYED
+    due_ms = stage.job(job_id).due_ms
+    assert due_ms is not None
+    return (due_ms - stage.now) / 1000
+
+
+# -- each option decides -------------------------------------------------------------------------------------------
+
+
+def _ends_as(stage: Stage) -> Why:
+    stage.register()
+    stage.submit()
+    return decided(stage.dispatcher, stage.start(), FAULT).why
+
+
+@pytest.mark.parametrize(("faults", "why"), [((ServerFault,), Why.SERVER_ERROR), ((OSError,), Why.RETRIES_EXHAUSTED)])
+def test_autoretry_for_says_whether_a_wrong_answer_is_tried_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, faults: tuple[type[Exception], ...], why: Why
+) -> None:
+    assert infer.autoretry_for == (ServerFault,)
+    monkeypatch.setattr(infer, "autoretry_for", faults)
+    assert _ends_as(stage) is why
+
+
+@pytest.mark.parametrize(("most", "why"), [(0, Why.RETRIES_EXHAUSTED), (1, Why.SERVER_ERROR), (None, Why.SERVER_ERROR)])
+def test_max_retries_says_how_often(stage: Stage, monkeypatch: pytest.MonkeyPatch, most: int | None, why: Why) -> None:
+    assert infer.max_retries == 50
+    monkeypatch.setattr(infer, "max_retries", most)
+    assert _ends_as(stage) is why
+
+
+@pytest.mark.parametrize(("factor", "wait_s"), [(1.0, 1.0), (7, 7.0), (0.25, 0.25), (True, 1.0)])
+def test_retry_backoff_says_how_long_the_first_wait_is(
+    stage: Stage, steady: None, monkeypatch: pytest.MonkeyPatch, factor: float, wait_s: float
+) -> None:
+    assert infer.retry_backoff == 1.0
+    monkeypatch.setattr(infer, "retry_backoff", factor)
+    assert _wait_s(stage) == wait_s
+
+
+def test_retry_backoff_max_says_how_long_a_wait_may_be(
+    stage: Stage, steady: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert infer.retry_backoff_max == 30.0
+    monkeypatch.setattr(infer, "retry_backoff", 7)
+    monkeypatch.setattr(infer, "retry_backoff_max", 3)
+    assert _wait_s(stage) == 3.0
+
+
+def test_retry_jitter_says_whether_the_waits_are_spread(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert infer.retry_jitter is True
+    waits = {countdown_s(0, CONFIG) for _ in range(100)}
+    assert len(waits) > 10 and min(waits) >= 0.9 and max(waits) <= 1.1
+    monkeypatch.setattr(infer, "retry_jitter", False)
+    assert {countdown_s(0, CONFIG) for _ in range(100)} == {1.0} and _wait_s(stage) == 1.0
+
+
+def test_what_the_model_sets_comes_before_what_the_task_says(
+    stage: Stage, steady: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("retry_backoff", "retry_backoff_max", "max_retries"):
+        monkeypatch.setattr(infer, name, 0)
+    assert _wait_s(stage, retry_backoff=2, retry_backoff_max=9, max_retries=1) == 2.0
+
+
+def test_task_annotations_change_the_options_as_those_of_any_task() -> None:
+    from celery import Celery
+
+    app = Celery("annotated", set_as_current=False)
+    app.conf.task_annotations = {"annotated": {"max_retries": 5}}
+
+    def annotated() -> None: ...
+
+    task = app.task(annotated, name="annotated", base=retries.RetriedTask)
+    app.finalize()
+    assert app.tasks["annotated"].max_retries == 5 and task.retry_backoff == 1.0
+
+
+# -- how long is waited ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("failures", "seconds"), [(0, 1), (1, 2), (2, 4), (3, 8), (4, 16), (5, 30), (6, 30), (49, 30), (5000, 30)]
+)
+def test_waits_are_1_2_4_8_16_30_seconds_within_ten_per_cent(
+    monkeypatch: pytest.MonkeyPatch, failures: int, seconds: int
+) -> None:
+    for chance, wait_s in ((lambda most: 0, 0.9 * seconds), (lambda most: most - 1, 1.1 * seconds)):
+        with monkeypatch.context() as drawn:
+            drawn.setattr(random, "randrange", chance)
+            assert countdown_s(failures, CONFIG) == pytest.approx(wait_s)
+
+
+def test_celery_computes_the_waits(steady: None) -> None:
+    computed = [get_exponential_backoff_interval(1, n, 30) for n in range(50)]
+    assert [countdown_s(n, CONFIG) for n in range(50)] == computed
+    assert sum(computed) == 1381
+
+
+@pytest.mark.parametrize(("retry_after_s", "wait_s"), [(None, 2.0), (0.5, 2.0), (7.0, 7.0), (3600.0, 30.0), (0.0, 2.0)])
+def test_a_servers_wish_counts_where_it_is_longer_up_to_the_longest_wait(
+    steady: None, retry_after_s: float | None, wait_s: float
+) -> None:
+    assert countdown_s(1, CONFIG, retry_after_s) == wait_s

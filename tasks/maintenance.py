@@ -34,6 +34,7 @@ from tasks.celery_app import celery
 from tasks.config import EventSettings
 from tasks.descriptions import Misconfigured, server_for, speaker_of
 from tasks.ends import log_end
+from tasks.retries import decide_end
 from tasks.rounds import Asked, Rounds
 from tasks.servers import Call, HealthKind, Live, call_server
 from tasks.wiring import database, dispatcher, last_runs, lifetimes, scripts, teller, workers
@@ -142,7 +143,7 @@ def reap_killed() -> None:
 @_task("watch_runs")
 def watch_runs() -> None:
     """End runs that exceed their longest time, restore lost leases of draining slots, and go on with removals."""
-    draining.end_overlong(dispatcher())
+    draining.end_overlong(dispatcher(), decide_end)
     draining.keep(dispatcher())
     removal.go_on(dispatcher())
 

@@ -9,18 +9,21 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Protocol
 
 import structlog
 
-from dispatch.decision import decide
+from dispatch.decision import Decision
 from dispatch.dispatcher import DRAINING, Dispatcher, active_run, draining_lease
 from dispatch.outcome import Kind, Outcome
 from dispatch.steps import blocking, settle, wait
 from foundation.crash import crash_at
 from jobs import withheld
-from jobs.record import PRIORITY_DEFAULT, Job, Waiting, now_ms
+from jobs.record import PRIORITY_DEFAULT, Job, Run, Waiting, now_ms
 from jobs.withheld import Withheld
+from registry.config import ModelConfig
 from registry.values import Server
+from routing.config import RoutingSettings
 from routing.leases import Lease, Restored
 from upkeep import identity
 from upkeep.each import alone
@@ -244,12 +247,20 @@ def expire(dispatcher: Dispatcher, lease: Lease) -> bool:
 # -- ends that no worker brings --------------------------------------------------------------------------------
 
 
-def end_overlong(dispatcher: Dispatcher) -> int:
+class DecideEnd(Protocol):
+    """Decides how a run ends, with the retry options of the task that carries runs out."""
+
+    def __call__(
+        self, run: Run, outcome: Outcome, config: ModelConfig, settings: RoutingSettings, /, *, canceling: bool
+    ) -> Decision: ...
+
+
+def end_overlong(dispatcher: Dispatcher, decide_end: DecideEnd) -> int:
     """End runs that have long exceeded their longest time, though their workers do not; answers how many."""
-    return sum(_end_overlong(dispatcher, job) for job in dispatcher.store.running())
+    return sum(_end_overlong(dispatcher, job, decide_end) for job in dispatcher.store.running())
 
 
-def _end_overlong(dispatcher: Dispatcher, job: Job) -> bool:
+def _end_overlong(dispatcher: Dispatcher, job: Job, decide_end: DecideEnd) -> bool:
     model = dispatcher.catalog.snapshot().models.get(job.model)
     active = active_run(dispatcher, job)
     if model is None or active is None:
@@ -259,14 +270,7 @@ def _end_overlong(dispatcher: Dispatcher, job: Job) -> bool:
         return False
     message = "Exceeded max_poll_time, and its worker did not end it."
     outcome = Outcome(Kind.RETRY, code="timed_out", message=message, lingers=True)
-    decision = decide(
-        active.run,
-        outcome,
-        model.config,
-        dispatcher.settings,
-        now_ms(),
-        canceling=active.run.cancel_requested,
-    )
+    decision = decide_end(active.run, outcome, model.config, dispatcher.settings, canceling=active.run.cancel_requested)
     return settle(dispatcher, active, decision) is not None
 
 

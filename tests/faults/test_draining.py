@@ -18,6 +18,7 @@ from jobs.record import now_ms
 from jobs.states import State, Why
 from jobs.store import Moved
 from routing.leases import Renewal
+from tasks.retries import decide_end
 from tests.support.ends import end_in_order, hand_back
 from tests.support.stage import DOWN, LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
 from upkeep import draining, reconcile, runs
@@ -119,11 +120,12 @@ def _hung(stage: Stage) -> tuple[str, State]:
     task = stage.start()
     stage.later(60 * SECOND + 29 * SECOND)
     assert stage.renewal(task) is Renewal.RENEWED
-    assert draining.end_overlong(stage.dispatcher) == 0
+    assert draining.end_overlong(stage.dispatcher, decide_end) == 0
     stage.later(SECOND)
-    assert draining.end_overlong(stage.dispatcher) == 1
-    assert draining.end_overlong(stage.dispatcher) == 0
+    assert draining.end_overlong(stage.dispatcher, decide_end) == 1
+    assert draining.end_overlong(stage.dispatcher, decide_end) == 0
     assert stage.renewal(task) is Renewal.LOST
+    assert reconcile.promote_due(stage.dispatcher) == 0  # It waits as after any other retry.
     return job_id, State.DELAYED
 
 

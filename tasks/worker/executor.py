@@ -204,6 +204,7 @@ class Executor:
             asked_s = steady_s()
             following = await self._steps.leave(lease, run.job.id, run.attempt, self._capacity.claimant)
             await self._spawn_next(lease, None, following, asked_s)
+            log.info("run_ended_elsewhere", job_id=run.job.id, attempt=run.attempt)
             return
         config, is_large = self._calls.config_of(run.job.model), _is_large(outcome)
         decide = partial(retries.decide_end, run, outcome, config, self._dispatcher.settings, canceling=own.canceling)
@@ -213,8 +214,10 @@ class Executor:
                 own.watch.passed_on_s = time.monotonic()
             spawn = partial(self._spawn_next, lease, own.watch.passed_on_s)
             moved = await finish(own.steps, own.active, decision, lambda: self._capacity.claimant, spawn)
-        if isinstance(outcome, StopReason):
-            log.info("run_put_back", job_id=run.job.id, because=outcome.value, stored=moved is not None)
+        if moved is None:
+            log.info("run_ended_elsewhere", job_id=run.job.id, attempt=run.attempt)
+        elif isinstance(outcome, StopReason):
+            log.info("run_put_back", job_id=run.job.id, because=outcome.value)
 
     # -- the next run ----------------------------------------------------------------------------------------
 

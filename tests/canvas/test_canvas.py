@@ -42,6 +42,8 @@ def celery_worker_parameters() -> dict[str, Any]:
 
 @pytest.fixture
 def theirs(celery_app: Celery) -> Celery:  # noqa: F811
+    """An application that does not have our code: in this process Celery shares our tasks with each of its apps."""
+    celery_app.tasks.pop("infer", None)
     add_tasks(celery_app)
     return celery_app
 

@@ -39,10 +39,10 @@ def test_running_soon(timed_api: TimedApi) -> None:
     api = timed_api
     api.register()
     receipt = api.submit().json
-    assert (receipt["status"], receipt["outlook"], receipt["position"]) == ("queued", "start_write", None)
+    assert (receipt["status"], receipt["outlook"], receipt["position"]) == ("queued", "starting", None)
     assert (receipt["estimated_start_s"], receipt["estimated_start_between_s"]) == (0, [0, 1])
     shown = api.client.get(receipt["links"]["self"]).json
-    assert (shown["outlook"], shown["estimated_start_s"]) == ("start_write", 0)
+    assert (shown["outlook"], shown["estimated_start_s"]) == ("starting", 0)
 
 
 def test_queued_with_a_position_and_an_interval(timed_api: TimedApi) -> None:
@@ -71,7 +71,7 @@ def test_later_and_what_has_started_or_ended(timed_api: TimedApi) -> None:
     assert api.submit(not_before=60).json["outlook"] == "later"
     key = {"Idempotency-Key": "k-1"}
     api.submit(key)
-    assert api.submit(key).json["outlook"] == "start_write"
+    assert api.submit(key).json["outlook"] == "starting"
     api.run()
     again = api.submit(key).json
     assert (again["status"], again["outlook"], again["position"]) == (State.COMPLETED, None, None)

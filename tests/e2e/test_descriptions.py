@@ -229,7 +229,7 @@ class Cog:
             self.canceled.append(seen.path)
             return answer({})
         self.takes.append({"id": seen.path.rpartition("/")[2], **seen.json, "headers": seen.headers})
-        return answer({"id": self.takes[-1]["id"], "status": "start_write"}, 202)
+        return answer({"id": self.takes[-1]["id"], "status": "starting"}, 202)
 
     def push(self, output: Any) -> requests.Response:
         took = self.takes[-1]

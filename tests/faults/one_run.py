@@ -86,9 +86,14 @@ def a_worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) 
     found.close()
 
 
-def run(stage: Stage) -> Job:
-    """Do what the oldest wake-up asks for, and return the job as it then stands in the database."""
+def take_up(stage: Stage) -> str:
+    """Do what the oldest wake-up asks for, and return the id of its job."""
     worker, offer = stage.worker, stage.told.offers.pop(0)  # type: ignore[attr-defined]
     worker.executor.take_up(offer)
     assert worker.engine.wait(20)
-    return stage.job(offer.job_id)
+    return str(offer.job_id)
+
+
+def run(stage: Stage) -> Job:
+    """Take up the oldest wake-up, and return the job as it then stands in the database."""
+    return stage.job(take_up(stage))

@@ -11,7 +11,7 @@ from foundation.errors import RecordUncertain
 from jobs.models import events, jobs
 from jobs.states import State
 from tasks.worker.process import Worker
-from tests.faults.one_run import FakeServer, run
+from tests.faults.one_run import FakeServer, take_up
 from tests.support.stage import LEASE_MS, OFFER_MS, UP_AND_IDLE, Stage
 from upkeep import reconcile
 from upkeep.identity import ServerReport
@@ -30,7 +30,7 @@ def test_a_waiting_job_that_the_record_lost_is_offered_in_its_turn_and_its_slot_
     stage.register()
     lost, last = stage.submit(), stage.submit()
     _lose(stage, lost)
-    run(stage)
+    take_up(stage)
     assert stage.offered() == [last] and server.asked == []
 
 

@@ -1,6 +1,5 @@
 """Workers die, freeze, wake up too late, or are told to stop: each job's run counts once, and no slot is lost."""
 
-import re
 import signal
 import time
 
@@ -27,10 +26,9 @@ def _lost(town: Town, job_id: str) -> str:
     return str(lost.data["error"]["message"])
 
 
-def _has_ended_all(worker: Process, job_id: str) -> bool:
-    """Whether each task of this job that the worker has received has come to its end in it."""
-    lines = re.findall(rf"Task infer\[{re.escape(job_id)}\] (\w+)", worker.log)
-    return lines.count("received") * 2 == len(lines) > 0
+def _has_given_up(worker: Process, job_id: str) -> bool:
+    """Whether the worker has found that its run of this job was ended elsewhere, and is done with it."""
+    return any("run_ended_elsewhere" in line and job_id in line for line in worker.log.splitlines())
 
 
 def test_a_killed_workers_job_runs_again_within_seconds_at_its_own_place(town: Town) -> None:
@@ -73,7 +71,7 @@ def test_a_worker_that_wakes_after_its_lease_has_gone_changes_nothing(town: Town
     assert before
 
     thaw(zombie)
-    eventually(lambda: _has_ended_all(zombie, job_id), "it has done all that it meant to do")
+    eventually(lambda: _has_given_up(zombie, job_id), "it has done all that it meant to do")
 
     assert town.lease(model, following) == before
     assert list(town.taken(model).values()) == [following.encode()]

@@ -53,7 +53,7 @@ def test_an_attribute_is_shown_as_it_was_declared(given):
 @pytest.mark.parametrize("state", sorted(State))
 def test_every_state_has_an_outlook_or_needs_none(state):
     words = {outlook(state, place) for place in (Place(), Place(1), Place(offered=True))}
-    expected = {State.QUEUED: {"unknown", "waiting", "start_write"}, State.DELAYED: {"later"}}
+    expected = {State.QUEUED: {"unknown", "waiting", "starting"}, State.DELAYED: {"later"}}
     assert words == expected.get(state, {None})
 
 

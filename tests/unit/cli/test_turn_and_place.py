@@ -146,7 +146,7 @@ def test_a_wrong_constraint_is_wrong_usage(api: HTTPServer) -> None:
 @pytest.mark.parametrize(
     "more, said",
     [
-        ({"outlook": "start_write", "position": None, "estimated_start_s": 0.0}, "j-1  queued  starting"),
+        ({"outlook": "starting", "position": None, "estimated_start_s": 0.0}, "j-1  queued  starting"),
         (
             {"estimated_start_s": 90.0, "estimated_start_between_s": [45.0, 200.5]},
             "j-1  queued  position 3  starts in about 90 s (45 to 200.5)",

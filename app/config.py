@@ -19,6 +19,10 @@ class AppSettings(BaseSettings):
     """The address that is listened on."""
     port: int = Field(8000, ge=1, le=65535)
     """The port that is listened on."""
+    tls_certificate: str = ""
+    """The file with the certificate, and those that lead to its authority, as PEM.  With it the API speaks HTTPS."""
+    tls_key: str = ""
+    """The file with the certificate's key, as PEM.  Empty: it stands in the certificate's file."""
     require_keys: bool = False
     """Whether a request must show a tenant's key.  Without keys only this machine is served."""
     metrics_key: str = Field("", repr=False)
@@ -49,7 +53,7 @@ class AppSettings(BaseSettings):
     """Bodies and answers that one process holds; those of one tenant's key, or of one address, may be a fourth."""
     head_timeout_s: float = Field(10.0, gt=0, le=300)
     """How long a request's head may take, and a new connection may send nothing."""
-    keep_alive_s: float = Field(30.0, gt=0, le=3600)
+    keep_alive_s: int = Field(30, ge=1, le=3600)
     """How long a connection is kept between two requests."""
     body_timeout_s: float = Field(10.0, gt=0, le=300)
     """How long a body may take, beside a second for each SLOTKEEPER_BODY_MIN_RATE bytes that have come; then 408."""

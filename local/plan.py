@@ -77,7 +77,8 @@ class Plan:
     def url(self) -> str:
         """Where this machine reaches the API."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.app.host, self.app.host)
-        return f"http://[{host}]:{self.app.port}" if ":" in host else f"http://{host}:{self.app.port}"
+        scheme = "https" if self.app.tls_certificate else "http"
+        return f"{scheme}://[{host}]:{self.app.port}" if ":" in host else f"{scheme}://{host}:{self.app.port}"
 
     @property
     def flower_url(self) -> str:

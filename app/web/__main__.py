@@ -5,17 +5,18 @@ import os
 import resource
 import signal
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 import structlog
+import uvicorn
 import uvloop
-from flask import Flask
 
 from app.config import AppSettings
 from app.factory import create_app
 from app.page.sessions import Visited
+from app.web.application import Application
 from app.web.connection import Connection
-from app.web.door import Door
 from app.web.owners import Owners
 from foundation.errors import SlotkeeperError
 from foundation.garbage import collect_rarely
@@ -26,52 +27,67 @@ from tasks import alive, wiring
 
 log = structlog.get_logger(__name__)
 
-_BACKLOG = 2048
-_SPARE_FILES = 1024  # for the record, Redis, and what the process has open besides connections
-_STOP_S = 8.0
+_SPARE_FILES = 1024  # for the database, Redis, and what the process has open besides connections
+_STOP_S = 8
 _TURN_S = 0.001
 
 
 def main() -> NoReturn:
     settings = AppSettings()
     try:
-        app = create_app(settings)
+        flask = create_app(settings)
     except (SlotkeeperError, OSError) as error:
         raise SystemExit(f"Error: {error}") from error
-    sys.setswitchinterval(_TURN_S)  # No thread that reads a large body keeps the others waiting.
+    sys.setswitchinterval(_TURN_S)  # No thread that parses a large body keeps the others waiting.
     collect_rarely()
     living = alive.begin("web", wiring.processes())
     record = wiring.database()
-    visited = Visited(settings.port, Visits(record))
-    owners = Owners(Tenants(record) if settings.require_keys else None, visits=visited, read_visits=visited.read)
-    uvloop.run(_serve(app, settings, owners))
+    owners = Owners(Tenants(record) if settings.require_keys else None, Visited(settings.port, Visits(record)))
+    watching = Watching(wiring.scripts())
+    web = Application(flask, settings, owners, _most_connections(settings.max_connections), record, watching)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # uvicorn has its own, and sends the signal again when it has stopped.
+    uvloop.run(serve(web, uvicorn.Server(configuration(web, settings))))
     living.end()
-    # Threads that are still at work would be waited for; the record is safe whenever this ends.
+    # Threads that are still at work would be waited for; the database is consistent whenever this ends.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-async def _serve(app: Flask, settings: AppSettings, owners: Owners) -> None:
-    """Until a signal says to stop; then what is begun is answered first."""
-    loop = asyncio.get_running_loop()
-    door = Door(app, settings, owners, loop, _places(settings.max_connections), wiring.database())
-    door.watch_by(Watching(wiring.scripts()))
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    server = await loop.create_server(lambda: Connection(door), settings.host, settings.port, backlog=_BACKLOG)
-    door.tick()
-    log.info("web_listens", host=settings.host, port=settings.port)
-    await stop.wait()
-    server.close()
-    door.stop()
-    until = loop.time() + _STOP_S
-    while len(door.crowd) and loop.time() < until:
-        await asyncio.sleep(0.02)
+def configuration(web: Application, settings: AppSettings) -> uvicorn.Config:
+    return uvicorn.Config(
+        web,
+        settings.host,
+        settings.port,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        ssl_certfile=settings.tls_certificate or None,
+        ssl_keyfile=settings.tls_key or None,
+        timeout_keep_alive=settings.keep_alive_s,
+        timeout_graceful_shutdown=_STOP_S,
+    )
 
 
-def _places(wanted: int) -> int:
+async def serve(web: Application, server: uvicorn.Server) -> None:
+    """Serve until a signal says to stop."""
+    keeping_time = asyncio.create_task(web.keep_time())
+    keeping_time.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))  # Without it nothing has an end.
+    log.info("web_listens", host=server.config.host, port=server.config.port)
+    await server.serve()
+    keeping_time.cancel()
+    with suppress(asyncio.CancelledError):
+        await keeping_time
+
+
+def _most_connections(wanted: int) -> int:
     """Connections that there are files for."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = wanted + _SPARE_FILES

@@ -1,400 +1,289 @@
-"""One connection: reads heads and bodies, each within its time and size, and writes answers in their order."""
+"""uvicorn's HTTP protocol with deadlines and bounds for what a client sends, and leaves unsent and unread.
+
+Where there is no room for a connection, the one that has been silent for longest is closed; one whose request is being
+answered stays.  So a client that holds connections without using them loses them to those that do.  Half of the places
+is for connections that have shown a valid key.  Where there is no room for bytes, the owner that holds most gives way.
+"""
 
 import asyncio
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from itertools import chain
+from typing import Any
 
-from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
-from app.web.gateway import Answer, BadHead, environ_of
-from app.web.owners import Kind, Owner, TooManyKeys
-from app.web.request import LONGEST_HEAD, LONGEST_TARGET, MOST_HEADERS, Request
+from app.config import AppSettings
+from app.web.wsgi import LARGE_HEAD, LONGEST_HEAD, Refusal, check_head
 
-if TYPE_CHECKING:
-    from app.web.door import Door
-    from app.web.stream import Stream
-
+EXTENSION = "slotkeeper"
+"""In a scope's extensions: its Connection, as "connection"."""
+_SHARE = 4  # An owner may hold one fourth of all bytes.
+_PIECE = 1 << 10  # bytes parsed at once: many requests fit into few bytes, and each holds far more
+_MOST_AHEAD = 64 << 10  # bytes read from the network before their turn
 _LONGEST_FRAMING = 64 << 10  # bytes of a chunked body that are no content, before it goes on
-_HEARD_OUT = 32 << 20  # bytes of a body that is refused; a client that cannot send on never reads why
-_HEARD_OUT_S = 5.0
-_PIECE = 1 << 10  # bytes read of heads at one go: many requests fit into few bytes, and each holds far more
-_LEFT_S = 5.0  # for which a client that sends no more may wait for a thread
-_MOST_UNSENT = 128 << 10  # bytes of a stream that its client has not read; then it is closed, and may come again
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_LINGERS_S = 5.0  # A client whose request is refused may send the rest: else it may never read why.
+_HALF_CLOSED_S = 5.0  # for which a client that sends no more may wait: that cannot be told from one that has left
 
 
-class Connection(asyncio.BufferedProtocol):
-    """As asyncio has it: called from the event loop's thread only."""
+class Capacity:
+    """The connections and the bytes that this process holds."""
 
-    def __init__(self, door: "Door") -> None:
-        self._door = door
-        self.address = ""
-        self.bytes_owner, self.bytes_held = "", 0
-        self._peer = ("", 0)
-        self._requests: deque[Request] = deque()  # The first is being answered, or read.
-        self._since = door.now()  # of the present pause
-        self._silent = 0  # bytes since the last that were content
-        self._unsent = 0  # bytes of an answer
-        self._any_answered = False
-        self._ahead = bytearray()  # What has come and is not read yet.
-        self._going_on = False
-        self._ended: float | None = None  # since when the client sends no more
-        self._closing = False
-        self._hearing_out: float | None = None  # since when
-        self._heard_out = 0  # bytes
-        self._stream: Stream | None = None  # that is being sent
-        self._when_sent: Callable[[], None] | None = None
-        self.when_left: Callable[[], None] = _nothing
-        self._transport: asyncio.Transport = None  # type: ignore[assignment]
-        self._parser = HttpRequestParser(self)
+    def __init__(self, settings: AppSettings, most_connections: int, stop: Callable[[], None]) -> None:
+        """`stop` is called when the process begins to stop."""
+        self.settings, self.most_connections, self.stop = settings, most_connections, stop
+        self.most_bytes = settings.max_buffered_bytes
+        self.now: Callable[[], float] = time.monotonic
+        # In each the connection that has been silent for longest comes first.
+        self._strangers: dict[Connection, None] = {}
+        self._trusted: dict[Connection, None] = {}
+        self._held: Counter[str] = Counter()
+        self.evicted = 0
+
+    def connections(self) -> "list[Connection]":
+        return [*self._strangers, *self._trusted]
+
+    def enter(self, new: "Connection") -> None:
+        """Take a new connection in; another gives way if there is no room."""
+        if len(self._strangers) + len(self._trusted) >= self.most_connections:
+            parts = [self._trusted, self._strangers]
+            there = list(chain(*(reversed(parts) if len(self._strangers) >= self.most_connections // 2 else parts)))
+            self._close(next((one for one in there if not one.is_answered), there[0]))
+        self._strangers[new] = None
+
+    def touch(self, connection: "Connection", *, trusted: bool = False) -> None:
+        """Its client has just sent something, or shown a valid key."""
+        if connection in self._trusted or (trusted and connection in self._strangers):
+            self._strangers.pop(connection, None)
+            self._trusted.pop(connection, None)
+            self._trusted[connection] = None
+        elif connection in self._strangers:
+            del self._strangers[connection]
+            self._strangers[connection] = None
+
+    def leave(self, connection: "Connection") -> None:
+        self._strangers.pop(connection, None)
+        self._trusted.pop(connection, None)
+        self.release(connection)
+
+    def hold(self, connection: "Connection", account: str, size: int, *, whole: bool = False) -> bool:
+        """Keep `size` bytes more for it.  Return False where its owner holds its share; `whole`: it may hold all."""
+        if self._held[account] + size > (self.most_bytes if whole else self.most_bytes // _SHARE):
+            return False
+        connection.account = account
+        connection.bytes_held += size
+        self._held[account] += size
+        while self._held.total() > self.most_bytes:
+            greediest = self._held.most_common(1)[0][0]
+            holding = [it for it in self.connections() if it.account == greediest and it is not connection]
+            holding = [it for it in holding if it.bytes_held and not it.is_answered]
+            if not holding:
+                break
+            self._close(max(holding, key=lambda it: it.bytes_held))
+        return True
+
+    def release(self, connection: "Connection") -> None:
+        """Nothing is kept for it any more."""
+        if connection.bytes_held:
+            self._held[connection.account] -= connection.bytes_held
+            connection.bytes_held = 0
+            if not self._held[connection.account]:
+                del self._held[connection.account]
+
+    def _close(self, connection: "Connection") -> None:
+        self.evicted += 1
+        self.leave(connection)
+        connection.abort()
+
+
+class Connection(HttpToolsProtocol):
+    """Given to uvicorn by its setting `http`.  A request that is refused here never reaches the application."""
+
+    def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any = None) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        application: Any = config.app
+        self.capacity: Capacity = application.capacity
+        self.account, self.bytes_held = "", 0
+        self.parked = False  # Its request waits for something else than a thread.
+        self.half_closed: float | None = None  # since when
+        self._gone = self._served_any = False
+        self._cycles: deque[Any] = deque()  # requests without a complete response; the first is being answered
+        self._ahead = bytearray()  # what has come and is not parsed yet
+        self._missing = 0  # bytes of the body that surely are still to come
+        self._framing = 0  # bytes since the last that were content
+        self._reads_head = self._reads_body = False
+        self._since = self.capacity.now()  # of the present phase
+        self._unsent = 0  # bytes of the response, when that was looked at last
+        self._refused: float | None = None  # since when
+        self._refusal: Refusal | None = None
 
     @property
-    def is_served(self) -> bool:
-        """It waits for an answer."""
-        return bool(self._requests) and self._requests[0].served and not self._unsent
+    def is_answered(self) -> bool:
+        """Whether a whole request waits for its response."""
+        return bool(self._cycles) and not self._reads_body and not self.flow.write_paused
 
     @property
     def has_left(self) -> bool:
-        """Nobody waits for the answer, as far as can be told: who only sends no more looks like who is gone."""
-        return self._closing or (self._ended is not None and self._door.now() - self._ended > _LEFT_S)
+        """Whether nobody waits for the response, as far as can be told."""
+        now = self.capacity.now()
+        return self._gone or (self.half_closed is not None and now - self.half_closed > _HALF_CLOSED_S)
 
-    # -- the transport ---------------------------------------------------------------------------------------
+    @property
+    def is_refused(self) -> bool:
+        return self._refused is not None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=0)  # `resume_writing` shall tell that all is sent.
-        self._peer = (transport.get_extra_info("peername") or ("", 0))[:2]
-        self.address = self._peer[0]
-        self._door.crowd.enter(self)
+    # -- the transport ---------------------------------------------------------------------------------------------
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._closing = True
-        self._door.crowd.leave(self)
-        self.when_left()
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=1, low=0)  # The flow is paused until all is sent.
+        self.capacity.enter(self)
 
-    def get_buffer(self, sizehint: int) -> bytearray:
-        return self._door.arriving
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._gone = True
+        self.capacity.leave(self)
+        for cycle in self._cycles:  # uvicorn tells only the last.
+            cycle.disconnected = True
+            cycle.message_event.set()
+        super().connection_lost(exc)
 
-    def buffer_updated(self, nbytes: int) -> None:
-        if self._closing:
-            return
-        if self._hearing_out is not None:
-            self._forget(nbytes)
-            return
-        self._door.crowd.heard(self)
-        self._ahead += memoryview(self._door.arriving)[:nbytes]
-        self._go_on()
-        if self._ahead:
-            self._transport.pause_reading()
+    def data_received(self, data: bytes) -> None:
+        self.capacity.touch(self)
+        if self._refused is None:
+            self._ahead += data
+            self._read_on()
+        if len(self._ahead) > _MOST_AHEAD:
+            self.flow.pause_reading()
 
-    def eof_received(self) -> bool:
-        """The client sends no more; whether it may still read."""
-        self._ended = self._door.now()
-        if self._hearing_out is not None or self._stream is not None:
-            return False  # Who follows a stream and sends no more has left: its place is for others.
-        self._go_on()
-        return True
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """The client sends no more.  Keep the connection open for the response, if the request is whole."""
+        self.half_closed = self.capacity.now()
+        self._end_if_half_closed()
+        return not self.parked and not self.transport.is_closing() and self.scheme == "http"
+
+    def _end_if_half_closed(self) -> None:
+        if self.half_closed is not None and not self._ahead:
+            if self._reads_head or self._reads_body:
+                self._refuse(400, "incomplete_body", "The request broke off; nothing was done.  Send it again.")
+            elif not self._cycles:
+                self.transport.close()
 
     def resume_writing(self) -> None:
-        """All is sent."""
-        if self._unsent:
-            self._unsent = 0
-            self._end_request()
-        elif self._when_sent is not None:
-            then, self._when_sent = self._when_sent, None
-            then()
+        self._unsent = 0
+        super().resume_writing()
 
-    # -- reading ---------------------------------------------------------------------------------------------
+    def abort(self) -> None:
+        self.transport.abort()
 
-    def _read_on(self) -> bool:
-        """Read some of what has come.  False: nothing has."""
-        if not self._ahead:
-            return self._end_reading() if self._ended is not None else self._ask_for_more()
-        size = max(_PIECE, self._requests[-1].missing if self._requests else 0)
-        piece = bytes(self._ahead[:size])
-        del self._ahead[:size]
-        self._silent += len(piece)
-        try:
-            with suppress(HttpParserUpgrade):  # To nothing; what follows is not read, as it may be no HTTP.
-                self._parser.feed_data(piece)
-        except HttpParserError:
-            self._refuse(400, "malformed_request", "This is no HTTP/1.1.")
-        self._check_silence()
-        return True
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.capacity.stop()
 
-    def _ask_for_more(self) -> bool:
-        self._transport.resume_reading()
-        return False
+    # -- reading ---------------------------------------------------------------------------------------------------
 
-    def _end_reading(self) -> bool:
-        """The client sends no more, and all is read."""
-        if not self._requests:
-            self._close()
-            return False
-        self._refuse(400, "incomplete_body", "The request broke off; nothing was done.  Send it again.")
-        return True
-
-    def _check_silence(self) -> None:
-        """Heads, chunk extensions and trailers have no end of their own."""
-        if not self._requests or self._requests[-1].complete:
-            return
-        if self._requests[-1].environ is None:
-            if self._silent > LONGEST_HEAD:
-                self._refuse(431, "head_too_large", _LARGE_HEAD)
-        elif self._silent > _LONGEST_FRAMING:
-            self._refuse(400, "malformed_request", "Its chunks hold next to nothing.")
-
-    def _forget(self, size: int) -> None:
-        self._heard_out += size
-        if self._heard_out > _HEARD_OUT:
-            self.give_way()
-
-    # -- the parser ------------------------------------------------------------------------------------------
+    def _read_on(self) -> None:
+        """Parse what has come, but nothing behind a request that waits for its turn."""
+        while self._ahead and not self.pipeline and self._refused is None and not self.transport.is_closing():
+            piece = bytes(self._ahead[: max(_PIECE, self._missing)])
+            del self._ahead[: len(piece)]
+            self._framing += len(piece)
+            super().data_received(piece)
+            if self._reads_head and self._framing > LONGEST_HEAD:
+                self._refuse(*LARGE_HEAD)
+            elif self._reads_body and self._framing > _LONGEST_FRAMING:
+                self._refuse(400, "malformed_request", "Its chunks hold next to nothing.")
 
     def on_message_begin(self) -> None:
-        self._requests.append(Request(self._door.now()))
-
-    def on_url(self, target: bytes) -> None:
-        self._requests[-1].target += target
+        super().on_message_begin()
+        self.scope["extensions"] = {EXTENSION: {"connection": self}}
+        self._since, self._framing, self._reads_head = self.capacity.now(), 0, True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._requests[-1].add_header(name, value)
+        if self._reads_head:  # Behind the body it is a trailer.
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        request, parser = self._requests[-1], self._parser
-        self._silent = 0
-        request.began = self._door.now()
-        request.close = not parser.should_keep_alive() or parser.should_upgrade()
-        if len(request.target) > LONGEST_TARGET:
-            self._refuse(414, "address_too_long", f"An address may have {LONGEST_TARGET} bytes.")
-        elif request.is_head_too_large:
-            self._refuse(431, "head_too_large", _LARGE_HEAD)
-        else:
-            self._read_head(request)
-
-    def _read_head(self, request: Request) -> None:
-        method, version = self._parser.get_method().decode("latin-1"), self._parser.get_http_version()
+        version = self.parser.get_http_version()
         try:
-            request.environ = environ_of(method, version, request.target, request.headers, self._peer)
-        except BadHead as error:
-            self._refuse(400, "malformed_request", f"In this request {error}.")
-            return
-        request.limit = self._door.limit_of(request.path)
-        try:
-            request.owner = self._door.owner_of(self, request)
-        except TooManyKeys:
-            self._refuse(503, "too_many_keys", "Too many keys that are new here come from your address.", 1)
+            self._missing = check_head(version, self.url, self.headers)
+        except Refusal as refusal:
+            self._refusal = refusal
+            raise  # The parser stops here, and has `send_400_response` called.
+        self._framing, self._reads_head, self._reads_body = 0, False, True
+        self.expect_100_continue = self.expect_100_continue and version == "1.1"
+        super().on_headers_complete()
+        self._cycles.append(self.cycle)
+        if self.parser.should_upgrade():  # To nothing: what follows may be no HTTP.
+            self.cycle.keep_alive = False
 
-    def on_body(self, data: bytes) -> None:
-        request = self._requests[-1]
-        self._silent = 0
-        if request.unread:
-            return
-        if len(request.body) + len(data) > request.limit:
-            request.body += data[: request.limit + 1 - len(request.body)]
-            request.unread = True
-        elif self._door.may_hold(self, request, len(data)):
-            request.body += data
-        else:
-            self._refuse(429, "too_many_bytes", "You send too much at once; let what you have begun end first.", 1)
+    def on_body(self, body: bytes) -> None:
+        self._framing = 0
+        self._missing -= len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._silent = 0
-        self._requests[-1].complete = True
+        self._framing, self._reads_body = 0, False
+        super().on_message_complete()
 
-    # -- requests --------------------------------------------------------------------------------------------
+    def on_response_complete(self) -> None:
+        self._cycles.popleft()
+        super().on_response_complete()
+        self._since, self._served_any = self.capacity.now(), True
+        self._read_on()
+        self._end_if_half_closed()
 
-    def owned(self, request: Request, owner: Owner) -> None:
-        """It is known now whose request it is."""
-        request.owner = owner
-        self._go_on()
+    # -- refusing --------------------------------------------------------------------------------------------------
 
-    def _go_on(self) -> None:
-        """Do all that can be done now.  Whatever ends here within it goes on by it, not by another."""
-        if self._going_on:
+    def _refuse(self, status: int, code: str, detail: str) -> None:
+        self._refusal = Refusal(status, code, detail)
+        self.send_400_response("")
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer the request that is being read with a refusal, and read nothing more.
+
+        Where requests before it wait for their responses, the connection is closed after them.
+        """
+        if self._refused is not None:
             return
-        self._going_on = True
-        try:
-            while not self._closing and self._hearing_out is None and self._step():
-                pass
-        finally:
-            self._going_on = False
-
-    def _step(self) -> bool:
-        """Do one thing for the first request, or read.  False: there is nothing to do before something comes."""
-        request = self._requests[0] if self._requests else None
-        if request is None or (request.refusal is None and request.environ is None):
-            return self._read_on()
-        if request.served:
-            return False
-        if request.refusal is not None:
-            request.served = True
-            self.answer(request, request.refusal)
-            return True
-        if request.owner is None:
-            return False
-        if request.owner.kind in (Kind.OPERATOR, Kind.TENANT):
-            self._door.crowd.trust(self)
-        if self._is_ready(request, request.owner):
-            request.served = True
-            self._door.serve(self, request)
-            return True
-        self._invite(request)
-        return self._read_on()
-
-    def _is_ready(self, request: Request, owner: Owner) -> bool:
-        """Whether the application can answer: all is here, or what is here is enough to be refused."""
-        if not request.complete:
-            request.unread = request.is_too_large or (
-                owner.kind is Kind.STRANGER and self._door.wants_key(request.path)
-            )
-        return request.complete or request.unread
-
-    def _invite(self, request: Request) -> None:
-        """To send the body, if the client waits for that."""
-        assert request.environ is not None
-        waits = request.environ.pop("HTTP_EXPECT", "").lower() == "100-continue" and request.version == "1.1"
-        if waits and not request.body:
-            self._transport.write(_CONTINUE)
-
-    def _refuse(self, status: int, code: str, detail: str, retry_after_s: int | None = None) -> None:
-        """Answer the request that is being read with a refusal, when its turn comes, and read no other."""
-        if not self._requests or self._requests[-1].complete:
-            self._requests.append(Request(self._door.now()))
-        request = self._requests[-1]
-        request.refuse(Answer.problem(status, code, detail, request.path, retry_after_s))
-
-    def answer(self, request: Request, answer: Answer) -> None:
-        """Send it, and go on with the next request."""
-        if self._closing:
-            return
-        self._door.crowd.release(self)
-        if not self._door.hold_answer(self, request, len(answer.body)):
-            self.give_way()
-            return
-        request.close = request.close or request.unread or self._door.stopping
-        self._transport.write(answer.encode(request.method, request.version, close=request.close))
-        self._unsent = self._transport.get_write_buffer_size()
-        self._since = self._door.now()
-        if not self._unsent:
-            self._end_request()
-
-    # -- streams ---------------------------------------------------------------------------------------------
-
-    def now(self) -> float:
-        return self._door.now()
-
-    def open_stream(self, request: Request, head: Answer, stream: "Stream") -> None:
-        """Answer with a body that has no end yet."""
-        if self._closing:
-            return
-        request.close = True
-        self._stream = stream
-        self._since = self._door.now()
-        self._transport.write(head.encode_head(request.version))
-
-    def send(self, data: bytes) -> None:
-        """More of the stream.  A client that has not read what came before is closed."""
-        if self._closing:
-            return
-        unsent = self._transport.get_write_buffer_size()
-        if unsent > _MOST_UNSENT:
-            self.give_way()
-            return
-        if not unsent:
-            self._since = self._door.now()
-        self._transport.write(data if self._requests[0].version == "1.0" else b"%x\r\n%b\r\n" % (len(data), data))
-
-    def when_sent(self, then: Callable[[], None]) -> None:
-        """Call `then` when the client has read all, or as good as."""
-        if self._transport.get_write_buffer_size():
-            self._when_sent = then
-        else:
-            then()
-
-    def end_stream(self) -> None:
-        if self._closing or self._stream is None:
-            return
-        self._stream = None
-        if self._requests[0].version != "1.0":
-            self._transport.write(b"0\r\n\r\n")
-        self._unsent = self._transport.get_write_buffer_size()
-        self._since = self._door.now()
-        if not self._unsent:
-            self._end_request()
-
-    def _watch_stream(self, stream: "Stream", now_s: float) -> None:
-        waits = self._transport.get_write_buffer_size() and now_s - self._since > self._door.settings.send_timeout_s
-        if waits or self.has_left:
-            self.give_way()
-        else:
-            stream.tick(now_s)
-
-    def _end_request(self) -> None:
-        self._door.crowd.release(self)
-        request = self._requests.popleft()
-        self._since, self._any_answered = self._door.now(), True
-        if request.unread and not request.complete and self._ended is None:
-            self._hear_out()
-        elif request.close:
-            self._close()
-        else:
-            self._go_on()
-
-    def _hear_out(self) -> None:
-        """Let the client send the rest of what is refused, and keep none of it: else it never reads why."""
-        self._hearing_out = self._door.now()
+        self._refused = self.capacity.now()
         self._ahead.clear()
-        self._transport.write_eof()
-        self._transport.resume_reading()
+        if self._cycles:
+            if self.pipeline or self.cycle.response_started or not self._reads_body:
+                self.cycle.keep_alive = False
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        refusal = self._refusal or Refusal(400, "malformed_request", "This is no HTTP/1.1.")
+        self.transport.write(refusal.as_http())
+        if self.transport.can_write_eof() and self.half_closed is None:
+            self.transport.write_eof()
+        else:
+            self.transport.close()
 
-    # -- time ------------------------------------------------------------------------------------------------
+    # -- time ------------------------------------------------------------------------------------------------------
 
-    def tick(self, now_s: float) -> None:
+    def check_time(self, now_s: float) -> None:
         """Close what takes too long.  Called about every second."""
-        settings = self._door.settings
-        if self._hearing_out is not None:
-            if now_s - self._hearing_out > _HEARD_OUT_S:
-                self.give_way()
-        elif self._stream is not None:
-            self._watch_stream(self._stream, now_s)
-        elif self._unsent:
-            self._watch_sending(now_s)
-        elif self.is_served:
-            if self.has_left and not self._requests[0].begun:
-                self.give_way()
-        elif not self._requests:
-            if now_s - self._since > (settings.keep_alive_s if self._any_answered else settings.head_timeout_s):
-                self._close()
-        elif self._requests[0].is_too_slow(now_s, settings):
-            self._refuse(408, "request_too_slow", "The request did not arrive in time; nothing was done.")
-            self._go_on()
-
-    def _watch_sending(self, now_s: float) -> None:
-        settings, left = self._door.settings, self._transport.get_write_buffer_size()
-        if left <= self._unsent - settings.body_min_rate:
-            self._unsent, self._since = left, now_s
-        elif now_s - self._since > settings.send_timeout_s:
-            self.give_way()
-
-    def close_if_idle(self) -> None:
-        """The process stops."""
-        if not self._requests:
-            self._close()
-
-    def give_way(self) -> None:
-        self._closing = True
-        self._transport.abort()
-
-    def _close(self) -> None:
-        self._closing = True
-        self._transport.close()
-
-
-def _nothing() -> None:
-    pass
-
-
-_LARGE_HEAD = f"A head may have {MOST_HEADERS} headers, and {LONGEST_HEAD} bytes."
+        settings = self.capacity.settings
+        if self.flow.write_paused:
+            left = self.transport.get_write_buffer_size()
+            if not self._unsent or left <= self._unsent - settings.body_min_rate:
+                self._unsent, self._since = left, now_s
+            elif now_s - self._since > settings.send_timeout_s:
+                self.abort()
+        elif self._cycles:
+            if self.parked and self.has_left:
+                self.abort()
+        elif self._refused is not None:
+            if now_s - self._refused > _LINGERS_S:
+                self.abort()
+        elif now_s - self._since > (
+            settings.keep_alive_s if self._served_any and not self._reads_head else settings.head_timeout_s
+        ):
+            if self._reads_head:
+                self._refuse(408, "request_too_slow", "The request did not arrive in time; nothing was done.")
+            else:
+                self.abort()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 API = "tests/contracts/test_api_"
 CONNECTION = "tests/unit/web/test_connection.py::"
 STREAMS = "tests/unit/web/test_streams.py::"
-CROWD = "tests/unit/web/test_crowd.py::"
+CAPACITY = "tests/unit/web/test_capacity.py::"
 MALFORMED = "tests/faults/test_malformed.py::"
 REVOKES = "tests/faults/test_revokes.py::"
 ENDPOINTS = "tests/contracts/test_endpoint_addresses.py::"
@@ -132,8 +132,8 @@ TABLE = [
         "whoever holds most gives way",
         "its room is free again",
         (
-            f"{CROWD}test_an_owner_holds_a_fourth_of_all_bytes",
-            f"{CROWD}test_where_there_is_no_room_whoever_holds_most_gives_way",
+            f"{CAPACITY}test_an_owner_holds_a_fourth_of_all_bytes",
+            f"{CAPACITY}test_where_there_is_no_room_whoever_holds_most_gives_way",
         ),
     ),
     # -- keys ----------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ TABLE = [
             f"{ATTACK}anybody asks for the health",
             f"{CONNECTION}test_where_there_are_keys_no_owner_has_all_threads_or_all_places_for_waiting",
             f"{STREAMS}test_waiting_ends_with_the_job_and_holds_no_thread",
-            "tests/unit/web/test_hall.py::test_no_owner_holds_more_than_its_share",
+            "tests/unit/web/test_threads.py::test_no_owner_holds_more_than_its_share",
         ),
     ),
     # -- streams -------------------------------------------------------------------------------------------------------

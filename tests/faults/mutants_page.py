@@ -149,7 +149,7 @@ PAGE = [
         "who has logged in waits among strangers",
         "page",
         "app/web/owners.py",
-        'self._visits(cookie) if cookie else ""',
+        'self._visits(environ["HTTP_COOKIE"]) if "HTTP_COOKIE" in environ else ""',
         '""',
         ("tests/unit/web/test_owners.py::test_who_has_logged_in_to_the_page_is_known_by_the_visit",),
         still="tests/unit/web/test_owners.py::test_without_keys_everybody_is_local",

@@ -9,8 +9,8 @@ SEEN = [
     Mutant(
         "a stream outlives its key",
         "tenants",
-        "app/web/door.py",
-        "if opened < read_at and not self._owners.may_stay(*shown, request.owner):",
+        "app/web/application.py",
+        "if not self._owners.is_still(request.owner, request.environ):",
         "if False:",
         (f"{STREAMS}test_a_stream_ends_when_its_key_is_removed_and_no_other_does",),
         still=f"{STREAMS}test_a_tenant_follows_its_own_jobs_and_an_administrator_all",

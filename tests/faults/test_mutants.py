@@ -4,6 +4,7 @@ All of them: `python -m tests.faults.mutants`.  Here a few, chosen anew for each
 """
 
 import random
+import re
 
 import pytest
 
@@ -23,7 +24,7 @@ def test_a_guard_stands_where_the_list_says(mutant):
 def test_the_tests_of_a_mutant_exist(mutant):
     for test in (*mutant.tests, mutant.still):
         path, _, name = test.partition("::")
-        assert f"\ndef {name}(" in (REPO / path).read_text("utf-8")
+        assert re.search(rf"^(async )?def {name}\(", (REPO / path).read_text("utf-8"), re.MULTILINE)
 
 
 def test_no_two_mutants_share_a_name():

@@ -46,17 +46,6 @@ def test_no_process_loads_what_it_has_no_use_for(process: str, spared: set[str],
     assert not spared & loaded(PROCESSES[process], tmp_path)
 
 
-def test_views_are_described_and_their_answers_schemas_built_when_the_document_is_asked_for() -> None:
-    """What requests are checked by is there before the first."""
-    script = (
-        "from app.factory import with_routes; from app import job_answers, schemas; app = with_routes(); "
-        "models = (schemas.SubmitBody, schemas.ListQuery, job_answers.JobDetail); "
-        "print(len(app.paths), *(it.__pydantic_complete__ for it in models))"
-    )
-    said = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, check=True, stdout=-1, text=True).stdout
-    assert said.split() == ["0", "True", "True", "False"]
-
-
 def test_a_worker_has_our_options_however_it_is_started(tmp_path: Path) -> None:
     names = "print(*(param.name for param in program('worker').params))"
     assert "embedded_beat" in loaded(f"from tasks.__main__ import program; {names}", tmp_path)

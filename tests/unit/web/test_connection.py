@@ -1,36 +1,39 @@
 """One connection, byte by byte: what can be read in two ways is refused, and one answer is never two."""
 
-import asyncio
 import json
 import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
-from typing import Any
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
-import uvloop
+import requests
 
 from app.config import AppSettings
+from app.web.application import Application, Request
 from app.web.connection import Connection
-from app.web.door import Door
-from app.web.gateway import Answer
 from app.web.owners import Owners
 from database.db import Database
 from registry.tenants import Tenant, hash_key
+from tests.support.certificates import self_signed
 from tests.support.stack import eventually
+from tests.support.web import Web, serving
 
 CRLF = b"\r\n"
 GET = b"GET /a HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /a HTTP/1.1\r\nHost: x\r\n"
 GATE = threading.Event()
+SEEN: list[str] = []
 RECORD = Database("sqlite:///file:nobody")  # Nobody asks it.
 HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 def _echo(environ: dict[str, Any], start: Any) -> list[bytes]:
+    SEEN.append(environ["PATH_INFO"])
     if environ["PATH_INFO"] == "/gate":
         GATE.wait(20)
     body = environ["wsgi.input"].read().decode("latin-1")
@@ -41,32 +44,40 @@ def _echo(environ: dict[str, Any], start: Any) -> list[bytes]:
     headers = [("Content-Type", "application/json"), ("Content-Length", str(len(told)))]
     if environ["PATH_INFO"] == "/inject":
         headers.append(("X-B", "a\r\nSet-Cookie: b=\x85\u2028c"))
+    if environ["PATH_INFO"] == "/euro":
+        headers.append(("X-B", "\u20ac"))
     start("200 OK", headers)
     return [told]
 
 
-@pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    made = uvloop.new_event_loop()
-    yield made
-    made.close()
+class _Visits:
+    """Nobody visits the page."""
+
+    def read(self) -> None:
+        pass
+
+
+class _Watching:
+    """Nobody follows a job."""
+
+    def stop(self) -> None:
+        pass
+
+
+def _application(keys: Any = None, **settings: Any) -> Application:
+    given = AppSettings(require_keys=keys is not None, **settings)
+    return Application(_echo, given, Owners(keys, cast(Any, _Visits())), 100, RECORD, cast(Any, _Watching()))
 
 
 @pytest.fixture(scope="module")
-def door(loop: asyncio.AbstractEventLoop) -> Door:
-    return Door(_echo, AppSettings(require_keys=False), Owners(None), loop, 100, RECORD)
+def web() -> Iterator[Web]:
+    with serving(_application()) as made:
+        yield made
 
 
-@pytest.fixture(scope="module")
-def address(loop: asyncio.AbstractEventLoop, door: Door) -> Iterator[tuple[str, int]]:
-    server = loop.run_until_complete(loop.create_server(lambda: Connection(door), "127.0.0.1", 0))
-    loop.call_soon(door.tick)
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield server.sockets[0].getsockname()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    server.close()
+@pytest.fixture
+def address(web: Web) -> tuple[str, int]:
+    return web.address
 
 
 def _talk(address: tuple[str, int], *sent: bytes, ends: bool = True) -> bytes:
@@ -85,6 +96,10 @@ def _statuses(answers: bytes) -> list[int]:
 
 def _last_body(answers: bytes) -> dict[str, Any]:
     return json.loads(answers.rpartition(CRLF + CRLF)[2])
+
+
+def _of(web: Web, one: socket.socket) -> list[Connection]:
+    return [it for it in web.connections if it.client == one.getsockname()]
 
 
 TWO_WAYS = {
@@ -147,7 +162,7 @@ def test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_read(
 ) -> None:
     answers = _talk(address, TWO_WAYS[case])
     assert _statuses(answers) == [400], answers
-    assert b"Connection: close" in answers and b"/hidden" not in answers
+    assert b"connection: close" in answers and b"/hidden" not in answers
 
 
 @pytest.mark.parametrize("case", TWO_WAYS)
@@ -189,63 +204,68 @@ def test_requests_that_come_together_are_answered_in_their_order(address: tuple[
 
 
 def test_of_very_many_requests_that_come_together_few_are_read_before_their_turn(
-    address: tuple[str, int], door: Door
+    address: tuple[str, int], web: Web
 ) -> None:
     """Each holds a hundred times the bytes that it takes to send."""
     GATE.clear()
     with socket.create_connection(address, 10) as one:
         one.sendall(b"GET /gate HTTP/1.1\r\nHost: x\r\n\r\n" + (GET + CRLF) * 500 + GET + b"Connection: close\r\n\r\n")
-        eventually(lambda: any(guest.is_served for guest in door.crowd.guests()), "the first is being answered")
-        held = [len(guest._requests) for guest in door.crowd.guests() if isinstance(guest, Connection)]
+        eventually(lambda: any(it.is_answered for it in web.connections), "the first is being answered")
+        held = [len(it.pipeline) for it in web.connections]
         GATE.set()
         answers = b"".join(iter(lambda: one.recv(1 << 16), b""))
     assert max(held) < 50
     assert _statuses(answers) == [200] * 502
 
 
-def test_who_waits_for_a_thread_and_has_gone_is_not_worked_for(address: tuple[str, int], door: Door) -> None:
+def test_who_waits_for_a_thread_and_has_gone_is_not_worked_for(address: tuple[str, int], web: Web) -> None:
     GATE.clear()
-    ahead = [socket.create_connection(address, 10) for _ in range(33)]
+    pool = web.application.general
+    ahead = [socket.create_connection(address, 10) for _ in range(32)]
     for one in ahead:  # Without keys one owner has all 32 threads.
         one.sendall(b"GET /gate HTTP/1.1\r\nHost: x\r\n\r\n")
-    eventually(lambda: sum(guest.is_served for guest in door.crowd.guests()) == 33, "all but one have a thread")
-    (waiting,) = [g for g in door.crowd.guests() if isinstance(g, Connection) and not g._requests[0].begun]
+    eventually(lambda: not pool.has_room, "all have a thread")
+    with socket.create_connection(address, 10) as last:
+        last.sendall(b"GET /late HTTP/1.1\r\nHost: x\r\n\r\n")
+        (waits,) = eventually(lambda: _of(web, last), "it is connected")
+        eventually(lambda: waits.is_answered, "it waits")
+        last.shutdown(socket.SHUT_WR)
+        eventually(lambda: waits.half_closed is not None, "its end is seen")
+        web.application.capacity.now = lambda: time.monotonic() + 60
+        try:
+            SEEN.clear()
+            GATE.set()
+            with suppress(ConnectionError):
+                assert last.recv(100) == b""
+        finally:
+            web.application.capacity.now = time.monotonic
+            GATE.set()
     for one in ahead:
         one.shutdown(socket.SHUT_WR)
-    eventually(lambda: waiting._ended is not None, "its end is heard, though it is not read from")
-    assert not waiting.has_left
-    door.now = lambda: time.monotonic() + 60
-    try:
-        assert waiting.has_left
-        eventually(lambda: waiting not in door.crowd.guests(), "it is closed")
-    finally:
-        door.now = time.monotonic
-        GATE.set()
-    answered = [b"".join(iter(lambda one=one: one.recv(1 << 16), b"")) for one in ahead]
-    assert sorted(map(len, map(_statuses, answered))) == [0] + [1] * 32
+        assert _statuses(b"".join(iter(lambda one=one: one.recv(1 << 16), b""))) == [200]
+    assert "/late" not in SEEN
 
 
-def test_however_many_are_refused_at_once_the_connection_ends(address: tuple[str, int], door: Door) -> None:
-    """Each refusal is an answer from within the reading of the next."""
-    door._general.most_waiting = 0
-    door._general.busy += 1000
+def test_however_many_are_refused_at_once_the_connection_ends(address: tuple[str, int], web: Web) -> None:
+    """Each refusal is a response from within the reading of the next."""
+    pool = web.application.general
+    pool.most_waiting, pool.threads = 0, 0
     try:
         answers = _talk(address, (GET + CRLF) * 1000, ends=False)
     finally:
-        door._general.most_waiting = 1024
-        door._general.busy -= 1000
+        pool.most_waiting, pool.threads = 1024, 32
     assert _statuses(answers) == [429]
-    assert b"Connection: close" in answers
+    assert b"connection: close" in answers
 
 
-def test_an_answer_that_cannot_be_written_ends_its_connection_and_no_other(
+def test_a_response_that_cannot_be_written_ends_its_connection_and_no_other(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> bytes:
         raise RuntimeError("planted")
 
     with monkeypatch.context() as broken:
-        broken.setattr(Answer, "encode", fail)
+        broken.setattr("app.web.application.Request.start", fail)
         with suppress(ConnectionError):
             assert _talk(address, GET + CRLF, ends=False) == b""
     assert _statuses(_talk(address, GET + CRLF)) == [200]
@@ -277,7 +297,7 @@ def test_a_request_that_breaks_off_is_refused(address: tuple[str, int], sent: by
 def test_an_answer_to_head_has_no_body(address: tuple[str, int]) -> None:
     answers = _talk(address, b"HEAD /a HTTP/1.1\r\nHost: x\r\n\r\n" + GET + CRLF)
     first, second = answers.split(CRLF + CRLF, 1)
-    assert b"Content-Length: " in first and second.startswith(b"HTTP/1.1 200 ")
+    assert b"content-length: " in first and second.startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("version, asked", [(b"1.1", True), (b"1.0", False)])
@@ -293,12 +313,6 @@ def test_who_waits_for_it_is_asked_for_the_body(address: tuple[str, int], versio
     assert _last_body(answer)["body"] == "abc"
 
 
-def test_the_host_of_an_address_in_full_counts(address: tuple[str, int]) -> None:
-    for target, host in ((b"http://y:81/a?b=c", "y:81"), (b"HTTP://[::1]/a?b=c", "[::1]")):
-        told = _last_body(_talk(address, b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n"))
-        assert (told["PATH_INFO"], told["QUERY_STRING"], told["HTTP_HOST"]) == ("/a", "b=c", host)
-
-
 @pytest.mark.parametrize(
     "target, path",
     [(b"/%00%0d%0a%ff", "/\0\r\n\xff"), (b"//x/a", "//x/a"), (b"/a/../b", "/a/../b"), (b"/%2e%2E/%2f", "/..//")],
@@ -309,51 +323,50 @@ def test_a_path_is_what_it_says(address: tuple[str, int], target: bytes, path: s
 
 def test_no_header_of_an_answer_begins_another(address: tuple[str, int]) -> None:
     answers = _talk(address, b"GET /inject HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert b"\r\nX-B: a  Set-Cookie: b=  c\r\n" in answers
+    assert b"\r\nx-b: a  Set-Cookie: b=  c\r\n" in answers
 
 
-def test_what_latin_1_cannot_say_is_no_error() -> None:
-    assert b"X-B: ?" in Answer(200, [("X-B", "\u20ac")], b"").encode("GET", "1.1", close=False)
+def test_what_latin_1_cannot_say_is_no_error(address: tuple[str, int]) -> None:
+    assert b"\r\nx-b: ?\r\n" in _talk(address, b"GET /euro HTTP/1.1\r\nHost: x\r\n\r\n")
 
 
 @pytest.mark.parametrize("require_keys, share", [(True, 16), (False, 32)])
 def test_where_there_are_keys_no_owner_has_all_threads_or_all_places_for_waiting(
-    loop: asyncio.AbstractEventLoop, require_keys: bool, share: int
+    require_keys: bool, share: int
 ) -> None:
-    settings = AppSettings(require_keys=require_keys, web_threads=32, max_waiting_requests=32)
-    door = Door(_echo, settings, Owners(None), loop, 100, RECORD)
-    assert (door._general.share, door._waiting.share) == (share, share)
+    made = _application(_Tenants() if require_keys else None, web_threads=32, max_waiting_requests=32)
+    assert (made.general.share, made.waiting.share) == (share, share)
 
 
-class _Record:
-    """Knows one key, and is slow to say of another that it is nobody's."""
+class _Tenants:
+    """Knows one key, and is slow to say so after the first time."""
 
-    def by_key(self, key: str) -> Tenant | None:
-        GATE.wait(20)
-        return None
+    def __init__(self) -> None:
+        self.asked = 0
 
     def by_hash(self) -> dict[str, Tenant]:
+        self.asked += 1
+        if self.asked > 1:
+            GATE.wait(20)
         return {hash_key("sk_a"): Tenant("alice", False)}
 
 
-def test_made_up_keys_are_not_in_the_way_of_good_ones_and_nobody_is_a_stranger_for_lack_of_time(
-    loop: asyncio.AbstractEventLoop, address: tuple[str, int], door: Door
-) -> None:
+def test_made_up_keys_are_not_in_the_way_of_good_ones_and_nobody_is_a_stranger_for_lack_of_time() -> None:
     GATE.clear()
-    keyed = Door(_echo, AppSettings(require_keys=True), Owners(_Record()), loop, 200, RECORD)
-    keyed.tick = lambda: None  # type: ignore[method-assign]
-    keyed._read_keys()
-    made = asyncio.run_coroutine_threadsafe(loop.create_server(lambda: Connection(keyed), "127.0.0.1", 0), loop)
-    with closing(made.result(10)) as server:
-        there = server.sockets[0].getsockname()
-        held = []
-        for number in range(65):
-            held.append(socket.create_connection(there, 10))
-            held[-1].sendall(GET + b"Authorization: Bearer sk_%d\r\n\r\n" % number)
+    tenants = _Tenants()
+    with serving(_application(tenants)) as keyed:
+        eventually(lambda: tenants.asked, "the keys are read")
+        held = [socket.create_connection(keyed.address, 10) for _ in range(65)]
         try:
-            eventually(lambda: sum(map(len, keyed._keys._waiting.values())) == 64, "no more may wait")
-            assert _statuses(_talk(there, GET + b"Authorization: Bearer sk_new\r\n\r\n")) == [503]
-            assert _statuses(_talk(there, GET + b"Authorization: Bearer sk_a\r\n\r\n")) == [200]
+            for number, one in enumerate(held):
+                one.sendall(GET + b"Authorization: Bearer sk_%d\r\n\r\n" % number)
+            eventually(lambda: tenants.asked > 1, "they are read again")
+            assert _statuses(_talk(keyed.address, GET + b"Authorization: Bearer sk_a\r\n\r\n")) == [200]
+            GATE.set()
+            for one in held:
+                one.shutdown(socket.SHUT_WR)
+                assert _statuses(b"".join(iter(lambda one=one: one.recv(1 << 16), b""))) == [200]
+            assert tenants.asked < 5
         finally:
             GATE.set()
             for one in held:
@@ -373,3 +386,71 @@ def test_when_all_of_an_answer_is_sent_the_next_request_is_read(address: tuple[s
             left += one.recv(1 << 16)
         one.sendall(GET + b"Connection: close\r\n\r\n")
         assert _statuses(b"".join(iter(lambda: one.recv(1 << 16), b""))) == [200]
+
+
+def test_where_there_is_a_certificate_the_server_speaks_tls(tmp_path: Path) -> None:
+    file = str(self_signed(tmp_path / "web.pem"))
+    with serving(_application(tls_certificate=file)) as web:
+        url = f"https://127.0.0.1:{web.address[1]}/a"
+        assert requests.post(url, b"abc", verify=file, timeout=10).json()["body"] == "abc"
+        with pytest.raises(requests.ConnectionError):
+            requests.get(url.replace("https", "http"), timeout=10)
+
+
+def _late(web: Web) -> None:
+    for connection in web.connections:
+        connection.check_time(time.monotonic() + 3600)
+
+
+@pytest.mark.parametrize(
+    "sent, statuses", [(b"", []), (b"GET /a HTT", [408]), (GET + CRLF, [200]), (GET + CRLF + b"GET /b", [200, 408])]
+)
+def test_a_client_that_sends_nothing_more_is_closed(web: Web, sent: bytes, statuses: list[int]) -> None:
+    with socket.create_connection(web.address, 10) as one:
+        one.sendall(sent)
+        got = b""
+        while _statuses(got) != [it for it in statuses if it == 200]:
+            got += one.recv(1 << 16)
+        (ours,) = eventually(lambda: _of(web, one), "it is connected")
+        eventually(lambda: bool(ours.scope) == bool(sent) and not ours.is_answered, "all is read and answered")
+        web.call(_late, web)
+        with suppress(ConnectionError):
+            got += b"".join(iter(lambda: one.recv(1 << 16), b""))
+        assert _statuses(got) == statuses
+
+
+def test_a_body_that_hardly_moves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(_application(body_timeout_s=0.2)) as web, socket.create_connection(web.address, 10) as one:
+        one.sendall(POST + b"Content-Length: 5\r\n\r\na")
+        answer = one.recv(1 << 16)
+        assert _statuses(answer) == [408] and b"connection: close" in answer
+
+
+def test_a_client_that_does_not_read_is_closed(web: Web) -> None:
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.connect(web.address)
+        one.sendall(b"GET /big?20000000 HTTP/1.1\r\nHost: x\r\n\r\n")
+        eventually(lambda: any(it.flow.write_paused for it in web.connections), "it does not read")
+        web.call(_late, web)
+        web.call(_late, web)
+        web.call(lambda: [it.check_time(time.monotonic() + 7200) for it in web.connections])
+        eventually(lambda: not any(it.flow.write_paused for it in web.connections), "it is closed")
+
+
+def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_behind_a_request_that_waits(
+    web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvicorn tells the last request that its client has left, and no other."""
+    left = threading.Event()
+
+    async def wait(_: Application, request: Request) -> None:
+        await request.disconnected()
+        left.set()
+
+    monkeypatch.setattr(Application, "_answer", wait)
+    with socket.create_connection(web.address, 10) as one:
+        one.sendall((GET + CRLF) * 2)
+        eventually(lambda: any(it.pipeline for it in web.connections), "the second waits for its turn")
+    web.call(lambda: [it.abort() for it in web.connections])
+    assert left.wait(10)

@@ -1,102 +1,108 @@
+import asyncio
+
 import pytest
 
+from app.web import owners as module
 from app.web.owners import Kind, Owner, Owners
 from foundation.errors import RecordUnavailable
 from registry.tenants import Tenant, hash_key
 
 KNOWN = {"sk_a": Tenant("alice", False), "sk_o": Tenant("operator", True)}
 HERE = "10.0.0.1"
+STRANGER = Owner(HERE, Kind.STRANGER)
 
 
-class Record:
+class Database:
     def __init__(self):
-        self.keys, self.away = dict(KNOWN), False
-
-    def by_key(self, key):
-        self._ask()
-        return self.keys.get(key)
+        self.keys, self.away, self.readings = dict(KNOWN), False, 0
 
     def by_hash(self):
-        self._ask()
-        return {hash_key(key): tenant for key, tenant in self.keys.items()}
-
-    def _ask(self):
+        self.readings += 1
         if self.away:
             raise RecordUnavailable("away")
+        return {hash_key(key): tenant for key, tenant in self.keys.items()}
 
 
-class World:
-    now = 0.0
+class Visits:
+    """To the page: the cookie "mine" is the operator's."""
+
+    def __call__(self, header):
+        return hash_key("sk_o") if header == "mine" else ""
+
+    def read(self):
+        pass
 
 
-def owners(world=World):
-    return Owners(Record(), lambda: world.now)
+@pytest.fixture
+def database(monkeypatch):
+    monkeypatch.setattr(module, "_REST_S", 0.0)
+    return Database()
+
+
+def owner(asked, **shown):
+    return asyncio.run(asked.owner_of({"REMOTE_ADDR": HERE, **shown}))
+
+
+def with_key(asked, key):
+    return owner(asked, HTTP_AUTHORIZATION=f"Bearer {key}")
 
 
 def test_without_keys_everybody_is_local():
-    assert Owners(None).known("", HERE) == Owner("", Kind.LOCAL)
+    assert owner(Owners(None, Visits())) == Owner("", Kind.LOCAL)
 
 
 @pytest.mark.parametrize("shown", ["", "Basic abc", "Bearer", "Bearer "])
-def test_who_shows_no_key_is_a_stranger_at_once(shown):
-    assert owners().known(shown, HERE) == Owner(HERE, Kind.STRANGER)
+def test_who_shows_no_key_is_a_stranger_and_nothing_is_read(database, shown):
+    assert owner(Owners(database, Visits()), HTTP_AUTHORIZATION=shown) == STRANGER
+    assert database.readings == 0
 
 
 @pytest.mark.parametrize(
-    "key, owner",
-    [
-        ("sk_a", Owner("alice", Kind.TENANT)),
-        ("sk_o", Owner("operator", Kind.OPERATOR)),
-        ("sk_x", Owner(HERE, Kind.STRANGER)),
-    ],
+    "key, expected",
+    [("sk_a", Owner("alice", Kind.TENANT)), ("sk_o", Owner("operator", Kind.OPERATOR)), ("sk_x", STRANGER)],
 )
-def test_the_record_says_whose_key_it_is(key, owner):
-    asked = owners()
-    assert asked.known(f"Bearer {key}", HERE) is None
-    assert asked.look_up(f"bearer {key}", HERE) == owner
+def test_the_database_says_whose_key_it_is(database, key, expected):
+    assert with_key(Owners(database, Visits()), key) == expected
 
 
-def test_a_key_that_was_good_is_remembered_for_minutes_and_one_that_was_not_never():
-    world = World()
-    asked = owners(world)
-    for key in ("Bearer sk_a", "Bearer sk_x"):
-        asked.remember(key, asked.look_up(key, HERE))
-    assert asked.known("Bearer sk_a", HERE) == Owner("alice", Kind.TENANT)
-    assert asked.known("Bearer sk_x", HERE) is None
-    world.now = 301
-    assert asked.known("Bearer sk_a", HERE) is None
+def test_a_known_key_is_not_looked_up_and_a_new_one_is(database):
+    asked = Owners(database, Visits())
+    for _ in range(9):
+        with_key(asked, "sk_a")
+    assert database.readings == 1
+    database.keys["sk_n"] = Tenant("new", False)
+    assert with_key(asked, "sk_n") == Owner("new", Kind.TENANT)
 
 
-def test_only_so_many_keys_are_remembered():
-    asked = owners()
-    for n in range(5000):
-        asked.remember(f"Bearer sk_{n}", Owner("alice", Kind.TENANT))
-    assert len(asked._known) == 4096
+def test_those_who_ask_at_the_same_time_share_a_reading(database):
+    asked = Owners(database, Visits())
+
+    async def ask():
+        shown = [{"REMOTE_ADDR": HERE, "HTTP_AUTHORIZATION": f"Bearer sk_{n}"} for n in range(50)]
+        await asyncio.gather(*(asked.owner_of(it) for it in shown))
+
+    asyncio.run(ask())
+    assert database.readings <= 2
 
 
-def test_while_the_record_is_away_new_keys_are_strangers_and_those_that_were_read_are_known():
-    record = Record()
-    asked = Owners(record)
-    asked.refresh()
-    record.away = True
-    asked.refresh()
-    assert asked.look_up("Bearer sk_a", HERE) == Owner(HERE, Kind.STRANGER)
-    assert asked.known("Bearer sk_a", HERE) == Owner("alice", Kind.TENANT)
+def test_while_the_database_is_away_those_that_were_read_are_known(database):
+    asked = Owners(database, Visits())
+    asyncio.run(asked.refresh())
+    database.away = True
+    asyncio.run(asked.refresh())
+    assert with_key(asked, "sk_a") == Owner("alice", Kind.TENANT)
+    assert with_key(asked, "sk_x") == STRANGER
 
 
-def test_keys_are_known_before_they_come_and_no_more_when_they_are_gone():
-    record = Record()
-    asked = Owners(record)
-    asked.refresh()
-    assert asked.known("Bearer sk_o", HERE) == Owner("operator", Kind.OPERATOR)
-    del record.keys["sk_o"]
-    asked.refresh()
-    assert asked.known("Bearer sk_o", HERE) is None
+def test_a_key_that_is_gone_is_known_no_more(database):
+    asked = Owners(database, Visits())
+    asyncio.run(asked.refresh())
+    del database.keys["sk_o"]
+    asyncio.run(asked.refresh())
+    assert with_key(asked, "sk_o") == STRANGER
 
 
-def test_who_has_logged_in_to_the_page_is_known_by_the_visit():
-    asked = Owners(Record(), visits=lambda cookie: hash_key("sk_o") if cookie == "mine" else "")
-    assert asked.known("", HERE, "mine") == Owner(HERE, Kind.STRANGER), "until all keys have been read"
-    asked.refresh()
-    assert asked.known("", HERE, "mine") == Owner("operator", Kind.OPERATOR)
-    assert asked.known("", HERE, "another's") == Owner(HERE, Kind.STRANGER)
+def test_who_has_logged_in_to_the_page_is_known_by_the_visit(database):
+    asked = Owners(database, Visits())
+    assert owner(asked, HTTP_COOKIE="mine") == Owner("operator", Kind.OPERATOR)
+    assert owner(asked, HTTP_COOKIE="another's") == STRANGER

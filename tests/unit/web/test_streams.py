@@ -8,17 +8,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import pytest
-import uvloop
 from sqlalchemy import insert
 
 from app.config import AppSettings
 from app.web import stream as streaming
-from app.web.connection import Connection
-from app.web.door import Door
+from app.web.application import Application
 from app.web.owners import Kind, Owner, Owners
 from database.db import Database
 from insight.said import Place, Watching
@@ -36,18 +34,25 @@ from tasks import wiring
 from tests.support.api import Api
 from tests.support.builders import T0, a_queued_job, a_running_job, an_ended_job, eventually
 from tests.support.ends import store_end
+from tests.support.web import Web, serving
 
 KEYS = {"REQUIRE_KEYS": "true"}
 
 
 @dataclass
 class Served:
-    """The API behind a door of its own."""
+    """The API behind a server of its own."""
 
     api: Api
-    door: Door
-    loop: asyncio.AbstractEventLoop
-    address: tuple[str, int]
+    web: Web
+
+    @property
+    def application(self) -> Application:
+        return self.web.application
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.web.address
 
     @property
     def store(self) -> Store:
@@ -59,30 +64,15 @@ class Served:
         one.sendall(f"GET {path} HTTP/{version}\r\nHost: localhost\r\n{told}\r\n".encode())
         return one
 
-    def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.door.stop)
-
 
 @contextmanager
 def _serve(api: Api) -> Iterator[Served]:
     settings = AppSettings()
-    owners = Owners(Tenants(api.database) if settings.require_keys else None)
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    door = Door(api.client.application, settings, owners, loop, 3000, api.database)
-    door.watch_by(Watching(wiring.scripts()))
-    server = loop.run_until_complete(loop.create_server(lambda: Connection(door), "127.0.0.1", 0))
-    loop.call_soon(door.tick)
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    served = Served(api, door, loop, server.sockets[0].getsockname())
-    try:
-        yield served
-    finally:
-        served.stop()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        server.close()
-        loop.close()
+    owners = Owners(Tenants(api.database) if settings.require_keys else None, cast(Any, _Visits()))
+    watching = Watching(wiring.scripts())
+    made = Application(api.client.application, settings, owners, 3000, api.database, watching)
+    with serving(made) as web:
+        yield Served(api, web)
 
 
 @pytest.fixture
@@ -171,7 +161,7 @@ def _types(reader: Reader) -> list[str]:
 
 
 def _followers(served: Served) -> int:
-    return len(served.door._streams)
+    return served.application.streams.taken.total()
 
 
 # -- one job -------------------------------------------------------------------------------------------------
@@ -215,12 +205,12 @@ def test_who_has_seen_the_end_of_a_job_is_told_that_there_is_no_more(served: Ser
     assert Reader(served.ask(f"/queue/jobs/{job.id}/stream?after={reader.last}")).status == 204
 
 
-def test_of_http_1_0_there_are_no_chunks(served: Served) -> None:
+def test_a_stream_is_not_for_http_1_0_which_knows_no_chunks(served: Served) -> None:
     job = an_ended_job(served.store)
     with served.ask(f"/queue/jobs/{job.id}/stream", version="1.0") as one:
         answer = b"".join(iter(lambda: one.recv(1 << 16), b""))
-    assert b"transfer-encoding" not in answer.lower()
-    assert answer.count(b"\nevent: ") == 3
+    assert answer.startswith(b"HTTP/1.1 505 ") and b"HTTP/1.1" in answer.partition(b"\r\n\r\n")[2]
+    assert _followers(served) == 0
 
 
 # -- what its server says --------------------------------------------------------------------------------------
@@ -279,7 +269,7 @@ def test_who_comes_again_is_told_the_rest_of_a_text(served: Served) -> None:
 
 def test_the_end_is_told_where_redis_is_away(served: Served) -> None:
     watching = Watching(Scripts(connect("redis://127.0.0.1:1/0", 0.5), Keys("slotkeeper")))
-    served.loop.call_soon_threadsafe(served.door.watch_by, watching)
+    served.application.watching = watching
     job = a_running_job(served.store).job.id
     reader = Reader(served.ask(f"/queue/jobs/{job}/stream"))
     assert [reader.next().type for _ in range(2)] == ["job.enqueued", "job.started"]
@@ -502,13 +492,13 @@ def test_a_tenant_and_all_have_so_many_streams_and_who_leaves_frees_its_own(
 def test_who_does_not_read_is_closed_and_others_are_not_kept(
     served: Served, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.web.connection._MOST_UNSENT", 2000)
+    monkeypatch.setattr(streaming, "_MOST_UNSENT", 2000)
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         slow.connect(served.address)
         slow.sendall(b"GET /stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
         eventually(lambda: _followers(served) == 1)
-        transport = next(it for it in served.door.crowd.guests())._transport  # type: ignore[attr-defined]
+        transport = served.web.connections[0].transport
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1024)
         reader = Reader(served.ask("/stream")).until_open()
         jobs = [a_queued_job(served.store, model="m" * 100).id for _ in range(200)]
@@ -533,9 +523,9 @@ def test_a_silent_stream_is_heard_of_and_its_id_goes_on(served: Served, monkeypa
 
 def test_nobody_reads_the_record_when_nobody_listens(served: Served) -> None:
     reader = Reader(served.ask("/stream")).until_open()
-    assert served.door._feed._wanted.is_set()
+    assert served.application.feed.is_reading
     reader.close()
-    eventually(lambda: not served.door._feed._wanted.is_set())
+    eventually(lambda: not served.application.feed.is_reading)
     again = Reader(served.ask("/stream")).until_open()
     job = a_queued_job(served.store).id
     assert again.next().data["job_id"] == job
@@ -543,7 +533,7 @@ def test_nobody_reads_the_record_when_nobody_listens(served: Served) -> None:
 
 def test_a_process_that_stops_ends_its_streams(served: Served) -> None:
     reader = Reader(served.ask("/stream")).until_open()
-    served.stop()
+    served.web.stop()
     assert list(reader.events()) == []
     assert reader.ended
 
@@ -562,7 +552,7 @@ def _answer(one: socket.socket) -> dict[str, Any]:
 
 
 def _waiting(served: Served) -> int:
-    return len(served.door._waiting)
+    return served.application.waiting.taken.total()
 
 
 @pytest.mark.parametrize("settings", [{"WEB_THREADS": "2"}])
@@ -571,7 +561,9 @@ def test_waiting_ends_with_the_job_and_holds_no_thread(served: Served, settings:
     jobs = [served.api.submitted() for _ in range(20)]
     asked = [served.ask(f"/queue/jobs/{job}?wait=30") for job in jobs]
     eventually(lambda: _waiting(served) == 20)
-    eventually(lambda: served.door._general.busy == 0)  # A thread is given back a turn of the loop after its answer.
+    eventually(
+        lambda: not served.application.general._held
+    )  # A thread is given back a turn of the loop after its answer.
     assert _waiting(served) == 20
     for job in jobs:
         served.api.dispatcher.cancel(job)
@@ -582,9 +574,8 @@ def test_waiting_ends_with_the_job_and_holds_no_thread(served: Served, settings:
 def test_a_job_that_ended_just_before_is_not_waited_for(served: Served) -> None:
     job = an_ended_job(served.store)
     Reader(served.ask("/stream")).until_open()  # The record is being read already, from behind the job's end.
-    ended = threading.Event()
-    served.loop.call_soon_threadsafe(served.door._feed.wait_for, job.id, ended.set)
-    assert ended.wait(10)
+    waiting = asyncio.run_coroutine_threadsafe(served.application.feed.wait_for(job.id), served.web.loop)
+    waiting.result(10)
 
 
 def test_waiting_ends_when_its_time_is_over(served: Served) -> None:
@@ -608,7 +599,7 @@ def test_who_waits_when_the_process_stops_is_answered(served: Served) -> None:
     served.api.model()
     one = served.ask(f"/queue/jobs/{served.api.submitted()}?wait=30")
     eventually(lambda: _waiting(served) == 1)
-    served.stop()
+    served.web.stop()
     assert _answer(one)["status"] == "queued"
 
 
@@ -616,7 +607,7 @@ def test_who_waits_when_the_process_stops_is_answered(served: Served) -> None:
 def test_a_stream_ends_when_its_key_is_removed_and_no_other_does(
     served: Served, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.web.door._KEYS_EVERY_S", 0.05)
+    monkeypatch.setattr("app.web.application.KEYS_EVERY_S", 0.05)
     gone = Reader(served.ask("/stream", served.api.tenant("acme", admin=True))).until_open()
     stays = Reader(served.ask("/stream", served.api.tenant("beta", admin=True))).until_open()
     Tenants(served.api.database).remove("acme")
@@ -626,19 +617,26 @@ def test_a_stream_ends_when_its_key_is_removed_and_no_other_does(
     assert [stays.next().type for _ in range(3)] == ["job.enqueued", "job.started", "job.completed"]
 
 
-def _visits(cookie: str) -> str:
-    return hash_key(cookie)
+class _Visits:
+    """Cookies that are keys."""
+
+    def __call__(self, header: str) -> str:
+        return hash_key(header)
+
+    def read(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize("settings", [KEYS | {"KEY_CACHE_S": "0"}])
 def test_who_may_stay_is_known_by_the_keys_that_were_read_last(api: Api, settings: dict[str, str]) -> None:
     key = api.tenant("acme", admin=True)["Authorization"]
-    owners, operator = Owners(Tenants(api.database), visits=_visits), Owner("acme", Kind.OPERATOR)
-    assert owners.refresh()
-    assert owners.may_stay(key, "", operator)
-    assert owners.may_stay("", key.removeprefix("Bearer "), operator), "a visit of the page"
-    assert not owners.may_stay("", "over", operator)
+    owners, operator = Owners(Tenants(api.database), cast(Any, _Visits())), Owner("acme", Kind.OPERATOR)
+    asyncio.run(owners.refresh())
+    assert owners.is_still(operator, {"HTTP_AUTHORIZATION": key})
+    assert owners.is_still(operator, {"HTTP_COOKIE": key.removeprefix("Bearer ")}), "a visit of the page"
+    assert not owners.is_still(operator, {"HTTP_COOKIE": "over"})
     theirs = api.tenant("beta")["Authorization"]
-    assert owners.refresh()
-    assert owners.may_stay(theirs, "", Owner("beta", Kind.TENANT))
-    assert not owners.may_stay(theirs, "", operator), "it administers no more"
+    owners = Owners(Tenants(api.database), cast(Any, _Visits()))
+    asyncio.run(owners.refresh())
+    assert owners.is_still(Owner("beta", Kind.TENANT), {"HTTP_AUTHORIZATION": theirs})
+    assert not owners.is_still(operator, {"HTTP_AUTHORIZATION": theirs}), "it administers no more"

@@ -1,0 +1,58 @@
+"""The ASGI application behind uvicorn, on a free port and in a thread."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from app.web.__main__ import configuration, serve
+from app.web.application import Application
+from app.web.connection import Connection
+from tests.support.stack import eventually
+
+
+@dataclass
+class Web:
+    """One that serves."""
+
+    application: Application
+    server: uvicorn.Server
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def address(self) -> tuple[str, int]:
+        found: tuple[str, int] = self.server.servers[0].sockets[0].getsockname()
+        return found
+
+    @property
+    def connections(self) -> list[Connection]:
+        return self.application.capacity.connections()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> None:
+        """In the event loop's thread."""
+        self.loop.call_soon_threadsafe(function, *args)
+
+    def stop(self) -> None:
+        """Begin to stop, as a signal does."""
+        self.server.should_exit = True
+
+
+@contextmanager
+def serving(application: Application) -> Iterator[Web]:
+    config = configuration(application, application.settings)
+    config.port, config.timeout_graceful_shutdown = 0, 1
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        web = Web(application, uvicorn.Server(config), runner.get_loop())
+        thread = threading.Thread(target=runner.run, args=(serve(application, web.server),))
+        thread.start()
+        try:
+            eventually(lambda: web.server.started, "it listens", every_s=0.01)
+            yield web
+        finally:
+            web.stop()
+            thread.join()

@@ -1,12 +1,13 @@
 """Threads that answer requests, and the order in which owners get them."""
 
 import asyncio
+import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 R = TypeVar("R")
 
@@ -24,7 +25,10 @@ class FairPool:
 
     def __init__(self, name: str, threads: int, share: int, most_waiting: int = 1024) -> None:
         """`share`: threads that one owner may hold.  `most_waiting`: calls of one owner that may wait."""
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._name, self._started = name, 0
+        # Not an executor of the standard library, whose locks the event loop would wait for while threads compute.
+        self._inbox: SimpleQueue[tuple[asyncio.AbstractEventLoop, str, Callable[[], Any], asyncio.Future[Any]]]
+        self._inbox = SimpleQueue()
         self.threads, self.share, self.most_waiting = threads, max(share, 1), most_waiting
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # The first owner is next.
         self._held: Counter[str] = Counter()
@@ -47,22 +51,25 @@ class FairPool:
         try:
             if not wanted():
                 raise Gone
-            self._executor.submit(self._work, loop, owner, call, outcome)
+            if self._started < self._held.total():
+                threading.Thread(target=self._work, name=f"{self._name}-{self._started + 1}", daemon=True).start()
+                self._started += 1
         except BaseException:
             self._give_back(owner)
             raise
+        self._inbox.put((loop, owner, call, outcome))
         return await outcome  # A caller that is canceled leaves its thread at work.
 
-    def _work(
-        self, loop: asyncio.AbstractEventLoop, owner: str, call: Callable[[], R], outcome: "asyncio.Future[R]"
-    ) -> None:
+    def _work(self) -> None:
         """In a thread."""
-        try:
-            end = partial(outcome.set_result, call())
-        except Exception as error:
-            end = partial(outcome.set_exception, error)
-        with suppress(RuntimeError):  # The loop is closed: the process ends.
-            loop.call_soon_threadsafe(self._end, owner, outcome, end)
+        while True:
+            loop, owner, call, outcome = self._inbox.get()
+            try:
+                end = partial(outcome.set_result, call())
+            except Exception as error:
+                end = partial(outcome.set_exception, error)
+            with suppress(RuntimeError):  # The loop is closed: the process ends.
+                loop.call_soon_threadsafe(self._end, owner, outcome, end)
 
     def _end(self, owner: str, outcome: "asyncio.Future[R]", end: Callable[[], None]) -> None:
         if not outcome.done():

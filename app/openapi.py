@@ -80,10 +80,6 @@ class _OrjsonProvider(JSONProvider):
     def loads(self, s: str | bytes, **_: Any) -> Any:
         return exact.loads(s)
 
-    def response(self, *args: Any, **kwargs: Any) -> Response:
-        body = self._prepare_response_obj(args, kwargs)
-        return Response(orjson.dumps(body, default=str), content_type="application/json")
-
 
 class _JobId(BaseConverter):
     """A job's id where a fixed word stands beside it."""

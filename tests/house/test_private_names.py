@@ -27,17 +27,6 @@ PENDING = "pending"
 
 ALLOWED = (
     Allowed(
-        "app/openapi.py",
-        (
-            "_Address(werkzeug.routing.MapAdapter)",
-            "_Map(werkzeug.routing.Map)",
-            "_OrjsonProvider._prepare_response_obj",
-            "_Views._collect_openapi_info",
-        ),
-        "fewer instructions for a request; start-up time",
-        PENDING,
-    ),
-    Allowed(
         "scripting/pipeline.py",
         ("self._connection._writer",),
         "redis-py connects and shakes hands, but gives nobody its transport",

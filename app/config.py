@@ -39,8 +39,8 @@ class AppSettings(BaseSettings):
     """Largest body of a batch."""
     max_push_bytes: int = Field(16 << 20, gt=0)
     """Largest result that a server may push."""
-    web_threads: int = Field(32, ge=1, le=2000)
-    """Threads that answer requests in one process."""
+    web_threads: int = Field(16, ge=1, le=2000)
+    """Threads that answer requests in one process; with keys, one tenant may have a quarter of them."""
     max_waiting_requests: int = Field(1024, ge=0, le=100_000)
     """Requests of one process that may wait for a job to end; with keys, one tenant may have half of them."""
     max_streams: int = Field(1024, ge=0, le=100_000)

@@ -100,12 +100,13 @@ class Application:
         self.capacity = Capacity(settings, most_connections, self.stop)
         self.stopping = False
         self.feed = Feed(database)
-        # Without keys all clients are one owner; with keys half of each stays for the other tenants.
+        # Without keys all clients are one owner.  With keys one tenant has a quarter of the threads, as each of them
+        # competes with the loop for the interpreter, and half of the places.
         threads, waiting, streams = settings.web_threads, settings.max_waiting_requests, settings.max_streams
-        owners_at_once = 2 if settings.require_keys else 1
-        self.waiting = Places(waiting, waiting // owners_at_once)
-        self.streams = Places(streams, settings.max_tenant_streams if settings.require_keys else streams)
-        self.general = FairPool("web", threads, threads // owners_at_once)
+        has_keys = settings.require_keys
+        self.waiting = Places(waiting, waiting // 2 if has_keys else waiting)
+        self.streams = Places(streams, settings.max_tenant_streams if has_keys else streams)
+        self.general = FairPool("web", threads, threads // 4 if has_keys else threads)
         self._history = FairPool("history", 2, 1, streams)
         self._operators = FairPool("operators", 4, 4)
         self._heavy = FairPool("heavy", 1, 1)  # The JSON parser keeps all other threads waiting.

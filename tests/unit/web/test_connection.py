@@ -222,7 +222,7 @@ def test_who_waits_for_a_thread_and_has_gone_is_not_worked_for(address: tuple[st
     GATE.clear()
     pool = web.application.general
     ahead = [socket.create_connection(address, 10) for _ in range(32)]
-    for one in ahead:  # Without keys one owner has all 32 threads.
+    for one in ahead:  # Without keys one owner has all 16 threads.
         one.sendall(b"GET /gate HTTP/1.1\r\nHost: x\r\n\r\n")
     eventually(lambda: not pool.has_room, "all have a thread")
     with socket.create_connection(address, 10) as last:
@@ -253,7 +253,7 @@ def test_however_many_are_refused_at_once_the_connection_ends(address: tuple[str
     try:
         answers = _talk(address, (GET + CRLF) * 1000, ends=False)
     finally:
-        pool.most_waiting, pool.threads = 1024, 32
+        pool.most_waiting, pool.threads = 1024, 16
     assert _statuses(answers) == [429]
     assert b"connection: close" in answers
 
@@ -330,12 +330,12 @@ def test_what_latin_1_cannot_say_is_no_error(address: tuple[str, int]) -> None:
     assert b"\r\nx-b: ?\r\n" in _talk(address, b"GET /euro HTTP/1.1\r\nHost: x\r\n\r\n")
 
 
-@pytest.mark.parametrize("require_keys, share", [(True, 16), (False, 32)])
+@pytest.mark.parametrize("require_keys, threads, places", [(True, 8, 16), (False, 32, 32)])
 def test_where_there_are_keys_no_owner_has_all_threads_or_all_places_for_waiting(
-    require_keys: bool, share: int
+    require_keys: bool, threads: int, places: int
 ) -> None:
     made = _application(_Tenants() if require_keys else None, web_threads=32, max_waiting_requests=32)
-    assert (made.general.share, made.waiting.share) == (share, share)
+    assert (made.general.share, made.waiting.share) == (threads, places)
 
 
 class _Tenants:

@@ -6,7 +6,7 @@
 A worker
     worker       a worker process and its runs           servers      how inference servers are spoken to
     descriptions which description a server has          vault        secrets that descriptions name
-    pulse        threads that have stopped are noticed   aside        work that keeps nobody waiting
+    threads      those whose failure ends the process    aside        work that keeps nobody waiting
     said         what servers say meanwhile, told on
     push, callbacks  ends that servers tell themselves
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import structlog
 
-from tasks.pulse import Pulse
+from tasks import threads
 
 log = structlog.get_logger(__name__)
 
@@ -19,7 +19,6 @@ class Aside:
 
     def __init__(self, name: str, act: Callable[[], object], pause_s: float = 0.0) -> None:
         self.name, self._act, self._pause_s = name, act, pause_s
-        self._pulse = Pulse(name)
         self._asked = self._at_it = False
         self._lock = threading.Lock()
 
@@ -31,15 +30,11 @@ class Aside:
                 return
             self._at_it = True
         try:
-            threading.Thread(target=self._work, name=self.name, daemon=True).start()
+            threads.start(self.name, self._work)
         except RuntimeError as error:
             log.warning("work_aside_postponed", what=self.name, error=str(error))
             with self._lock:
                 self._at_it = False
-
-    def has_stopped(self) -> bool:
-        """Whether what was asked for has been under way for too long; then it is never done again.  As Pulse's."""
-        return self._at_it and self._pulse.has_stopped()
 
     def _work(self) -> None:
         while self._goes_on():
@@ -49,7 +44,6 @@ class Aside:
                 log.exception("work_aside_failed", what=self.name)
 
     def _goes_on(self) -> bool:
-        self._pulse.beat()
         time.sleep(self._pause_s)
         with self._lock:
             self._at_it, self._asked = self._asked, False

@@ -1,6 +1,7 @@
 """What a worker does beside its runs: releases that Redis did not answer, looks at other workers, its lifetime."""
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 import structlog
@@ -12,15 +13,9 @@ from foundation.lifetimes import Lifetimes
 from routing.leases import Lease
 from routing.workers import Workers
 from tasks.aside import Aside
-from tasks.pulse import end_if_stopped
-from tasks.worker.engine import Engine
-from tasks.worker.heartbeat import Heartbeat
-from tasks.worker.inquiry import Inquiry
-from tasks.worker.poller import Poller
 
 log = structlog.get_logger(__name__)
 
-_WATCH_EVERY_S = 1.0
 # Each lease expires by itself soon; this bounds what a process keeps that never frees anything again.
 _MOST_PENDING = 10_000
 
@@ -31,8 +26,17 @@ class Background:
     `lifetimes`: by which the end of the process is known at once if it is killed.
     """
 
-    def __init__(self, dispatcher: Dispatcher, workers: Workers, owner: str, lifetimes: Lifetimes | None) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        workers: Workers,
+        owner: str,
+        lifetimes: Lifetimes | None,
+        ask_database: Callable[[], object],
+    ) -> None:
+        """`ask_database`: called when Redis was away."""
         self._dispatcher, self._workers, self._owner, self._lifetimes = dispatcher, workers, owner, lifetimes
+        self._ask_database = ask_database
         self.is_draining = False
         self._pending: dict[Lease, tuple[bool, int]] = {}  # releases to be repeated: `back` and `cooldown_ms` of each
         self._lock = threading.Lock()
@@ -42,16 +46,10 @@ class Background:
             lifetimes.try_to_begin(owner)  # before its first claim
         workers.refresh_by(self._look.ask)  # The loop asks for it, and must not wait.
 
-    def watch(self, engine: Engine, heartbeat: Heartbeat, poller: Poller, inquiry: Inquiry) -> None:
-        """Watch the threads of a worker: the heartbeat from the loop, all others after each beat."""
-        self._engine, self._heartbeat, self._poller, self._inquiry = engine, heartbeat, poller, inquiry
-        engine.repeat(_WATCH_EVERY_S, lambda: end_if_stopped(heartbeat))
-
     def after_beat(self, was_away: bool) -> None:
         """Redis answers: begin what could wait for that, in other threads than the heartbeat's."""
-        end_if_stopped(*self._engine.pulses, self._look, self._tasks, self._poller)
         if was_away:  # A cancel or a passed deadline of which Redis could not tell us stands in the database.
-            self._inquiry.ask(self._heartbeat.watches())
+            self._ask_database()
         self._tasks.ask()
 
     def postpone(self, lease: Lease, back: bool, cooldown_ms: int) -> None:

@@ -22,7 +22,7 @@ import uvloop
 from database.db import Batch, Database, Write
 from routing.leases import Leases
 from scripting.scripts import Command
-from tasks.pulse import Pulse
+from tasks import threads
 from tasks.servers import Wires
 
 T = TypeVar("T")
@@ -47,9 +47,7 @@ class Commits:
         self._loop, self._database, self._behind_s = loop, database, behind_s
         self._this_turn: list[tuple[Write[Any], asyncio.Future[Any]]] = []
         self._turns: SimpleQueue[_Turn | None] = SimpleQueue()
-        self.pulse = Pulse(name, wake=lambda: self._turns.put(_Turn(Batch([]), [])))
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        self._thread = threads.start(name, self._work)
 
     def ask(self, write: Write[T]) -> "asyncio.Future[T]":
         """Have it committed.  The future raises RecordUnavailable, RecordUncertain."""
@@ -85,15 +83,15 @@ class Commits:
         except Exception as error:
             for turn in turns:
                 turn.batch.answers = [error] * len(turn.batch.writes)
-        for turn in turns:
-            self._loop.call_soon_threadsafe(turn.answer)
+        with suppress(RuntimeError):  # The loop has ended, and with it whoever waits.
+            for turn in turns:
+                self._loop.call_soon_threadsafe(turn.answer)
 
     def _next(self) -> "list[_Turn] | None":
         found: list[_Turn] = []
         try:
             while sum(len(turn.answers) for turn in found) < _MOST_TOGETHER:
                 turn = self._turns.get(block=not found)
-                self.pulse.beat()
                 if turn is None:
                     return None
                 found.append(turn)
@@ -148,9 +146,7 @@ class Engine:
         self._idle = threading.Condition()
         self._closed = False
         self._awaited: set[Future[Any]] = set()  # by threads, until the loop ends
-        self._pulse = Pulse("engine", wake=lambda: self.call_soon(self._pulse.beat))
-        self._thread = threading.Thread(target=self._turn, name="engine", daemon=True)
-        self._thread.start()
+        self._thread = threads.start("engine", self._turn)
 
     # -- from any thread -------------------------------------------------------------------------------------
 
@@ -187,15 +183,6 @@ class Engine:
         """Wait until nothing lives any more; False: it took longer."""
         with self._idle:
             return self._idle.wait_for(lambda: self._count == 0, seconds)
-
-    @property
-    def pulses(self) -> Sequence[Pulse]:
-        """Of the loop and of its threads; of none when they have been told to end."""
-        return () if self._closed else (self._pulse, self._relaxed.pulse, self._durable.pulse)
-
-    def repeat(self, every_s: float, act: Callable[[], object]) -> None:
-        """Have the loop call `act` again and again."""
-        self.call_soon(self._repeat, every_s, act)
 
     def close(self) -> None:
         """End the loop; what still lives is left where it is."""
@@ -236,10 +223,6 @@ class Engine:
     async def run_in_thread(self, act: Callable[..., T], *args: Any) -> T:
         """Have something done that waits for others, in a thread: not what every run needs."""
         return await self.loop.run_in_executor(self._rare, act, *args)
-
-    def _repeat(self, every_s: float, act: Callable[[], object]) -> None:
-        self.loop.call_later(every_s, self._repeat, every_s, act)
-        act()
 
     async def _end(self) -> None:
         for task in tuple(self._in_background):

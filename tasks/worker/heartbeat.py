@@ -15,7 +15,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from routing.leases import Lease, Leases, Renewal
-from tasks.pulse import Pulse
+from tasks import threads
 
 log = structlog.get_logger(__name__)
 
@@ -143,15 +143,9 @@ class Heartbeat:
         self._watches: set[Watch] = set()  # Two may be of one job: its older run has not heard yet that it is over.
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._pulse = Pulse(self.name)
-        self._thread = threading.Thread(target=self._beat, name=self.name, daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
-
-    def has_stopped(self) -> bool:
-        """Whether it beats no more though it should: all leases expire while their runs go on.  As Pulse's."""
-        return not self._ended.is_set() and self._pulse.has_stopped()
+        threads.start(self.name, self._beat)
 
     def end(self) -> None:
         self._ended.set()
@@ -187,7 +181,6 @@ class Heartbeat:
             by_fleet[watch.lease.fleet].append(watch)
         answered, emptied = True, False
         for fleet, watches in by_fleet.items():
-            self._pulse.beat()  # Where Redis is silent, each of them takes its time.
             try:
                 answers = self._leases.renew(fleet, self._owner, [watch.lease for watch in watches])
             except RedisError as error:
@@ -208,7 +201,6 @@ class Heartbeat:
 
     def _beat(self) -> None:
         while not self._ended.wait(self._every_s):
-            self._pulse.beat()
             try:
                 self.beat()
             except Exception:

@@ -15,7 +15,7 @@ from dispatch.dispatcher import Dispatcher
 from foundation.clock import steady_s
 from routing.queues import Look, Offer
 from routing.workers import SAY_EVERY_S, Workers
-from tasks.pulse import Pulse
+from tasks import threads
 
 log = structlog.get_logger(__name__)
 
@@ -71,17 +71,9 @@ class Poller:
         self._begin = begin
         self._seen: dict[str, int] = {}  # fleet -> number of its oldest open offer at the last look
         self._ended = threading.Event()
-        self._pulse = Pulse(self.name)
-        self._began = False
 
     def start(self) -> None:
-        self._pulse.beat()
-        self._began = True
-        threading.Thread(target=self._poll, name=self.name, daemon=True).start()
-
-    def has_stopped(self) -> bool:
-        """Whether it looks no more though it should: nobody else finds offers whose messages are lost.  As Pulse's."""
-        return self._began and not self._ended.is_set() and self._pulse.has_stopped()
+        threads.start(self.name, self._poll)
 
     def end(self) -> None:
         """Look no more, and say that this worker takes nothing."""
@@ -129,12 +121,10 @@ class Poller:
                 break
             self._begin(offers[0], asked_s)
             taken += 1
-            self._pulse.beat()  # With much room, and a Redis that is far away, one look takes long.
         return taken
 
     def _poll(self) -> None:
         while not self._ended.is_set():
-            self._pulse.beat()
             try:
                 self.look()
             except Exception as error:

@@ -41,7 +41,9 @@ class Worker:
         self.consumer: Any = None  # Celery's consumer; None while there is none, or while draining
         self._is_draining = False  # for good
         self.places = Capacity(capacity, self.owner, lambda: self.takes)
-        self.background = Background(dispatcher, workers, self.owner, lifetimes)
+        self.background = Background(
+            dispatcher, workers, self.owner, lifetimes, lambda: self.inquiry.ask(self.heartbeat.watches())
+        )
         self.engine = Engine(dispatcher.store.database, dispatcher.leases)
         self.inquiry = Inquiry(dispatcher)
         self.heartbeat = Heartbeat(
@@ -71,7 +73,6 @@ class Worker:
             abandoned,
             self.background,
         )
-        self.background.watch(self.engine, self.heartbeat, self.poller, self.inquiry)
         self.heartbeat.start()
 
     @property

@@ -1,10 +1,10 @@
 """Guards of the worker's loop, which must not wait, and of what is written in it."""
 
-from tests.faults.mutant import WORKERS, Mutant
+from tests.faults.mutant import Mutant
 
 _DB = "tests/unit/jobs/test_db.py::"
 _ENGINE = "tests/unit/test_engine.py::"
-_PULSE = "tests/unit/test_pulse.py::"
+_THREADS = "tests/unit/test_threads.py::"
 
 LOOP = [
     Mutant(
@@ -100,35 +100,19 @@ LOOP = [
         (f"{_ENGINE}test_a_run_hears_itself_that_what_it_asked_for_first_was_not_done",),
     ),
     Mutant(
-        "a dead thread of the record is not missed",
+        "a process goes on without a thread that has failed",
         "JOB-3",
-        "tasks/worker/engine.py",
-        "(self._pulse, self._relaxed.pulse, self._durable.pulse)",
-        "(self._pulse,)",
-        (f"{WORKERS}test_a_worker_whose_thread_of_the_record_is_dead_ends_so_that_others_go_on_with_its_runs",),
+        "tasks/threads.py",
+        "                os._exit(os.EX_SOFTWARE)\n",
+        "                pass\n",
+        (f"{_THREADS}test_a_thread_that_fails_ends_its_process_and_says_which_it_was",),
     ),
     Mutant(
-        "a worker whose heartbeat is dead goes on and takes more",
+        "a worker goes on without a heartbeat",
         "LEASE-1",
-        "tasks/worker/background.py",
-        "lambda: end_if_stopped(heartbeat)",
-        "lambda: None",
-        (f"{WORKERS}test_a_worker_whose_heartbeat_is_dead_ends",),
-    ),
-    Mutant(
-        "a worker that takes very many jobs at once is taken for a dead one",
-        "time",
-        "tasks/worker/poller.py",
-        "            self._pulse.beat()  # With much room, and a Redis that is far away, one look takes long.",
-        "",
-        (f"{_PULSE}test_a_poller_that_takes_very_many_jobs_in_one_look_is_not_taken_for_a_dead_one",),
-    ),
-    Mutant(
-        "a process that was halted is taken for a dead one",
-        "time",
-        "tasks/pulse.py",
-        "self._looks > _STOPPED_LOOKS and ",
-        "",
-        (f"{_PULSE}test_what_does_not_come_round_has_stopped_after_a_time_and_as_many_looks",),
+        "tasks/worker/heartbeat.py",
+        "threads.start(self.name, self._beat)",
+        "threading.Thread(target=self._beat, daemon=True).start()",
+        (f"{_THREADS}test_a_process_ends_when_a_thread_fails_that_it_cannot_do_without",),
     ),
 ]

@@ -601,17 +601,6 @@ RUN = [
         ("tests/lua/test_leases.py::test_who_has_the_room_refreshed_by_somebody_else_never_waits_for_it",),
     ),
     Mutant(
-        "a worker whose loop hangs keeps its leases for ever",
-        "JOB-3",
-        "tasks/worker/background.py",
-        "*self._engine.pulses, ",
-        "",
-        (
-            f"{WORKERS}test_a_worker_whose_loop_hangs_ends_so_that_others_go_on_with_its_runs",
-            f"{WORKERS}test_a_worker_whose_thread_of_the_record_is_dead_ends_so_that_others_go_on_with_its_runs",
-        ),
-    ),
-    Mutant(
         "a worker reads large answers itself",
         "time",
         "tasks/servers/live.py",

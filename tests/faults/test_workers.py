@@ -27,10 +27,10 @@ from jobs.states import State, Why
 from routing.leases import Lease, Leases, Renewal
 from routing.queues import Offer
 from routing.workers import Workers
-from tasks import inference, pulse
+from tasks import inference
 from tasks.aside import Aside
 from tasks.inference import infer
-from tasks.worker import background, patient_io
+from tasks.worker import patient_io
 from tasks.worker.capacity import Taken
 from tasks.worker.heartbeat import Watch
 from tasks.worker.own_run import OwnRun
@@ -619,87 +619,6 @@ def test_a_draining_worker_goes_on_hearing_how_much_room_the_others_have(
     worker.drain()
     worker.background.run()
     assert heard == ["looked"]
-
-
-class GivenUp(Exception):
-    """Instead of the end of this test's process."""
-
-
-def _gives_up(status: int) -> None:
-    raise GivenUp(status)
-
-
-@pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "_exit", _gives_up)
-    monkeypatch.setattr(pulse, "_STOPPED_S", 0.0)
-
-
-def _beat_often(worker: Worker, stopped: str = "") -> None:
-    """As often as is needed to find out what has stopped; all others have the time to come round."""
-    for _ in range(pulse._STOPPED_LOOKS + 1):
-        worker.background.after_beat(False)
-        eventually(lambda: all(it._looks <= 1 for it in worker.engine.pulses if it.name != stopped))
-
-
-@sqlite
-def test_a_worker_whose_loop_hangs_ends_so_that_others_go_on_with_its_runs(
-    stage: Stage, worker: Beginner, stopped: None
-) -> None:
-    go_on = Event()
-    worker.engine.call_soon(go_on.wait, 60)
-    try:
-        with pytest.raises(GivenUp):
-            _beat_often(worker, "engine")
-    finally:
-        go_on.set()
-    eventually(lambda: not any(it.has_stopped() for it in worker.engine.pulses))
-    worker.engine.close()
-    _beat_often(worker)  # It has ended as it should.
-
-
-@sqlite
-@pytest.mark.parametrize("which", ["_relaxed", "_durable"])
-def test_a_worker_whose_thread_of_the_record_is_dead_ends_so_that_others_go_on_with_its_runs(
-    stage: Stage, worker: Beginner, stopped: None, which: str
-) -> None:
-    """Its leases would be renewed for ever, of runs whose ends nobody stores."""
-    thread = getattr(worker.engine, which)
-    thread.end()
-    thread._thread.join(10)
-    with pytest.raises(GivenUp):
-        _beat_often(worker, thread.pulse.name)
-
-
-@sqlite
-@pytest.mark.parametrize("which", ["_look", "_tasks"])
-def test_a_worker_that_hears_of_nothing_any_more_ends_so_that_others_go_on_with_its_runs(
-    stage: Stage, worker: Beginner, stopped: None, which: str
-) -> None:
-    monkeypatched: Any = getattr(worker.background, which)
-    monkeypatched._at_it = True  # by a thread that died
-    with pytest.raises(GivenUp):
-        _beat_often(worker)
-
-
-@sqlite
-def test_a_worker_whose_heartbeat_is_dead_ends(
-    stage: Stage, worker: Beginner, stopped: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its loop sees that: all its leases would expire, while it goes on and takes more."""
-    ended = Event()
-    monkeypatch.setattr(os, "_exit", lambda _: ended.set())
-    monkeypatch.setattr(background, "_WATCH_EVERY_S", 0.001)
-    scripts = stage.dispatcher.leases.scripts
-    other = Worker(stage.dispatcher, Workers(scripts), Telling(scripts), 1)
-    other.heartbeat._thread = worker.heartbeat._thread
-    monkeypatch.setattr(other.heartbeat, "beat", _dies)
-    assert ended.wait(10)
-    other.close()
-
-
-def _dies() -> None:
-    raise SystemExit
 
 
 @sqlite

@@ -38,7 +38,7 @@ Those that are due together come by one message, and run one after another, the 
 """
 
 _MOST_QUEUED = 500
-_COUNT_EVERY_S = 30.0
+_COUNT_EVERY_S, _COUNT_FULL_EVERY_S = 30.0, 1.0
 _BEGAN, _BEGAN_AT = datetime.now(UTC), time.monotonic()
 
 
@@ -113,7 +113,7 @@ class Scheduler(beat.Scheduler):
 
     def _has_backlog(self) -> bool:
         now = time.monotonic()
-        if now - self._counted_at >= _COUNT_EVERY_S:
+        if now - self._counted_at >= (_COUNT_FULL_EVERY_S if self._is_full else _COUNT_EVERY_S):
             self._counted_at, was = now, self._is_full
             self._is_full = self._queued() > _MOST_QUEUED
             if self._is_full and not was:

@@ -34,6 +34,12 @@ class Consumer(CeleryConsumer):
     """Hands on what may be a task, and rejects the rest."""
 
     connection_errors: tuple[type[Exception], ...]
+    prefetch_multiplier: int
+
+    @property
+    def max_prefetch_count(self) -> int:
+        """Return how many messages it may hold.  Celery's own is 0 while the pool is full: to a broker, no limit."""
+        return int(self.pool.limit * self.prefetch_multiplier)
 
     def create_task_handler(self, *args: Any, **kwargs: Any) -> Callable[[Any], None]:
         handle = super().create_task_handler(*args, **kwargs)

@@ -7,6 +7,7 @@ import sys
 from typing import cast
 
 from celery import Task
+from celery.exceptions import Reject
 from celery.utils.time import get_exponential_backoff_interval
 
 from dispatch.decision import Decision, decide
@@ -29,6 +30,7 @@ class RetriedTask(Task):
     """Has the defaults of ModelConfig as Celery's retry options; a job that is tried again waits in the database."""
 
     autoretry_for = (ServerFault,)
+    dont_autoretry_for = (Reject,)  # A message that could not be taken goes back to the broker, whatever is retried.
     retry_backoff = ModelConfig().retry_backoff
     retry_backoff_max = ModelConfig().retry_backoff_max
     retry_jitter = True
@@ -64,7 +66,8 @@ def countdown_s(failures: int, config: ModelConfig, retry_after_s: float | None 
     """
     config = effective(config)
     longest_ms, asked_ms = round(config.retry_backoff_max * 1000), round((retry_after_s or 0.0) * 1000)
-    doubled_ms = get_exponential_backoff_interval(round(config.retry_backoff * 1000), failures, longest_ms)
+    factor_ms = max(round(config.retry_backoff * 1000), 1)  # 0 doubled stays 0: the job would burn its retries at once.
+    doubled_ms = get_exponential_backoff_interval(factor_ms, failures, longest_ms)
     wait_ms = max(doubled_ms, min(asked_ms, longest_ms))
     if retry_task().retry_jitter:
         # Celery's full jitter of the whole wait would halve the time for which a job outlives a broken server.

@@ -3,7 +3,7 @@
 import structlog
 
 from dispatch.dispatcher import ActiveRun, Dispatcher
-from dispatch.steps import Steps
+from dispatch.steps import Postponed, Steps
 from tasks.servers import Call, Live
 from tasks.worker.engine import Engine
 
@@ -13,8 +13,8 @@ log = structlog.get_logger(__name__)
 class Abandoned:
     """Observes the answers of a worker's runs that have ended here.  For the event loop alone."""
 
-    def __init__(self, engine: Engine, dispatcher: Dispatcher) -> None:
-        self._engine, self._steps = engine, Steps(dispatcher, engine)
+    def __init__(self, engine: Engine, dispatcher: Dispatcher, postponed: Postponed) -> None:
+        self._engine, self._steps = engine, Steps(dispatcher, engine, postponed)
         self._noted: dict[str, tuple[Live, Call]] = {}  # by lease, until their ends are stored
 
     def note(self, lease: str, live: Live, call: Call) -> None:

@@ -7,7 +7,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from dispatch.dispatcher import Dispatcher
-from dispatch.steps import blocking, wait
+from dispatch.steps import BlockingIo, Postponed, Steps, wait
 from foundation.errors import RecordUnavailable
 from jobs.record import Brief
 from jobs.states import FINAL, State
@@ -27,8 +27,9 @@ class Inquiry:
     last that Redis was told, and not be another's.  Until the record answers, the run goes on.
     """
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, postponed: Postponed) -> None:
         self._dispatcher = dispatcher
+        self._steps = Steps(dispatcher, BlockingIo(dispatcher), postponed)
         self._asked: dict[Watch, bool] = {}  # and whether Redis does not know its lease
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -94,7 +95,7 @@ class Inquiry:
             log.warning("lease_was_lost", job_id=lease.job_id, slot=lease.slot, restored=bool(written))
             watch.restored = True
             if watch.over:  # It has ended meanwhile, and nobody else frees what was written just now.
-                wait(blocking(self._dispatcher).free(lease, back=False))
+                wait(self._steps.free(lease, back=False))
 
 
 def _runs_under(found: Brief, lease: Lease) -> bool:

@@ -45,7 +45,7 @@ class Worker:
             dispatcher, workers, self.owner, lifetimes, lambda: self.inquiry.ask(self.heartbeat.watches())
         )
         self.engine = Engine(dispatcher.store.database, dispatcher.leases)
-        self.inquiry = Inquiry(dispatcher)
+        self.inquiry = Inquiry(dispatcher, self.background.postpone)
         self.heartbeat = Heartbeat(
             dispatcher.leases,
             self.owner,
@@ -55,7 +55,7 @@ class Worker:
             soon=self.engine.call_soon,
         )
         rights = Rights(dispatcher.leases, dispatcher.settings, self.engine.redis)
-        abandoned = Abandoned(self.engine, dispatcher)
+        abandoned = Abandoned(self.engine, dispatcher, self.background.postpone)
         saying = Saying(telling, self.engine.redis, self.engine.loop)
         self.calls = Calls(dispatcher, self.engine, saying, rights, abandoned, note_gap)
         self.poller = Poller(

@@ -31,13 +31,14 @@ from tasks import inference
 from tasks.aside import Aside
 from tasks.inference import infer
 from tasks.worker import patient_io
+from tasks.worker.abandoned import Abandoned
 from tasks.worker.capacity import Taken
 from tasks.worker.heartbeat import Watch
 from tasks.worker.own_run import OwnRun
 from tasks.worker.patient_io import PatientIo
 from tasks.worker.process import Worker
 from tests.support.builders import eventually
-from tests.support.ends import hand_back
+from tests.support.ends import decided, end_in_order, hand_back
 from tests.support.stage import LEASE_MS, SECOND, Stage
 from tests.support.starts import begin_run, claim_offer
 from upkeep import reconcile
@@ -802,6 +803,46 @@ def test_while_redis_stays_away_one_release_is_tried_at_a_beat(
         tried.clear()
         worker.heartbeat.beat()
         assert len(tried) == 1
+
+
+@sqlite
+def test_a_lease_that_was_written_again_for_nothing_is_freed_by_the_first_beat_that_can(
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.register()
+    stage.submit()
+    task = worker.start(stage.told.offers.pop())
+    assert task is not None
+    watch = Watch(task.lease)
+    watch.sent = watch.over = True
+    with _redis_away(monkeypatch) as tried:
+        worker.inquiry.look({watch: True})
+        assert tried == [task.lease]
+    worker.heartbeat.beat()
+    assert stage.room.taken() == {}
+
+
+@sqlite
+def test_a_slot_that_a_server_let_go_of_while_redis_was_away_is_freed_by_the_first_beat_that_can(
+    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.register()
+    stage.submit()
+    task = worker.start(stage.told.offers.pop())
+    assert task is not None
+    silent = Outcome(Kind.RETRY, code="timed_out", lingers=True)
+    assert end_in_order(stage.dispatcher, task, decided(stage.dispatcher, task, silent)).moved is not None
+    assert list(stage.room.taken()) == [task.lease.slot]
+    abandoned = Abandoned(worker.engine, stage.dispatcher, worker.background.postpone)
+    with _redis_away(monkeypatch) as tried:
+        abandoned.note(task.lease.name, SimpleNamespace(abandoned=True, is_over=_at_once), None)  # type: ignore[arg-type]
+        worker.engine.call_soon(abandoned.observe, task)
+        eventually(lambda: tried)
+    eventually(lambda: worker.heartbeat.beat() or stage.room.taken() == {})
+
+
+async def _at_once(_: object) -> bool:
+    return True
 
 
 # -- a wish that Redis could not pass on -----------------------------------------------------------------------

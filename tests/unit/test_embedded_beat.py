@@ -88,6 +88,17 @@ def test_beat_adds_nothing_to_a_queue_that_no_worker_reads(
     assert len(sent) == 2
 
 
+def test_beat_goes_on_soon_after_its_queue_is_read_again(
+    at: Any, scheduler: beat.Scheduler, sent: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile no lease of a dead worker is taken back and no delayed job is queued."""
+    for now_s, queued in ((40.0, beat._MOST_QUEUED + 1), (41.5, 0)):
+        monkeypatch.setattr(beat.Scheduler, "_queued", lambda self, queued=queued: queued)
+        at(now_s)
+        scheduler.tick()
+    assert len(sent) == 1
+
+
 def test_beat_sends_what_is_not_maintenances_as_celery_does(at: Any, scheduler: beat.Scheduler, sent: Any) -> None:
     """Celery adds a task for a backend that keeps results for ever."""
     scheduler.schedule = {}

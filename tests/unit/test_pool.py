@@ -9,6 +9,7 @@ from celery.worker import control, state, strategy
 
 from routing.queues import Offer
 from tasks import active, messages
+from tasks.consumer import Consumer
 from tasks.inference import InferRequest, infer
 from tasks.pool import Pool
 from tasks.worker import process
@@ -119,6 +120,9 @@ def test_a_worker_whose_places_are_taken_by_runs_receives_no_message(consumer: A
     assert consumer.pool.num_processes == 2
     worker.offers = [OFFER, OFFER]
     assert consumer.pool.num_processes == 0
+    again = object.__new__(Consumer)
+    again.pool, again.prefetch_multiplier = consumer.pool, 1
+    assert again.max_prefetch_count == 2, "0 would be no limit to a broker that is connected again"
     assert consumer.pool.info["runs"] == 2
 
 

@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import pytest
+from celery.exceptions import Reject
 from celery.utils.time import get_exponential_backoff_interval
 
 from dispatch.outcome import Kind, Outcome
@@ -94,6 +95,35 @@ def test_what_the_model_sets_comes_before_what_the_task_says(
     for name in ("retry_backoff", "retry_backoff_max", "max_retries"):
         monkeypatch.setattr(infer, name, 0)
     assert _wait_s(stage, retry_backoff=2, retry_backoff_max=9, max_retries=1) == 2.0
+
+
+@pytest.mark.parametrize("factor", [0, 0.0004, False, -1])
+def test_without_a_backoff_the_waits_still_grow(
+    stage: Stage, steady: None, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    """Else a server that fails at once would spend all retries of a job at once."""
+    monkeypatch.setattr(infer, "retry_backoff", factor)
+    assert [countdown_s(failures, CONFIG) for failures in (0, 10)] == [0.001, 1.024]
+
+
+def test_a_message_that_could_not_be_taken_goes_back_to_the_broker_whatever_is_retried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from celery import Celery
+
+    app = Celery("rejecting", set_as_current=False)
+    app.conf.task_annotations = {"rejecting": {"autoretry_for": (Exception,)}}
+
+    def rejecting() -> None:
+        raise Reject("the database is away", requeue=True)
+
+    task = app.task(rejecting, name="rejecting", base=retries.RetriedTask)
+    app.finalize()
+    retried: list[Any] = []
+    monkeypatch.setattr(app.tasks["rejecting"], "retry", lambda **options: retried.append(options) or ValueError())
+    with pytest.raises(Reject):
+        task.run()
+    assert retried == []
 
 
 def test_task_annotations_change_the_options_as_those_of_any_task() -> None:

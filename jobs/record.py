@@ -76,8 +76,6 @@ class Waiting:
     tenant: str
     created_ms: int = 0
     constraints: str = ""
-    resumes_in: str | None = None
-    """The slot whose server may be at its last run still: there it is resumed, and nowhere else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +176,16 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Brief:
-    """Where a job stands, without what it carries.  `lease`: of a running one, the name and owner of its lease."""
+    """Where a job stands, without what it carries.
+
+    `lease`: of a running one, the name and owner of its lease.  `slot`: of a queued one, where it is to be resumed.
+    """
 
     job: Waiting
     state: State
     attempt: int
     lease: str | None
+    slot: str | None
     cancel_requested: bool
 
 

@@ -30,7 +30,7 @@ Committed: TypeAlias = Callable[[list[Accepted]], object]
 _MAX_ERROR = 2000
 _MOST_UNHEARD = 10_000  # Each is asked again soon, unless its worker ends.
 
-_BRIEF_COLUMNS = (*WAITING_COLUMNS, jobs.c.state, jobs.c.attempt, jobs.c.lease, jobs.c.cancel_requested_ms)
+_BRIEF_COLUMNS = (*WAITING_COLUMNS, jobs.c.state, jobs.c.attempt, jobs.c.lease, jobs.c.slot, jobs.c.cancel_requested_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,7 @@ _OVERDUE = {
 # Looked at again and again, mostly in vain.
 _ANY_DUE, _ANY_OVERDUE = Prepared(_DUE.limit(1)), {name: Prepared(it.limit(1)) for name, it in _OVERDUE.items()}
 _RUNNING = Prepared(listings.RUNNING)
+_TO_BE_RESUMED = Prepared(listings.TO_BE_RESUMED)
 # What a new row has from what was asked for, and what it has of its own.
 _ASKED = (
     *("id", "model", "priority", "tenant", "deadline_ms", "callback_url", "source", "envelope", "payload"),
@@ -442,7 +443,9 @@ class Store:
         with self.database.read() as connection:
             rows = connection.execute(select(*_BRIEF_COLUMNS).where(jobs.c.id.in_(job_ids))).all()
         return {
-            it.id: Brief(_waiting(it), State(it.state), it.attempt, it.lease, it.cancel_requested_ms is not None)
+            it.id: Brief(
+                _waiting(it), State(it.state), it.attempt, it.lease, it.slot, it.cancel_requested_ms is not None
+            )
             for it in rows
         }
 
@@ -465,9 +468,16 @@ class Store:
         queries = [listings.QUEUED_OF_ALL] if models is None else listings.queued_of(models)
         params = {"p_after": after_seq, "p_limit": limit}
         with self.database.read() as connection:
-            rows = [row for query in queries for row in connection.execute(query, params)]
-        found = [_waiting(it) if it.slot is None else replace(_waiting(it), resumes_in=it.slot) for it in rows]
+            found = [_waiting(row) for query in queries for row in connection.execute(query, params)]
         return sorted(found, key=lambda job: job.seq)[:limit]
+
+    def to_be_resumed(self) -> list[tuple[Waiting, str]]:
+        """Return the queued jobs whose servers may still run them, each with the slot in which it is resumed.
+
+        Reads all queued jobs: for a rebuild, not for a sweep.
+        """
+        with self.database.read() as connection:
+            return [(_waiting(row), row.slot) for row in _TO_BE_RESUMED.all(connection, {})]
 
     def having_queued(self, models: Sequence[str]) -> set[str]:
         """Those of these models that have queued jobs; a look at the first of each."""

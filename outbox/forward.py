@@ -16,7 +16,7 @@ from jobs.states import State
 
 _LAST = Prepared(select(func.max(events.c.id)))
 _QUEUED = Prepared(
-    select(events.c.id.label("event"), *WAITING_COLUMNS, jobs.c.slot)
+    select(events.c.id.label("event"), *WAITING_COLUMNS)
     .join(jobs, jobs.c.id == events.c.job_id)
     .where(
         events.c.id > bindparam("p_after"),

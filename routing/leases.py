@@ -238,8 +238,8 @@ class Leases:
         lease_ms = lasts_ms or self._settings.lease_ms
         return self.scripts.run(self._acts.restore(fleet, lease_ms=lease_ms, leases=rows)) if rows else 0
 
-    def offer_again(self, fleet: str, leases: Sequence[Restored]) -> int:
-        """Write open offers of leases again that Redis has lost, under new names; answers how many were missing."""
+    def restore_offers(self, fleet: str, leases: Sequence[Restored]) -> int:
+        """Write open offers again that Redis has lost, under new names; answers how many were missing."""
         prefix = new_prefix()
         named = [replace(it, lease=replace(it.lease, name=f"{prefix}-{n}", owner="")) for n, it in enumerate(leases)]
         return self.restore(fleet, named, self._settings.offer_ms)

@@ -7,7 +7,7 @@ import structlog
 
 from dispatch.dispatcher import Dispatcher
 from dispatch.steps import blocking, wait
-from jobs.record import Waiting, now_ms
+from jobs.record import now_ms
 from jobs.states import State
 from routing.leases import Lease, Restored
 from upkeep.each import alone
@@ -47,15 +47,19 @@ def restore_all(dispatcher: Dispatcher, fleets: Collection[str]) -> None:
                 _write(dispatcher, fleet, its, dispatcher.settings.lease_ms)
 
 
-def restore_offers(dispatcher: Dispatcher, fleet: str, jobs: Sequence[Waiting]) -> int:
-    """Offer those of these queued jobs that wait to be resumed in their slots again, where Redis has lost that.
+def restore_offers(dispatcher: Dispatcher, fleets: Collection[str]) -> None:
+    """Offer queued jobs whose servers may still run them in their slots again, after Redis was emptied.
 
-    Answers how many it had lost.  In any other slot they would run twice at once.  Workers look for such offers.
+    On any other server they would run twice at once.  A job whose server was removed is left to be filled in.
     """
-    servers = {server.name for server in dispatcher.catalog.snapshot().servers_of(fleet)}
-    offers = [Lease(fleet, job.id, "", "", job.resumes_in) for job in jobs if job.resumes_in is not None]
-    known = {offer.job_id: offer for offer in offers if offer.server in servers}
-    return dispatcher.leases.offer_again(fleet, [Restored(known[job.id], job) for job in jobs if job.id in known])
+    catalog, found = dispatcher.catalog.snapshot(), defaultdict[str, list[Restored]](list)
+    for job, slot in dispatcher.store.to_be_resumed():
+        lease = Lease("", job.id, "", "", slot)
+        if job.model in catalog.models and lease.server in catalog.servers:
+            found[catalog.models[job.model].fleet].append(Restored(lease, job))
+    for fleet in found.keys() & set(fleets):
+        with alone("restore", fleet=fleet):
+            dispatcher.leases.restore_offers(fleet, found[fleet])
 
 
 def restore_missed(dispatcher: Dispatcher, *, silence_proves: bool = True) -> int:
@@ -114,8 +118,11 @@ def _write(dispatcher: Dispatcher, fleet: str, runs: Sequence[Restored], lasts_m
     will free."""
     written = dispatcher.leases.restore(fleet, runs, lasts_ms)
     briefs = dispatcher.store.briefs([run.lease.job_id for run in runs])
+    steps = blocking(dispatcher)
     for run in runs:
         found = briefs.get(run.lease.job_id)
-        if found is None or found.state is not State.RUNNING or found.lease != run.lease.tag:
-            wait(blocking(dispatcher).free(run.lease, back=found is not None and found.state is State.QUEUED))
+        if found is not None and found.state is State.QUEUED and found.slot == run.lease.slot:
+            wait(steps.offer_again(run.lease, found.job.model))
+        elif found is None or found.state is not State.RUNNING or found.lease != run.lease.tag:
+            wait(steps.free(run.lease, back=found is not None and found.state is State.QUEUED))
     return written

@@ -25,7 +25,7 @@
 -- Its message is lost, or nobody has had room to read it.
 local function claim_oldest(now)
   local job = redis.call("ZRANGE", open_key(), 0, 0)[1]
-  if not job then return nil end
+  if not job or not is_open(now) then return nil end -- the slot may be another's by now
   local lease = redis.call("HMGET", lease_key(job), "lease", "slot", "lane", "offer")
   local owner = offering.claimant
   redis.call("HSET", lease_key(job), "owner", owner)

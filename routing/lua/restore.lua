@@ -5,7 +5,8 @@
     leases: [{lease: {job_id: text, name: text, owner: text, slot: text},
               lane: text, job: {constraints: text, seq: int, created_ms: int}}]
   Returns
-    restored: int     a job that has a lease is left alone, and so is one that waits in an open room
+    restored: int     a job that waits in an open room is left alone, and so is one that has a lease; but until the room
+                      is open a run's lease replaces an open offer of the same slot
   Where another holds the slot by now, a run's lease stands beside, see lib/holding
   owner "": an open offer, to a queued job that is to be resumed in that slot; none if another holds it by now
   Clock Redis TIME    Cost O(jobs log leases)    Upholds LEASE-1, SLOT-1 ]]
@@ -30,8 +31,15 @@ for _, lost in ipairs(leases) do
   local member = member_of(lease.job_id, job.created_ms)
   if not is_complete then take_from_lane(lane, member) end
   local waits = redis.call("ZSCORE", lane_key(lane.name), member)
+  local standing = read_lease(lease.job_id)
   local is_passed_on = lease.owner == "" and field(SLOTS, lease.slot)
-  if not waits and not is_passed_on and redis.call("EXISTS", lease_key(lease.job_id)) == 0 then
+  if not is_complete and standing and standing.owner == "" and lease.owner ~= "" and standing.slot == lease.slot then
+    -- The offer was restored while the run that had claimed it before was being started.
+    redis.call("HSET", lease_key(lease.job_id), "lease", lease.name, "owner", lease.owner)
+    redis.call("ZADD", LEASES, exact(now + lease_ms), lease.job_id)
+    note_owner(lease.job_id, lease.owner)
+    restored = restored + 1
+  elseif not waits and not is_passed_on and not standing then
     write_lease(lease.job_id, lease.name, lease.owner, lease.slot, lane, job.constraints, job.seq,
       job.created_ms, 0, 0, now, now + lease_ms)
     redis.call("ZREM", FREE, lease.slot)

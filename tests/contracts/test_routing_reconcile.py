@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from redis.exceptions import OutOfMemoryError
 
 from admission import questions
 from dispatch.dispatcher import ActiveRun
@@ -250,7 +251,7 @@ def test_a_job_that_waits_to_be_resumed_keeps_its_slot_when_redis_is_emptied(sta
         stage.later(LEASE_MS)
         assert reconcile.reap(stage.dispatcher) == 1
     else:
-        assert stage.dispatcher.hand_back(task)
+        assert hand_back(stage.dispatcher, task)
     stage.register(2, server="a")
     stage.lose_redis()
     getattr(reconcile, fill)(stage.dispatcher)
@@ -260,10 +261,25 @@ def test_a_job_that_waits_to_be_resumed_keeps_its_slot_when_redis_is_emptied(sta
     assert (stage.state(job_id), stage.job(job_id).slot) == (State.COMPLETED, task.lease.slot)
 
 
+def test_a_job_that_waits_to_be_resumed_keeps_its_slot_where_redis_has_no_memory_for_the_others(stage, monkeypatch):
+    stage.register(1, server="z")
+    job_id = stage.submit()
+    task = stage.start()
+    assert hand_back(stage.dispatcher, task)
+    stage.lose_redis()
+    monkeypatch.setattr(stage.dispatcher.queues, "fill", _is_full)
+    reconcile.sweep(stage.dispatcher)
+    assert stage.room.taken() == {task.lease.slot: job_id}
+
+
+def _is_full(*_: Any) -> int:
+    raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+
+
 def test_a_job_that_waits_to_be_resumed_is_offered_elsewhere_once_its_server_is_removed(stage):
     stage.register(1, server="a")
     job_id = stage.submit()
-    assert stage.dispatcher.hand_back(stage.start())
+    assert hand_back(stage.dispatcher, stage.start())
     stage.register(1, server="b")
     removal.remove_server(stage.database, "a", stage.now, "")
     stage.dispatcher.catalog.refresh()

@@ -28,7 +28,7 @@ from tasks.worker.patient_io import PatientIo
 from tasks.worker.process import Worker
 from tests.faults.one_run import FakeServer, run
 from tests.support.builders import eventually
-from tests.support.ends import release, store_end
+from tests.support.ends import hand_back, release, store_end
 from tests.support.stage import LEASE_MS, SECOND, SETTINGS, Stage
 from tests.support.starts import begin_run, claim_offer
 from upkeep import reconcile, runs
@@ -491,6 +491,48 @@ def test_a_run_that_began_while_its_room_was_rebuilt_keeps_its_slot(stage, worke
     reconcile.sweep(stage.dispatcher)
     assert stage.room.taken() == {offer.slot: first} and stage.room.waiting() == [second]
     assert stage.room.lease_of(first)["owner"] == "w1", "it is held by its worker, and not offered once more"
+
+
+def test_a_resumed_run_that_began_while_its_room_was_rebuilt_keeps_its_slot(stage, worker, monkeypatch):
+    """As above; the offer that it had claimed is restored before its start is committed."""
+    stage.register()
+    first, second = stage.submit(), stage.submit()
+    assert hand_back(stage.dispatcher, stage.start())
+    offer = replace(stage.told.offers.pop(0), owner="w1")
+    assert claim_offer(stage.dispatcher.leases, offer, "w1")
+    stage.lose_redis()
+    restore_offers = stage.dispatcher.leases.restore_offers
+
+    def begins_just_before(*args: Any) -> int:
+        begin_run(stage.dispatcher, offer, "w1")
+        return restore_offers(*args)
+
+    monkeypatch.setattr(stage.dispatcher.leases, "restore_offers", begins_just_before)
+    reconcile.sweep(stage.dispatcher)
+    assert stage.room.taken() == {offer.slot: first} and stage.room.waiting() == [second]
+    assert stage.room.lease_of(first)["owner"] == "w1", "it is held by its worker, and not offered once more"
+
+
+@pytest.mark.parametrize("time", [0, 1], ids=["before_the_room_is_filled", "before_it_is_opened"])
+def test_a_run_that_is_handed_back_while_its_room_is_rebuilt_is_offered_in_its_slot_alone(
+    stage, worker, monkeypatch, time
+):
+    stage.register(1, server="z")
+    job_id = stage.submit()
+    task = stage.start("w1")
+    stage.register(1, server="a")
+    stage.lose_redis()
+    restore, times = stage.dispatcher.leases.restore, itertools.count()
+
+    def is_handed_back_just_before(*args: Any) -> int:
+        if next(times) == time:
+            assert hand_back(stage.dispatcher, task)
+        return restore(*args)
+
+    monkeypatch.setattr(stage.dispatcher.leases, "restore", is_handed_back_just_before)
+    reconcile.sweep(stage.dispatcher)
+    assert next(times) > time
+    assert stage.room.taken() == {task.lease.slot: job_id} and stage.room.lease_of(job_id)["owner"] == ""
 
 
 # -- a resumed run ---------------------------------------------------------------------------------------------

@@ -468,6 +468,25 @@ def test_an_open_offer_that_is_restored_can_be_claimed_and_is_not_made_of_a_slot
     assert [room.claim(offer, owner) for owner in ("w1", "w2")] == ["claimed", "lost"]
 
 
+def test_until_the_room_is_open_a_runs_lease_replaces_the_restored_offer_that_it_had_claimed(room):
+    room.sync(Server("gpu", 1))
+    offered, held = (a("j", 1), "p1-8", "", "gpu-slot0"), (a("j", 1), "p1-7", "w1", "gpu-slot0")
+    assert room.restore(offered) == 1
+    assert room.offer(claimant="w2") == [], "the slot may be another's by now"
+    assert room.restore(held) == 1
+    room.open()
+    assert room.taken() == {"gpu-slot0": "j"} and room.offer(claimant="w2") == []
+    assert room.renew("w1", Offered("j", "p1-7", "gpu-slot0", "gpu", "zimg", 0, "w1")) == ["renewed"]
+
+
+def test_an_open_offer_in_an_open_room_is_not_replaced(room):
+    room.with_slots(1)
+    offer = Offered("j", "p1-8", "gpu-slot0", "gpu", "zimg", 0, "")
+    room.restore((a("j", 1), "p1-8", "", "gpu-slot0"))
+    unchanged(room, lambda: room.restore((a("j", 1), "p1-7", "w1", "gpu-slot0")), 0)
+    assert room.claim(offer, "w2") == "claimed"
+
+
 def test_a_cooling_slot_whose_lease_is_restored_is_taken(room):
     room.with_slots(1)
     room.cool_down("gpu", 1000)

@@ -129,15 +129,10 @@ def _enqueue(dispatcher: Dispatcher, fleets: Collection[str], jobs: Iterable[Wai
         taken = False
         if fleet in fleets:
             with alone("enqueue", fleet=fleet):
-                _take_in(dispatcher, fleet, its)
+                dispatcher.queues.fill(fleet, its)
                 taken = True
         if not taken:  # It is filled as a whole later.
             seen_by(dispatcher).filling.setdefault(fleet, 0)
-
-
-def _take_in(dispatcher: Dispatcher, fleet: str, jobs: Sequence[Waiting]) -> int:
-    """Put queued jobs where they are missing, each to be resumed in its slot; answers how many were."""
-    return runs.restore_offers(dispatcher, fleet, jobs) + dispatcher.queues.fill(fleet, jobs)
 
 
 def _by_fleet(dispatcher: Dispatcher, jobs: Iterable[Waiting]) -> dict[str, list[Waiting]]:
@@ -253,6 +248,7 @@ def _begin_rebuild(dispatcher: Dispatcher, fleets: Sequence[str]) -> list[str]:
         log.warning("room_forgotten", fleet=fleet, because="Redis, or the record, is not what it was filled from")
     runs.restore_all(dispatcher, begun)
     draining.restore(dispatcher, begun)
+    runs.restore_offers(dispatcher, begun)
     crash_at("rebuild_leases")
     bring_all(dispatcher, list(begun), catalog)
     return list(begun)
@@ -282,7 +278,7 @@ def _fill(dispatcher: Dispatcher, fleet: str) -> int:
     """
     models, seq, filled = dispatcher.catalog.snapshot().models_of(fleet), 0, 0
     while batch := dispatcher.store.queued(models, seq, _CHUNK):
-        _take_in(dispatcher, fleet, batch)
+        dispatcher.queues.fill(fleet, batch)
         seq, filled = batch[-1].seq, filled + len(batch)
     return filled
 
@@ -304,7 +300,7 @@ def _fill_on(dispatcher: Dispatcher, fleet: str, until: float) -> None:
     """Go on filling a fleet's room until all is done, or it is `until`."""
     seen, models = seen_by(dispatcher), dispatcher.catalog.snapshot().models_of(fleet)
     while batch := dispatcher.store.queued(models, seen.filling[fleet], _CHUNK):
-        missing = _take_in(dispatcher, fleet, batch)
+        missing = dispatcher.queues.fill(fleet, batch)
         if missing and fleet in seen.doubts:
             seen.doubts[fleet].pause_s = 0.0
         seen.filling[fleet] = batch[-1].seq

@@ -112,7 +112,6 @@ class Application:
         self._heavy = FairPool("heavy", 1, 1)  # The JSON parser keeps all other threads waiting.
         self._pushes = FairPool("pushes", 8, 6)
         self._strangers = FairPool("strangers", 2, 1)
-        self._live = FairPool("live", 1, 1)
         self._open: dict[Stream, tuple[Request, asyncio.Task[None]]] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -135,7 +134,10 @@ class Application:
             self.capacity.touch(request.connection, trusted=True)
         await self._receive(request)
         request.environ[TAKES_OVER] = request.environ["REQUEST_METHOD"] == "GET"
-        response = await self._ask(self._pool_of(request), request)
+        if request.path == "/health/live":
+            response = self._call(request)()  # It reads nothing, and waits for no thread that others keep busy.
+        else:
+            response = await self._ask(self._pool_of(request), request)
         if isinstance(response.goes_on, Following):
             await self._stream(request, response, response.goes_on)
         elif isinstance(response.goes_on, UntilEnded):
@@ -184,8 +186,6 @@ class Application:
         return self.settings.max_push_bytes if path.startswith(_PUSH) else self.settings.max_body_bytes
 
     def _pool_of(self, request: Request) -> FairPool:
-        if request.path == "/health/live":
-            return self._live
         if request.path.startswith(_PUSH):
             return self._pushes
         if request.owner.kind is Kind.STRANGER:
@@ -196,13 +196,17 @@ class Application:
 
     async def _ask(self, pool: FairPool, request: Request) -> Response:
         """Have a thread call Flask.  Raises Refusal, and Gone."""
-        asked = partial(call, self._wsgi, request.environ, bytes(request.body), whole=request.whole)
-        request.body.clear()
         try:
+            asked = self._call(request)
             return await pool.run(request.owner.account, asked, lambda: not request.connection.has_left)
         except Full:
             request.close = True  # Else the next that has come on this connection would be refused at once, too.
             raise Refusal(429, "too_many_requests", "Too many of your requests wait already.", 1) from None
+
+    def _call(self, request: Request) -> Callable[[], Response]:
+        body = bytes(request.body)
+        request.body.clear()
+        return partial(call, self._wsgi, request.environ, body, whole=request.whole)
 
     async def _respond(self, request: Request, response: Response) -> None:
         self.capacity.release(request.connection)

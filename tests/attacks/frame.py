@@ -20,6 +20,8 @@ class Check:
     look: Callable[[Any], object]
     within_s: float = 1.0
     """How long looking may take; an answer that comes later is none."""
+    tries: int = 1
+    """How many looks in a row have to be late before that is wrong."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,14 @@ class Seen:
     wrong: list[str] = field(default_factory=list)
 
     def look(self, check: Check, stage: Any) -> None:
+        took_s = [self._look(check, stage)]
+        while took_s[-1] > check.within_s and len(took_s) < check.tries:
+            took_s.append(self._look(check, stage))
+        if min(took_s) > check.within_s:
+            self.wrong.append(f"took {min(took_s):.1f} s")
+
+    def _look(self, check: Check, stage: Any) -> float:
+        """Return how long it took, in seconds."""
         began = time.monotonic()
         try:
             check.look(stage)
@@ -50,8 +60,7 @@ class Seen:
             self.wrong.append(f"{type(error).__name__}: {error}".splitlines()[0][:200])
         took_s = time.monotonic() - began
         self.longest_s, self.looks = max(self.longest_s, took_s), self.looks + 1
-        if took_s > check.within_s:
-            self.wrong.append(f"took {took_s:.1f} s")
+        return took_s
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from audit import acts
 from foundation.crash import crash_at
 from foundation.errors import Conflict, InvalidJob, JobNotFound, TooMany, UnknownModel
 from jobs import run_times
-from jobs.record import Accepted, Error, Job, NewJob, Run, Waiting, now_ms
+from jobs.record import Accepted, Error, Job, NewJob, Run, Waiting, Withholding, now_ms
 from jobs.states import FINAL, State, Why
 from jobs.store import Moved, Store
 from registry.cache import CatalogCache
@@ -255,9 +255,9 @@ class Dispatcher:
         """
         now = now_ms()
         canceling = acts.act("job.cancel", job_id=job_id, now_ms=now)
-        moved = self.store.end_waiting(
-            job_id, Why.CANCEL_REQUESTED, now, Error("canceled", "Canceled before it was started."), canceling.note
-        )
+        error = Error("canceled", "Canceled before it was started.")
+        withhold = Withholding("canceled", now + self.settings.withhold_max_ms)
+        moved = self.store.end_waiting(job_id, Why.CANCEL_REQUESTED, now, error, canceling.note, withhold)
         if moved is not None:
             crash_at("cancel_committed")
             self.withdraw(moved.job)

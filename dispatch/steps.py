@@ -17,8 +17,8 @@ from dispatch.dispatcher import ActiveRun, Dispatcher, active_run, draining_leas
 from foundation.crash import crash_at
 from foundation.errors import SlotkeeperError
 from jobs import withheld
-from jobs.record import Job, now_ms
-from jobs.states import FINAL, State
+from jobs.record import now_ms
+from jobs.states import State
 from jobs.store import Moved
 from jobs.withheld import Withheld
 from routing.leases import Lease, Outcome
@@ -224,15 +224,13 @@ class Steps:
         return await self.free(lease, back=back, claimant=claimant)
 
     async def leave_unstarted(self, lease: Lease, claimant: str = "") -> Offer | None:
-        """Give up the lease of a job that does not run, freeing its slot unless that has to be quarantined.
+        """Give up the lease of a job that does not run, freeing its slot unless that is quarantined.
 
         Returns as `free`.  Raises RecordUnavailable.
         """
         job = await self._io.run_in_thread(self._dispatcher.store.get, lease.job_id)
         if job is None:
             return await self.free(lease, back=False, claimant=claimant)
-        if job.state in FINAL and job.slot is None and job.server == lease.server:
-            await self._io.run_in_thread(self._note_quarantine, lease, job)
         return await self.leave(lease, job.id, job.attempt, claimant)
 
     async def offer_again(self, lease: Lease, model: str) -> None:
@@ -251,24 +249,6 @@ class Steps:
     def _recorded(self, job_id: str, attempt: int) -> tuple[Withheld | None, State | None]:
         store = self._dispatcher.store
         return withheld.of_run(store.database, job_id, attempt), store.state_of(job_id)
-
-    def _note_quarantine(self, lease: Lease, job: Job) -> None:
-        """The job ended while it waited to be resumed in this slot, where its server may still run it."""
-        now = now_ms()
-        row = Withheld(
-            job.id,
-            job.attempt,
-            lease.server,
-            lease.slot,
-            job.model,
-            job.tenant,
-            job.remote_id,
-            reason=job.error_code or job.why.value,
-            began_ms=job.started_ms or now,
-            since_ms=now,
-            until_ms=now + self._dispatcher.settings.withhold_max_ms,
-        )
-        withheld.add(self._dispatcher.store.database, row)
 
     async def _quarantine(
         self, lease: Lease, attempt: int, outcome: Outcome, *, back: bool, claimant: str

@@ -301,11 +301,22 @@ class Store:
         return None
 
     def end_waiting(
-        self, job_id: str, why: Why, now_ms: int, error: Error | None = None, note: Note = _no_note
+        self,
+        job_id: str,
+        why: Why,
+        now_ms: int,
+        error: Error | None = None,
+        note: Note = _no_note,
+        withhold: Withholding | None = None,
     ) -> Moved | None:
-        """End a queued or delayed job (CANCEL_REQUESTED, DEADLINE_PASSED); None: it is neither."""
+        """End a queued or delayed job (CANCEL_REQUESTED, DEADLINE_PASSED); None: it is neither.
+
+        `withhold`: of a job that is to be resumed, whose server may be at it still.
+        """
 
         def unit(tx: Transaction) -> Moved | None:
+            if withhold is not None:
+                withheld.note_queued(tx, job_id, now_ms, withhold)
             params, data = {"p_id": job_id} | _fields(error=error), _event_data(error)
             for state in (State.QUEUED, State.DELAYED):
                 moved = self._moved(tx, _Step(state, why, now_ms, params, data))
@@ -364,8 +375,8 @@ class Store:
     def _expire(
         self, tx: Transaction, state: State, seqs: Sequence[int], now_ms: int, withhold: Withholding | None
     ) -> list[Moved]:
-        if state is State.RUNNING and withhold is not None:
-            withheld.note_many(tx, seqs, now_ms, withhold)
+        if state is not State.DELAYED and withhold is not None:
+            withheld.note_many(tx, state, seqs, now_ms, withhold)
         error = Error("deadline_passed", f"Its deadline passed while it was {state}.")
         params = {"p_seqs": seqs} | _fields(error=error)
         step = _Step(state, Why.DEADLINE_PASSED, now_ms, params, _event_data(error))

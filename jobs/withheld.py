@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
-from sqlalchemy import Integer, bindparam, delete, insert, select, update
+from sqlalchemy import ColumnElement, Insert, Integer, bindparam, delete, insert, select, update
 
 from database.db import Database, Transaction
 from database.prepared import Prepared
@@ -43,18 +43,25 @@ class Withheld:
 
 _COLUMNS = [field.name for field in fields(Withheld)]
 _THIS = (withheld.c.job_id == bindparam("p_id"), withheld.c.attempt == bindparam("p_attempt"))
-_RUNS = select(
+_LEFT = select(
     *(jobs.c[name] for name in ("id", "attempt", "server", "slot", "model", "tenant", "remote_id")),
     bindparam("p_reason"),
     jobs.c.started_ms,
     bindparam("p_now", type_=withheld.c.since_ms.type),
     bindparam("p_until", type_=withheld.c.until_ms.type),
-).where(stands(State.RUNNING), jobs.c.slot.is_not(None))
+).where(jobs.c.slot.is_not(None))
 _THIS_RUN = (jobs.c.id == bindparam("p_id"), jobs.c.attempt == bindparam("p_attempt", type_=Integer))
-_NOTE = Prepared(insert(withheld).from_select(_COLUMNS[:-1], _RUNS.where(*_THIS_RUN).with_for_update()))
-_NOTE_MANY = insert(withheld).from_select(
-    _COLUMNS[:-1], _RUNS.where(jobs.c.seq.in_(bindparam("p_seqs", expanding=True)))
-)
+_THIS_JOB = jobs.c.id == bindparam("p_id")
+_THESE = jobs.c.seq.in_(bindparam("p_seqs", expanding=True))
+
+
+def _noting(*these: ColumnElement[bool]) -> Insert:
+    return insert(withheld).from_select(_COLUMNS[:-1], _LEFT.where(*these).with_for_update())
+
+
+_NOTE = Prepared(_noting(*_THIS_RUN, stands(State.RUNNING)))
+_NOTE_QUEUED = Prepared(_noting(_THIS_JOB, stands(State.QUEUED)))
+_NOTE_MANY = {state: _noting(_THESE, stands(state)) for state in (State.RUNNING, State.QUEUED)}
 _ALL = Prepared(select(withheld).order_by(withheld.c.since_ms, withheld.c.job_id))
 _ONE = Prepared(select(withheld).where(*_THIS))
 _FORGET = Prepared(delete(withheld).where(*_THIS))
@@ -73,10 +80,15 @@ def note(tx: Transaction, job_id: str, attempt: int, now_ms: int, it: Withholdin
     _NOTE.count(tx.connection, given)
 
 
-def note_many(tx: Transaction, seqs: Sequence[int], now_ms: int, it: Withholding) -> None:
-    """The same for running jobs, which this transaction has locked, by their acceptance numbers."""
+def note_queued(tx: Transaction, job_id: str, now_ms: int, it: Withholding) -> None:
+    """The same for a job that is queued to be resumed in its slot, if it is."""
+    _NOTE_QUEUED.count(tx.connection, {"p_id": job_id, "p_reason": it.reason, "p_now": now_ms, "p_until": it.until_ms})
+
+
+def note_many(tx: Transaction, state: State, seqs: Sequence[int], now_ms: int, it: Withholding) -> None:
+    """The same for jobs that are running, or queued, by their acceptance numbers; this transaction has locked them."""
     given = {"p_seqs": list(seqs), "p_reason": it.reason, "p_now": now_ms, "p_until": it.until_ms}
-    tx.connection.execute(_NOTE_MANY, given)
+    tx.connection.execute(_NOTE_MANY[state], given)
 
 
 def drop(tx: Transaction, job_id: str, attempt: int) -> bool:
@@ -87,17 +99,6 @@ def leave_to_job(tx: Transaction, job_id: str, attempt: int) -> None:
     """The job, which this transaction has queued, keeps the slot: an emptied Redis must not offer it elsewhere."""
     tx.connection.execute(_KEEP_SLOT, {"p_id": job_id, "p_attempt": attempt})
     drop(tx, job_id, attempt)
-
-
-def add(database: Database, it: Withheld) -> None:
-    """Withhold a slot whose run has ended before."""
-    row = {name: getattr(it, name) for name in _COLUMNS}
-
-    def unit(tx: Transaction) -> None:
-        drop(tx, it.job_id, it.attempt)
-        tx.connection.execute(insert(withheld), row)
-
-    database.write(unit)
 
 
 def read(database: Database) -> list[Withheld]:

@@ -206,6 +206,8 @@ class Executor:
             await self._spawn_next(lease, None, following, asked_s)
             log.info("run_ended_elsewhere", job_id=run.job.id, attempt=run.attempt)
             return
+        if outcome is StopReason.UNSENT and own.taken.offer.resumes:
+            outcome = StopReason.STOPPED  # Its server may be at the call of the worker before: it stays there.
         config, is_large = self._calls.config_of(run.job.model), _is_large(outcome)
         decide = partial(retries.decide_end, run, outcome, config, self._dispatcher.settings, canceling=own.canceling)
         async with self._one_large_end if is_large else nullcontext():

@@ -7,6 +7,7 @@ from redis.exceptions import OutOfMemoryError
 
 from admission import questions
 from dispatch.dispatcher import ActiveRun
+from jobs import withheld
 from jobs.record import Job, Waiting
 from jobs.states import State, Why
 from registry import removal
@@ -274,6 +275,24 @@ def test_a_job_that_waits_to_be_resumed_keeps_its_slot_where_redis_has_no_memory
 
 def _is_full(*_: Any) -> int:
     raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+
+
+@pytest.mark.parametrize("end", ["cancel", "expire"])
+def test_a_job_that_ends_while_it_waits_to_be_resumed_withholds_its_slot_though_redis_is_emptied(stage, end):
+    stage.register(1, server="z")
+    job_id, waits = stage.submit(ttl_s=LEASE_MS / SECOND), stage.submit()
+    task = stage.start()
+    assert hand_back(stage.dispatcher, task)
+    if end == "cancel":
+        assert stage.dispatcher.cancel(job_id) is State.CANCELED
+    else:
+        stage.later(LEASE_MS)
+        assert reconcile.expire_overdue(stage.dispatcher) == 1
+    stage.lose_redis()
+    reconcile.sweep(stage.dispatcher)
+    assert stage.room.waiting() == [waits], "its server may be at the run still"
+    (row,) = withheld.read(stage.database)
+    assert (row.job_id, row.attempt, row.slot) == (job_id, task.run.attempt, task.lease.slot)
 
 
 def test_a_job_that_waits_to_be_resumed_is_offered_elsewhere_once_its_server_is_removed(stage):

@@ -231,6 +231,33 @@ RUN = [
         (f"{MAINTENANCE}test_a_job_that_waits_to_be_resumed_keeps_its_slot_when_redis_is_emptied",),
     ),
     Mutant(
+        "a job that is canceled while it waits to be resumed withholds no slot",
+        "SLOT-1",
+        "jobs/store.py",
+        "                withheld.note_queued(tx, job_id, now_ms, withhold)\n",
+        "                pass\n",
+        (f"{MAINTENANCE}test_a_job_that_ends_while_it_waits_to_be_resumed_withholds_its_slot_though_redis_is_emptied",),
+    ),
+    Mutant(
+        "a job that expires while it waits to be resumed withholds no slot",
+        "SLOT-1",
+        "jobs/store.py",
+        "        if state is not State.DELAYED and withhold is not None:\n",
+        "        if state is State.RUNNING and withhold is not None:\n",
+        (f"{MAINTENANCE}test_a_job_that_ends_while_it_waits_to_be_resumed_withholds_its_slot_though_redis_is_emptied",),
+    ),
+    Mutant(
+        "a resumed run that is not sent goes to any server",
+        "LEASE-1",
+        "tasks/worker/executor.py",
+        "if outcome is StopReason.UNSENT and own.taken.offer.resumes:",
+        "if False:",
+        (
+            "tests/faults/test_workers.py::"
+            "test_a_run_whose_first_call_another_worker_made_stays_in_its_slot_where_it_is_not_sent_again",
+        ),
+    ),
+    Mutant(
         "a restored offer stands in the way of the run that had claimed it",
         "LEASE-1",
         "routing/lua/restore.lua",
@@ -261,14 +288,6 @@ RUN = [
         'local is_passed_on = lease.owner == "" and field(SLOTS, lease.slot)',
         "local is_passed_on = false",
         (f"{LEASES}test_an_open_offer_that_is_restored_can_be_claimed_and_is_not_made_of_a_slot_that_was_given_away",),
-    ),
-    Mutant(
-        "the slot of a job that ended before it was resumed is free",
-        "SLOT-1",
-        "dispatch/steps.py",
-        "if job.state in FINAL and job.slot is None and job.server == lease.server:",
-        "if job.state not in FINAL and job.slot is None and job.server == lease.server:",
-        (f"{DRAINING}test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_run",),
     ),
     Mutant(
         "a slot that is let go by the record only stays taken",

@@ -191,7 +191,9 @@ def test_a_slot_is_not_withheld_for_longer_than_is_set(one_slot, ended):
     ended(stage)
     stage.submit()
     stage.offered()
-    stage.later(MOST_MS - 1)
+    (row,) = withheld.read(stage.database)
+    assert row.until_ms - row.since_ms == MOST_MS
+    stage.later(row.until_ms - 1 - stage.now)
     heed(stage, running("one"))
     reconcile.reap(stage.dispatcher)
     assert len(rows(stage)) == 1

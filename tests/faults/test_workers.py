@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 
 from database.db import Write
 from dispatch.dispatcher import ActiveRun, Dispatcher
-from dispatch.outcome import Kind, Outcome
+from dispatch.outcome import Kind, Outcome, StopReason
 from foundation.clock import steady_s
 from foundation.errors import RecordUnavailable, RecordUncertain
 from foundation.lifetimes import Lifetimes
@@ -416,6 +416,29 @@ def test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers(
     reconcile.sweep(stage.dispatcher)
     again = stage.start("w2")
     assert (again.run.job.id, again.lease.server, again.run.remote_id) == (job_id, "gpu", "r-1")
+
+
+@sqlite
+def test_a_run_whose_first_call_another_worker_made_stays_in_its_slot_where_it_is_not_sent_again(
+    stage: Stage, finisher: Finisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may be at that call, and has given no id for it."""
+
+    async def unsent(_: OwnRun) -> StopReason:
+        finisher.consumer = None  # It takes nothing more.
+        return StopReason.UNSENT
+
+    monkeypatch.setattr(finisher.calls, "outcome", unsent)
+    stage.register()
+    job_id = stage.submit()
+    assert hand_back(stage.dispatcher, stage.start("w1"))
+    stage.register(server="other")
+    (offer,) = stage.told.offers
+    stage.told.offers.clear()
+    finisher.executor.take_up(offer)
+    assert finisher.engine.wait(60)
+    assert (stage.state(job_id), stage.job(job_id).slot) == (State.QUEUED, offer.slot)
+    assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, offer.slot)]
 
 
 @sqlite

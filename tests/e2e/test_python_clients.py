@@ -45,11 +45,14 @@ except Exception as error:
     told["unknown"] = error.code
 last = infer.apply_async((MODEL, {"prompt": "first"}), link=infer.si(MODEL, {"prompt": "linked"}))
 last.get(timeout=60)
-told["linked"] = last.id
+told["linked"] = [prompt(child.get(timeout=60)) for child in last.children]
 header = [infer.s(MODEL, {"prompt": str(n), "seconds": 0.01}) for n in range(2)]
 told["chord"] = prompt(chord(header)(infer.si(MODEL, {"prompt": "body"})).get(timeout=60))
 steps = [infer.si(MODEL, {"prompt": str(n), "seconds": 0.01}) for n in range(3)]
 told["chain"] = [prompt(r.get(timeout=60)) for r in reversed([*chain_of((steps[0] | steps[1] | steps[2])())])]
+second = (steps[0] | steps[1])()
+second.get(timeout=60)
+told["children"] = [child.id for child in second.parent.children] == [second.id]
 told["passed"] = prompt(chain(infer.s(MODEL, {"prompt": "passed"}), infer.s(model=MODEL))().get(timeout=60))
 parts = [chain(infer.si(MODEL, {"prompt": "x"}), infer.si(MODEL, {"prompt": str(n)})) for n in range(2)]
 told["chains in a chord"] = prompt(chord(parts)(infer.si(MODEL, {"prompt": "end"})).get(timeout=60))
@@ -89,6 +92,7 @@ def test_delay_apply_async_group_chord_and_link_give_the_results_of_jobs(
 
     assert (told["delay"], told["apply_async"], told["retried"], told["chord"]) == ("a", "b", "r", "body")
     assert sorted(told["group"]) == ["0", "1", "2"]
+    assert (told["linked"], told["children"]) == (["linked"], True)
     assert (told["chain"], told["passed"]) == (["0", "1", "2"], "passed")
     assert (told["chains in a chord"], told["chains in a group"]) == ("end", ["0", "1"])
     assert (told["a group in a chain"], told["a task of celery's own"]["prompt"]) == ("last", "x")

@@ -9,11 +9,10 @@ reading      requests, strictly                         batch        many jobs a
 errors       every refusal as a problem                 openapi      the document
 context      what views share                           admin        what administrators' views share
 describing   descriptions of servers, checked           paging       pages of lists
-later        what a view leaves to the server           probes       whether other parts answer
+later        what a view leaves to the server           readiness    whether other parts answer
 metrics      figures for Prometheus                     config       settings
 addresses    of servers, as operators give them         kinds        of servers, read and written
 removal      removals, read and written
 defaults     of kinds and of all models, read and written
 sealed       secrets by name, read and written          receivers    webhooks of tenants, read and written
-watched      processes and loads, shown              readiness    what the probes say, for all who ask
 """

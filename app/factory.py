@@ -6,7 +6,7 @@ from flask import Flask
 from flask_openapi import APIBlueprint
 from pydantic import BaseModel
 
-from app import auth, context, errors, kinds, metrics, openapi, probes, reading, receivers, schemas, sealed
+from app import auth, context, errors, kinds, metrics, openapi, reading, receivers, schemas, sealed
 from app.api import (
     audit,
     batches,
@@ -31,7 +31,7 @@ from app.api import (
 from app.config import AppSettings
 from app.context import Context
 from app.page import entrance, screens
-from app.readiness import Readiness
+from app.readiness import PROBES, Readiness
 from insight.places import Places
 from registry.tenants import Tenants
 from tasks import startup, wiring
@@ -119,7 +119,7 @@ def equip(app: Flask, settings: AppSettings) -> None:
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     estimates = wiring.estimates()
     places = Places(dispatcher.catalog, dispatcher.queues, estimates)
-    context.put(app.extensions, Context(dispatcher, settings, places, estimates, Readiness(probes.ALL)))
+    context.put(app.extensions, Context(dispatcher, settings, places, estimates, Readiness(PROBES)))
     app.extensions["slotkeeper_metrics"] = metrics.registry(
         dispatcher, wiring.scripts(), wiring.processes(), wiring.tallies()
     )

@@ -1,12 +1,128 @@
-"""Whether this process can do its work, looked for by one for all who ask at about the same time.
+"""Whether this process can do its work, part by part.  None: yes; else a sentence for people.
 
-Anybody may ask, so a flood of questions must be no flood of looks: each takes a connection to the broker.
+Anybody may ask, so the sentences name no addresses; the log has the rest.  One looks for all who ask at about the same
+time: a flood of questions must be no flood of looks, each of which takes a connection to the broker.
 """
 
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import structlog
+from kombu.exceptions import OperationalError as BrokerError
+from redis.exceptions import RedisError
+
+from foundation.clock import TOLERATED_MS, clock
+from foundation.errors import SlotkeeperError
+from migrations import migrate
+from scripting.suitability import unsuited
+from tasks import ready
+from tasks.celery_app import celery
+from tasks.wiring import catalog, processes, scripts
+from tasks.wiring import database as record
+from upkeep import pulse
+
+log = structlog.get_logger(__name__)
+
+_BROKER_TIMEOUT_S = 2
+# A schema that was right once stays right while this process runs.
+_right_schemas: set[str] = set()
+
+
+def database() -> str | None:
+    """It answers, and has the schema that this release needs."""
+    try:
+        catalog().version()
+        return _schema_problem(record().url)
+    except SlotkeeperError as error:
+        log.warning("database_away", error=error.detail)
+        return "The database does not answer, or has no tables yet."
+
+
+def redis() -> str | None:
+    """It answers, is a single Redis, and throws nothing away."""
+    try:
+        return unsuited(scripts().redis)
+    except RedisError as error:
+        log.warning("redis_away", error=str(error))
+        return "Redis does not answer; jobs are accepted, and start when it is back."
+
+
+def broker() -> str | None:
+    try:
+        with celery.connection_for_write(connect_timeout=_BROKER_TIMEOUT_S) as connection:
+            connection.ensure_connection(max_retries=1, interval_start=0, timeout=_BROKER_TIMEOUT_S)
+    except (BrokerError, OSError, RedisError) as error:
+        log.warning("broker_away", error=str(error))
+        return "The broker does not answer; jobs are accepted, and start when it is back."
+    return None
+
+
+def maintenance() -> str | None:
+    """Somebody does it: without, no deadline is kept and nothing that was lost is found."""
+    try:
+        if not pulse.has_stopped(scripts()):
+            return None
+    except RedisError:
+        return None  # It is said elsewhere.
+    return (
+        f"Maintenance has not run for {pulse.FADES_S} s: deadlines and retries wait for it.  "
+        "See that beat and a worker of the queue `maintenance` run."
+    )
+
+
+def workers() -> str | None:
+    """Some can take jobs, and none has fallen silent."""
+    try:
+        return ready.of_workers(processes().all())
+    except RedisError:
+        return None  # It is said elsewhere.
+
+
+def secret() -> str | None:
+    """All processes have the same."""
+    try:
+        found = processes().all()
+    except RedisError:
+        return None  # It is said elsewhere.
+    if not (others := ready.of_another_secret(found)):
+        return None
+    which = f"{len(others)} of {len(found)} processes have another secret than this one"
+    return f"{which}.  Give all hosts the same SLOTKEEPER_SECRET."
+
+
+def clocks() -> str | None:
+    """This host's clock, and Redis', go with the record's."""
+    if abs(clock.skew_ms) > TOLERATED_MS:
+        return f"This host's clock is {clock.skew_ms / 1000:+.1f} s from the database's."
+    try:
+        seconds, microseconds = scripts().redis.time()
+    except RedisError:
+        return None  # It is said elsewhere.
+    apart_s = seconds + microseconds / 1e6 - clock.now_ms() / 1000
+    return f"Redis' clock is {apart_s:+.1f} s from the record's." if abs(apart_s) * 1000 > TOLERATED_MS else None
+
+
+def _schema_problem(url: str) -> str | None:
+    if url in _right_schemas:
+        return None
+    why = migrate.check(url)
+    if why is None:
+        _right_schemas.add(url)
+    return why
+
+
+PROBES: Mapping[str, Callable[[], str | None]] = {
+    "database": database,
+    "redis": redis,
+    "broker": broker,
+    "maintenance": maintenance,
+    "workers": workers,
+    "secret": secret,
+    "clocks": clocks,
+}
+
 
 FRESH_S = 1.0
 """For so long an answer is everybody's."""

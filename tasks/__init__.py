@@ -30,7 +30,8 @@ Beside the work
     relay        all events, to each sink                   sinks        Redis, Kafka, NATS, AMQP, Celery's task events
     cloudevents  an event as it is published
     tracing      which trace servers and receivers go on in
-    alive, presence, canary  what processes say of themselves, touched  on this host by files
+    alive        what processes say of themselves          touched      the same by files, for this host
+    canary       a message that each worker sends to itself
     ready        whether they can work                     ends         the line in the log for each job
     wiring       everything put together                    startup, signals  what each process does first
     config       settings

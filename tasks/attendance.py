@@ -8,9 +8,11 @@ from celery import bootsteps
 from celery.signals import worker_shutting_down
 
 from foundation.garbage import collect_rarely
-from tasks import messages, presence
+from foundation.once import once
+from tasks import alive, messages
+from tasks.canary import Canary, listen
 from tasks.celery_app import celery
-from tasks.wiring import dispatcher
+from tasks.wiring import dispatcher, processes, workers
 from tasks.worker.process import this_worker
 
 log = structlog.get_logger(__name__)
@@ -59,6 +61,22 @@ def _delete_queue(consumer: Any, queue: str) -> None:
         log.info("queue_not_deleted", queue=queue, error=str(error))
 
 
+@once
+def _canary() -> Canary:
+    return Canary(this_worker().engine, workers())
+
+
+@once
+def _say_that_it_lives() -> alive.Alive:
+    return alive.begin("worker", processes(), _facts)
+
+
+def _facts() -> dict[str, Any]:
+    worker, canary = this_worker(), _canary()
+    canary.send_in_time()
+    return {"runs": worker.runs, "capacity": worker.capacity, "takes": worker.takes, **canary.facts()}
+
+
 class RunsJobs(bootsteps.StartStopStep):
     """Marks a worker that runs jobs: it consumes the models' queues and keeps leases."""
 
@@ -74,7 +92,8 @@ class RunsJobs(bootsteps.StartStopStep):
         this_worker().capacity = parent.pool.limit  # as the worker's options or the settings say
         this_worker().attend(parent)
         collect_rarely()
-        presence.show(this_worker(), parent)
+        listen(_canary(), parent)
+        _say_that_it_lives()
         self._watch = _QueueWatch(parent)
         self._watch.start()
 

@@ -8,15 +8,25 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from redis.exceptions import RedisError
 
 from app.admin import depths_of
+from app.answers import Answer
 from app.auth import figures
 from app.context import dispatcher
 from app.openapi import blueprint, problems
 from app.schemas import ModelPath
-from app.watched import ModelStats
 from foundation.errors import NotFound
 from insight import standings
 
 api = blueprint("figures", "Operation")
+
+
+class ModelStats(Answer):
+    """A model's load.  `active` is `queued` and `running` together."""
+
+    model: str
+    queued: int
+    running: int
+    active: int
+    slots: int
 
 
 @api.get("/metrics", responses={200: {"description": "Figures", "content": {"text/plain": {}}}, **problems(403)})

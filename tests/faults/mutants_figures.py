@@ -140,7 +140,7 @@ FIGURES = [
     Mutant(
         "readiness says nothing of workers",
         "bounds",
-        "app/probes.py",
+        "app/readiness.py",
         '    "workers": workers,\n',
         "",
         ("tests/contracts/test_api_errors.py::test_it_is_degraded_as_long_as_no_worker_can_take_jobs",),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.watched import ModelStats
+from app.api.figures import ModelStats
 
 REPO = Path(__file__).resolve().parents[2]
 FOLDER = REPO / "docs" / "monitoring"

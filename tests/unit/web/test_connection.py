@@ -76,6 +76,13 @@ def web() -> Iterator[Web]:
 
 
 @pytest.fixture
+def unused_web() -> Iterator[Web]:
+    """Has had no client: another's port may be used again before the server notices that it has left."""
+    with serving(_application()) as made:
+        yield made
+
+
+@pytest.fixture
 def address(web: Web) -> tuple[str, int]:
     return web.address
 
@@ -218,27 +225,27 @@ def test_of_very_many_requests_that_come_together_few_are_read_before_their_turn
     assert _statuses(answers) == [200] * 502
 
 
-def test_who_waits_for_a_thread_and_has_gone_is_not_worked_for(address: tuple[str, int], web: Web) -> None:
+def test_who_waits_for_a_thread_and_has_gone_is_not_worked_for(unused_web: Web) -> None:
     GATE.clear()
-    pool = web.application.general
-    ahead = [socket.create_connection(address, 10) for _ in range(32)]
+    pool = unused_web.application.general
+    ahead = [socket.create_connection(unused_web.address, 10) for _ in range(32)]
     for one in ahead:  # Without keys one owner has all 16 threads.
         one.sendall(b"GET /gate HTTP/1.1\r\nHost: x\r\n\r\n")
     eventually(lambda: not pool.has_room, "all have a thread")
-    with socket.create_connection(address, 10) as last:
+    with socket.create_connection(unused_web.address, 10) as last:
         last.sendall(b"GET /late HTTP/1.1\r\nHost: x\r\n\r\n")
-        (waits,) = eventually(lambda: _of(web, last), "it is connected")
+        (waits,) = eventually(lambda: _of(unused_web, last), "it is connected")
         eventually(lambda: waits.is_answered, "it waits")
         last.shutdown(socket.SHUT_WR)
         eventually(lambda: waits.half_closed is not None, "its end is seen")
-        web.application.capacity.now = lambda: time.monotonic() + 60
+        unused_web.application.capacity.now = lambda: time.monotonic() + 60
         try:
             SEEN.clear()
             GATE.set()
             with suppress(ConnectionError):
                 assert last.recv(100) == b""
         finally:
-            web.application.capacity.now = time.monotonic
+            unused_web.application.capacity.now = time.monotonic
             GATE.set()
     for one in ahead:
         one.shutdown(socket.SHUT_WR)
@@ -405,15 +412,15 @@ def _late(web: Web) -> None:
 @pytest.mark.parametrize(
     "sent, statuses", [(b"", []), (b"GET /a HTT", [408]), (GET + CRLF, [200]), (GET + CRLF + b"GET /b", [200, 408])]
 )
-def test_a_client_that_sends_nothing_more_is_closed(web: Web, sent: bytes, statuses: list[int]) -> None:
-    with socket.create_connection(web.address, 10) as one:
+def test_a_client_that_sends_nothing_more_is_closed(unused_web: Web, sent: bytes, statuses: list[int]) -> None:
+    with socket.create_connection(unused_web.address, 10) as one:
         one.sendall(sent)
         got = b""
         while _statuses(got) != [it for it in statuses if it == 200]:
             got += one.recv(1 << 16)
-        (ours,) = eventually(lambda: _of(web, one), "it is connected")
+        (ours,) = eventually(lambda: _of(unused_web, one), "it is connected")
         eventually(lambda: bool(ours.scope) == bool(sent) and not ours.is_answered, "all is read and answered")
-        web.call(_late, web)
+        unused_web.call(_late, unused_web)
         with suppress(ConnectionError):
             got += b"".join(iter(lambda: one.recv(1 << 16), b""))
         assert _statuses(got) == statuses

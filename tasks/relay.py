@@ -134,7 +134,8 @@ class Relay:
         self._at_once = smaller if took_long else min(self._at_once * 2, _MOST_AT_ONCE)
 
     def _published(self, it: Entry) -> Published:
-        return Published(it.event.id, cloudevents.subject_of(it), it.event.type, cloudevents.text(it, self._source))
+        event = cloudevents.of(it, self._source)
+        return Published(it.event.id, event["subject"], it.event.type, event)
 
     def _held(self) -> Tail | None:
         """Where to read on; None: somebody else relays.  Whoever has not held it for a while asks first."""

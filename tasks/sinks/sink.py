@@ -1,16 +1,26 @@
 """What all sinks of events are."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import orjson
 
 
 class Published(NamedTuple):
-    """An event as it is published.  `key`: what it is about; those of one key stay in their order."""
+    """An event as it is published.  `key`: what it is about; those of one key stay in their order.
+
+    `event`: the CloudEvent (tasks/cloudevents.py).
+    """
 
     number: int
     key: str
     type: str
-    body: str
+    event: Mapping[str, Any]
+
+    @property
+    def body(self) -> str:
+        """The event as JSON."""
+        return orjson.dumps(self.event).decode()
 
 
 class SinkAway(Exception):

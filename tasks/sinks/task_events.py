@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-import orjson
 from celery import Celery
 from celery.events import Event, EventDispatcher
 from kombu.exceptions import OperationalError
@@ -59,7 +58,7 @@ class TaskEvents:
     def publish(self, batch: Sequence[Published]) -> None:
         """Publish the events of a batch as one message, in their order.  Raises SinkAway, RecordUnavailable."""
         try:
-            transitions = [orjson.loads(it.body) for it in batch if it.type.startswith("job.")]
+            transitions = [it.event for it in batch if it.type.startswith("job.")]
             results = self._results(transitions)
             dispatcher = self._connected()
             for event in transitions:

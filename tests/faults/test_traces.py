@@ -213,7 +213,7 @@ def test_a_job_of_which_the_record_is_spoiled_is_left_out_and_no_other(database,
     jobs = [an_ended_job(store) for _ in range(3)]
     broken = update(events).where(events.c.job_id == jobs[1].id, events.c.type == "job.started").values(data="[]")
     database.write(lambda tx: tx.connection.execute(broken))
-    relay._sink.publish([Published(n + 1, job.id, "job.completed", "") for n, job in enumerate(jobs)])
+    relay._sink.publish([Published(n + 1, job.id, "job.completed", {}) for n, job in enumerate(jobs)])
     told = {format(it.context.trace_id, "032x") for it in memory.get_finished_spans()}
     assert told == {trace_of(job.id, None).id for job in (jobs[0], jobs[2])}
 

@@ -19,6 +19,7 @@ from sqlalchemy import (
     union_all,
 )
 
+from jobs import models
 from jobs.models import JOB_COLUMNS, QUEUED, jobs
 from jobs.moves import WAITING_COLUMNS
 from jobs.states import State
@@ -30,7 +31,7 @@ _LAST_NUMBER = 2**63 - 1
 LISTED = select(*(column for column in JOB_COLUMNS if column.name not in {"payload", "result", "envelope"}))
 """Jobs without what they carry."""
 RUNNING = LISTED.where(jobs.c.state == State.RUNNING.value).order_by(jobs.c.seq)
-TO_BE_RESUMED = select(*WAITING_COLUMNS, jobs.c.slot).where(text(QUEUED), jobs.c.slot.is_not(None))
+TO_BE_RESUMED = select(*WAITING_COLUMNS, jobs.c.slot).where(text(models.TO_BE_RESUMED)).order_by(jobs.c.seq)
 _FIRST = select(*WAITING_COLUMNS).limit(bindparam("p_limit", type_=Integer))
 _QUEUED_OF = _FIRST.where(text(QUEUED), jobs.c.seq > bindparam("p_after")).order_by(jobs.c.seq)
 

@@ -39,6 +39,9 @@ _EMPTY = text("''")  # Said so, because Alembic takes a plain "" for no default.
 QUEUED = "state = 'queued'"
 """Condition of the index of queued jobs; see MAY_EXPIRE."""
 _QUEUED = text(QUEUED)
+TO_BE_RESUMED = f"{QUEUED} AND slot IS NOT NULL"
+"""Condition of the index of queued jobs that have a slot; see MAY_EXPIRE."""
+_TO_BE_RESUMED = text(TO_BE_RESUMED)
 _DUE = text("due_ms IS NOT NULL")
 IS_ACTIVE = one_of("state", sorted(ACTIVE))
 MAY_EXPIRE = f"deadline_ms IS NOT NULL AND {IS_ACTIVE}"
@@ -98,6 +101,7 @@ jobs = Table(
     Index("ix_jobs_tenant_seq", "tenant", "seq"),
     Index("ix_jobs_model_seq", "model", "seq"),
     Index("ix_jobs_queued", "model", "seq", sqlite_where=_QUEUED, postgresql_where=_QUEUED),
+    Index("ix_jobs_to_be_resumed", "seq", sqlite_where=_TO_BE_RESUMED, postgresql_where=_TO_BE_RESUMED),
     Index("ix_jobs_due", "due_ms", sqlite_where=_DUE, postgresql_where=_DUE),
     Index("ix_jobs_deadline", "deadline_ms", sqlite_where=_MAY_EXPIRE, postgresql_where=_MAY_EXPIRE),
     Index("ix_jobs_finished", "finished_ms", sqlite_where=_FINISHED, postgresql_where=_FINISHED),

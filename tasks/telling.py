@@ -10,12 +10,16 @@ be sent twice, with the same task id.
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from queue import Empty, Full, Queue
 from typing import Any
 from uuid import NAMESPACE_OID, uuid5
 
 import structlog
 from celery import Signature, signature, states
+from celery import Task as CeleryTask
+from celery.app import pop_current_task, push_current_task
 from celery.app.task import Context
 from celery.exceptions import TaskRevokedError
 from celery.signals import worker_shutdown
@@ -27,6 +31,7 @@ from foundation import exact
 from foundation.crash import crash_at
 from foundation.errors import RecordUnavailable, SlotkeeperError, TooMany
 from foundation.large_json import has_many_parts
+from foundation.once import once
 from jobs.record import Job, now_ms
 from jobs.states import State
 from jobs.store import Store
@@ -149,19 +154,48 @@ def _tell_elsewhere(job: Job) -> None:
 def tell(job: Job) -> None:
     """Tell those who wait for this job.  Raises what backend, broker and record raise when they are away."""
     request = messages.context(job)
-    match job.state:
-        case State.COMPLETED:
-            _tell_result(job, request)
-        case State.CANCELED | State.EXPIRED:
-            _tell_failure(job, request, TaskRevokedError(job.error_message or job.state.value), states.REVOKED)
-        case _:
-            _tell_failure(job, request, JobFailed(job.error_code, job.error_message), states.FAILURE)
+    with _as_its_task(request):
+        match job.state:
+            case State.COMPLETED:
+                _tell_result(job, request)
+            case State.CANCELED | State.EXPIRED:
+                _tell_failure(job, request, TaskRevokedError(job.error_message or job.state.value), states.REVOKED)
+            case _:
+                _tell_failure(job, request, JobFailed(job.error_code, job.error_message), states.FAILURE)
 
 
 def tell_refusal(request: Context, refusal: SlotkeeperError) -> None:
     """Tell those who wait for a message that has not become a job.  Raises as `tell`."""
     error = JobFailed(refusal.code, refusal.detail)
     celery.backend.mark_as_failure(str(request.id), error, request=request, store_result=not request.ignore_result)
+
+
+class _EndedJob(CeleryTask):
+    """What `infer` is to Celery while it sends what follows a job: its name, and the request that stands for the job.
+
+    The task itself runs jobs, and so cannot be loaded here, where all who end one come by.
+    """
+
+    name = messages.TASK
+
+
+@once
+def _ended_job() -> CeleryTask:
+    _EndedJob.bind(celery)
+    return _EndedJob()
+
+
+@contextmanager
+def _as_its_task(request: Context) -> Iterator[None]:
+    """What is sent meanwhile is sent by this job, so that it is found among its result's children."""
+    task = _ended_job()
+    push_current_task(task)
+    task.request_stack.push(request)
+    try:
+        yield
+    finally:
+        task.request_stack.pop()
+        pop_current_task()
 
 
 def _tell_result(job: Job, request: Context) -> None:
@@ -180,7 +214,8 @@ def tell_that_it_is_too_large(job: Job) -> None:
     request = messages.context(job)
     where = f"read it with GET /jobs/{job.id}"
     error = JobFailed("result_too_large", f"The result is too large for Celery's result backend; {where}.")
-    _tell_failure(job, request, error, states.FAILURE)
+    with _as_its_task(request):
+        _tell_failure(job, request, error, states.FAILURE)
 
 
 def _tell_failure(job: Job, request: Context, error: Exception, state: str) -> None:
@@ -207,22 +242,14 @@ def _links(job: Job, links: Any, kind: str) -> list[Signature]:
 
 
 def _send(step: Signature, result: Any, request: Context, **options: Any) -> None:
-    """Send a step that follows, and add it to the children of the job's result.
-
-    One that is refused fails with the reason, and what follows it.
-    """
+    """Send a step that follows.  One that is refused fails with the reason, and what follows it."""
     try:
-        sent: Any = step.apply_async((result,), parent_id=request.id, root_id=request.root_id or request.id, **options)
+        step.apply_async((result,), parent_id=request.id, root_id=request.root_id or request.id, **options)
     except (RecordUnavailable, TooMany):
         raise
     except _WRONG as refusal:
         log.warning("step_refused", job_id=request.id, step=step.get("task"), error=str(refusal))
         _fail_step(step, refusal, options.get("chain"))
-        return
-    while sent.parent is not None:  # Of a canvas that which runs first, as where a task sends it.
-        sent = sent.parent
-    children: list[Any] = request.children
-    children.append(sent)
 
 
 def _fail_step(step: Signature, refusal: Exception, chain: Any) -> None:

@@ -206,8 +206,8 @@ class Executor:
             await self._spawn_next(lease, None, following, asked_s)
             log.info("run_ended_elsewhere", job_id=run.job.id, attempt=run.attempt)
             return
-        if outcome is StopReason.UNSENT and own.taken.offer.resumes:
-            outcome = StopReason.STOPPED  # Its server may be at the call of the worker before: it stays there.
+        if own.taken.offer.resumes and not own.watch.sent:  # Its server may be at the call of the worker before.
+            outcome = outcome._replace(lingers=True) if isinstance(outcome, Outcome) else StopReason.STOPPED
         config, is_large = self._calls.config_of(run.job.model), _is_large(outcome)
         decide = partial(retries.decide_end, run, outcome, config, self._dispatcher.settings, canceling=own.canceling)
         async with self._one_large_end if is_large else nullcontext():

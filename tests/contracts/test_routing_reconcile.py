@@ -1,15 +1,18 @@
 """What maintenance promises: nothing is lost or doubled, whatever dies and whoever looks twice at once."""
 
+from threading import Thread
 from typing import Any
 
 import pytest
 from redis.exceptions import OutOfMemoryError
 
 from admission import questions
+from database.db import Database
 from dispatch.dispatcher import ActiveRun
 from jobs import withheld
-from jobs.record import Job, Waiting
+from jobs.record import Job, Waiting, Withholding
 from jobs.states import State, Why
+from jobs.store import Store
 from registry import removal
 from routing.leases import Renewal
 from tests.support.builders import CALLBACK, at_once, row_of
@@ -293,6 +296,30 @@ def test_a_job_that_ends_while_it_waits_to_be_resumed_withholds_its_slot_though_
     assert stage.room.waiting() == [waits], "its server may be at the run still"
     (row,) = withheld.read(stage.database)
     assert (row.job_id, row.attempt, row.slot) == (job_id, task.run.attempt, task.lease.slot)
+
+
+def test_a_job_that_is_handed_back_while_it_is_canceled_withholds_its_slot(stage, monkeypatch):
+    stage.register()
+    job_id = stage.submit()
+    task = stage.start()
+    elsewhere = Store(Database(stage.database.url))  # another process
+    withholds = Withholding("canceled", stage.now + YEAR, resumes=True)
+    of_run = elsewhere, job_id, task.run.attempt, Why.HANDED_BACK, stage.now
+    handing_back = Thread(target=store_end, args=of_run, kwargs={"withhold": withholds})
+    note_queued = withheld.note_queued
+
+    def is_handed_back_just_after(*args: Any) -> None:
+        note_queued(*args)
+        if handing_back.ident is None:
+            handing_back.start()
+            handing_back.join(2.0)  # It waits for the end of this transaction, and must.
+
+    monkeypatch.setattr(withheld, "note_queued", is_handed_back_just_after)
+    stage.dispatcher.cancel(job_id)
+    handing_back.join()
+    elsewhere.database.close()
+    assert stage.state(job_id) is State.CANCELED
+    assert [(it.job_id, it.slot) for it in withheld.read(stage.database)] == [(job_id, task.lease.slot)]
 
 
 def test_a_job_that_waits_to_be_resumed_is_offered_elsewhere_once_its_server_is_removed(stage):

@@ -247,14 +247,23 @@ RUN = [
         (f"{MAINTENANCE}test_a_job_that_ends_while_it_waits_to_be_resumed_withholds_its_slot_though_redis_is_emptied",),
     ),
     Mutant(
+        "a job that is handed back while it is canceled withholds no slot",
+        "SLOT-1",
+        "jobs/store.py",
+        '                _LOCKED.all(tx.connection, {"p_id": job_id})  # Else a run could be handed back in between.\n',
+        "",
+        (f"{MAINTENANCE}test_a_job_that_is_handed_back_while_it_is_canceled_withholds_its_slot",),
+        postgres=True,
+    ),
+    Mutant(
         "a resumed run that is not sent goes to any server",
         "LEASE-1",
         "tasks/worker/executor.py",
-        "if outcome is StopReason.UNSENT and own.taken.offer.resumes:",
+        "if own.taken.offer.resumes and not own.watch.sent:",
         "if False:",
         (
             "tests/faults/test_workers.py::"
-            "test_a_run_whose_first_call_another_worker_made_stays_in_its_slot_where_it_is_not_sent_again",
+            "test_a_run_whose_first_call_another_worker_made_keeps_its_slot_where_it_is_not_sent_again",
         ),
     ),
     Mutant(

@@ -23,6 +23,7 @@ from foundation.clock import steady_s
 from foundation.errors import RecordUnavailable, RecordUncertain
 from foundation.lifetimes import Lifetimes
 from insight.said import Telling
+from jobs import withheld
 from jobs.states import State, Why
 from routing.leases import Lease, Leases, Renewal
 from routing.queues import Offer
@@ -418,15 +419,16 @@ def test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers(
     assert (again.run.job.id, again.lease.server, again.run.remote_id) == (job_id, "gpu", "r-1")
 
 
+@pytest.mark.parametrize("outcome", [StopReason.UNSENT, Outcome(Kind.CANCELED), Outcome(Kind.RETRY)], ids=str)
 @sqlite
-def test_a_run_whose_first_call_another_worker_made_stays_in_its_slot_where_it_is_not_sent_again(
-    stage: Stage, finisher: Finisher, monkeypatch: pytest.MonkeyPatch
+def test_a_run_whose_first_call_another_worker_made_keeps_its_slot_where_it_is_not_sent_again(
+    stage: Stage, finisher: Finisher, monkeypatch: pytest.MonkeyPatch, outcome: Outcome | StopReason
 ) -> None:
     """The server may be at that call, and has given no id for it."""
 
-    async def unsent(_: OwnRun) -> StopReason:
+    async def unsent(_: OwnRun) -> Outcome | StopReason:
         finisher.consumer = None  # It takes nothing more.
-        return StopReason.UNSENT
+        return outcome
 
     monkeypatch.setattr(finisher.calls, "outcome", unsent)
     stage.register()
@@ -437,8 +439,12 @@ def test_a_run_whose_first_call_another_worker_made_stays_in_its_slot_where_it_i
     stage.told.offers.clear()
     finisher.executor.take_up(offer)
     assert finisher.engine.wait(60)
-    assert (stage.state(job_id), stage.job(job_id).slot) == (State.QUEUED, offer.slot)
-    assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, offer.slot)]
+    if outcome is StopReason.UNSENT:
+        assert (stage.state(job_id), stage.job(job_id).slot) == (State.QUEUED, offer.slot)
+        assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, offer.slot)]
+    else:
+        assert [(it.job_id, it.slot) for it in withheld.read(stage.database)] == [(job_id, offer.slot)]
+        assert stage.free() == 1
 
 
 @sqlite

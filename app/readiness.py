@@ -60,7 +60,7 @@ def broker() -> str | None:
 
 
 def maintenance() -> str | None:
-    """Somebody does it: without, no deadline is kept and nothing that was lost is found."""
+    """Maintenance runs: without it no deadline is kept, and nothing that was lost is found."""
     try:
         if not pulse.has_stopped(scripts()):
             return None

@@ -111,7 +111,7 @@ _THIS = jobs.c.id == bindparam("p_id")
 _CANCEL_WANTED = Prepared(select(jobs.c.cancel_requested_ms).where(_THIS))
 _BRIEF = Prepared(select(jobs.c.id, jobs.c.seq, jobs.c.state).where(_THIS))
 _WHOLE = Prepared(select(*JOB_COLUMNS).where(_THIS))
-_LOCKED = Prepared(select(jobs.c.id).where(_THIS).with_for_update())
+_LOCKED = Prepared(select(jobs.c.seq, jobs.c.slot).where(_THIS).with_for_update())
 _HEADERS = Prepared(select(jobs.c.model, jobs.c.priority, jobs.c.failures, jobs.c.envelope).where(_THIS))
 _DUE = select(jobs.c.seq).where(jobs.c.due_ms <= bindparam("p_now")).order_by(jobs.c.due_ms, jobs.c.seq)
 # In the words of their index, without which it may not be used.  SQLite has to be told what is rare: without statistics
@@ -316,9 +316,9 @@ class Store:
         """
 
         def unit(tx: Transaction) -> Moved | None:
-            if withhold is not None:
-                _LOCKED.all(tx.connection, {"p_id": job_id})  # Else a run could be handed back in between.
-                withheld.note_queued(tx, job_id, now_ms, withhold)
+            locked = _LOCKED.first(tx.connection, {"p_id": job_id})  # Else a run could be handed back in between.
+            if withhold is not None and locked is not None and locked.slot is not None:
+                withheld.note_many(tx, State.QUEUED, [locked.seq], now_ms, withhold)
             params, data = {"p_id": job_id} | _fields(error=error), _event_data(error)
             for state in (State.QUEUED, State.DELAYED):
                 moved = self._moved(tx, _Step(state, why, now_ms, params, data))

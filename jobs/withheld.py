@@ -51,7 +51,6 @@ _LEFT = select(
     bindparam("p_until", type_=withheld.c.until_ms.type),
 ).where(jobs.c.slot.is_not(None))
 _THIS_RUN = (jobs.c.id == bindparam("p_id"), jobs.c.attempt == bindparam("p_attempt", type_=Integer))
-_THIS_JOB = jobs.c.id == bindparam("p_id")
 _THESE = jobs.c.seq.in_(bindparam("p_seqs", expanding=True))
 
 
@@ -60,7 +59,6 @@ def _noting(*these: ColumnElement[bool]) -> Insert:
 
 
 _NOTE = Prepared(_noting(*_THIS_RUN, stands(State.RUNNING)))
-_NOTE_QUEUED = Prepared(_noting(_THIS_JOB, stands(State.QUEUED)))
 _NOTE_MANY = {state: _noting(_THESE, stands(state)) for state in (State.RUNNING, State.QUEUED)}
 _ALL = Prepared(select(withheld).order_by(withheld.c.since_ms, withheld.c.job_id))
 _ONE = Prepared(select(withheld).where(*_THIS))
@@ -80,13 +78,11 @@ def note(tx: Transaction, job_id: str, attempt: int, now_ms: int, it: Withholdin
     _NOTE.count(tx.connection, given)
 
 
-def note_queued(tx: Transaction, job_id: str, now_ms: int, it: Withholding) -> None:
-    """The same for a job that is queued to be resumed in its slot, if it is."""
-    _NOTE_QUEUED.count(tx.connection, {"p_id": job_id, "p_reason": it.reason, "p_now": now_ms, "p_until": it.until_ms})
-
-
 def note_many(tx: Transaction, state: State, seqs: Sequence[int], now_ms: int, it: Withholding) -> None:
-    """The same for jobs that are running, or queued, by their acceptance numbers; this transaction has locked them."""
+    """The same for jobs that are running, or queued to be resumed, by their acceptance numbers.
+
+    This transaction has locked them.
+    """
     given = {"p_seqs": list(seqs), "p_reason": it.reason, "p_now": now_ms, "p_until": it.until_ms}
     tx.connection.execute(_NOTE_MANY[state], given)
 

@@ -58,7 +58,7 @@ class TaskEvents:
     def publish(self, batch: Sequence[Published]) -> None:
         """Publish the events of a batch as one message, in their order.  Raises SinkAway, RecordUnavailable."""
         try:
-            transitions = [it.event for it in batch if it.type.startswith("job.")]
+            transitions = [published.event for published in batch if published.type.startswith("job.")]
             results = self._results(transitions)
             dispatcher = self._connected()
             for event in transitions:

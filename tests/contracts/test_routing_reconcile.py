@@ -306,20 +306,20 @@ def test_a_job_that_is_handed_back_while_it_is_canceled_withholds_its_slot(stage
     withholds = Withholding("canceled", stage.now + YEAR, resumes=True)
     of_run = elsewhere, job_id, task.run.attempt, Why.HANDED_BACK, stage.now
     handing_back = Thread(target=store_end, args=of_run, kwargs={"withhold": withholds})
-    note_queued = withheld.note_queued
+    note_many = withheld.note_many
 
     def is_handed_back_just_after(*args: Any) -> None:
-        note_queued(*args)
+        note_many(*args)
         if handing_back.ident is None:
             handing_back.start()
             handing_back.join(2.0)  # It waits for the end of this transaction, and must.
 
-    monkeypatch.setattr(withheld, "note_queued", is_handed_back_just_after)
+    monkeypatch.setattr(withheld, "note_many", is_handed_back_just_after)
     stage.dispatcher.cancel(job_id)
     handing_back.join()
     elsewhere.database.close()
     assert stage.state(job_id) is State.CANCELED
-    assert [(it.job_id, it.slot) for it in withheld.read(stage.database)] == [(job_id, task.lease.slot)]
+    assert [(row.job_id, row.slot) for row in withheld.read(stage.database)] == [(job_id, task.lease.slot)]
 
 
 def test_a_job_that_waits_to_be_resumed_is_offered_elsewhere_once_its_server_is_removed(stage):

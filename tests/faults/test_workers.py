@@ -441,9 +441,9 @@ def test_a_run_whose_first_call_another_worker_made_keeps_its_slot_where_it_is_n
     assert finisher.engine.wait(60)
     if outcome is StopReason.UNSENT:
         assert (stage.state(job_id), stage.job(job_id).slot) == (State.QUEUED, offer.slot)
-        assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, offer.slot)]
+        assert [(made.job_id, made.slot) for made in stage.told.offers] == [(job_id, offer.slot)]
     else:
-        assert [(it.job_id, it.slot) for it in withheld.read(stage.database)] == [(job_id, offer.slot)]
+        assert [(row.job_id, row.slot) for row in withheld.read(stage.database)] == [(job_id, offer.slot)]
         assert stage.free() == 1
 
 

@@ -160,6 +160,12 @@ class Beginner(Worker):
         assert self.engine.wait(60)
         return None if offer.lease in before else self.tasks.get(offer.lease)
 
+    def begin_newest(self, stage: Stage) -> ActiveRun:
+        """Begin the run of the wake-up that was published last."""
+        task = self.start(stage.told.offers.pop())
+        assert task is not None
+        return task
+
     def go_on_with(self, offer: Offer) -> None:
         """Have an offer come to it that it holds already."""
         self.executor.run_claimed(replace(offer, owner=self.owner) if self._claimed(offer) else offer)
@@ -676,8 +682,7 @@ def test_runs_that_wait_for_the_record_do_not_come_back_at_the_same_moment(
 def test_a_worker_that_is_told_to_stop_begins_nothing_it_was_just_offered(stage: Stage, worker: Beginner) -> None:
     stage.register()
     second = [stage.submit() for _ in range(2)][1]
-    task = worker.start(stage.told.offers.pop())
-    assert task is not None
+    task = worker.begin_newest(stage)
     following = stage.settle(task, claimant=worker.places.claimant).next
     assert following is not None and following.job_id == second
     worker.consumer = None
@@ -767,8 +772,7 @@ def test_slot_2_a_slot_that_could_not_be_freed_is_freed_by_the_first_beat_that_c
 ) -> None:
     stage.register()
     first, second = stage.submit(), stage.submit()
-    task = worker.start(stage.told.offers.pop())
-    assert task is not None
+    task = worker.begin_newest(stage)
     with _redis_away(monkeypatch):
         assert stage.settle(task).moved is not None
         worker.heartbeat.beat()
@@ -788,8 +792,7 @@ def test_a_job_that_could_not_be_put_back_is_put_back_by_the_first_beat_that_can
 ) -> None:
     stage.register()
     first, second = stage.submit(), stage.submit()
-    task = worker.start(stage.told.offers.pop())
-    assert task is not None
+    task = worker.begin_newest(stage)
     with _redis_away(monkeypatch):
         stage.settle(task, Kind.BUSY, retry_after_s=0)
     worker.heartbeat.beat()
@@ -802,8 +805,7 @@ def test_lease_4_a_late_release_does_not_disturb_who_has_the_lease_by_now(
 ) -> None:
     stage.register()
     stage.submit()
-    task = worker.start(stage.told.offers.pop())
-    assert task is not None
+    task = worker.begin_newest(stage)
     with _redis_away(monkeypatch):
         stage.settle(task, Kind.BUSY, retry_after_s=0)
     stage.later(LEASE_MS)
@@ -840,8 +842,7 @@ def test_a_lease_that_was_written_again_for_nothing_is_freed_by_the_first_beat_t
 ) -> None:
     stage.register()
     stage.submit()
-    task = worker.start(stage.told.offers.pop())
-    assert task is not None
+    task = worker.begin_newest(stage)
     watch = Watch(task.lease)
     watch.sent = watch.over = True
     with _redis_away(monkeypatch) as tried:
@@ -857,8 +858,7 @@ def test_a_slot_that_a_server_let_go_of_while_redis_was_away_is_freed_by_the_fir
 ) -> None:
     stage.register()
     stage.submit()
-    task = worker.start(stage.told.offers.pop())
-    assert task is not None
+    task = worker.begin_newest(stage)
     silent = Outcome(Kind.RETRY, code="timed_out", lingers=True)
     assert end_in_order(stage.dispatcher, task, decided(stage.dispatcher, task, silent)).moved is not None
     assert list(stage.room.taken()) == [task.lease.slot]
@@ -923,8 +923,7 @@ def test_while_redis_answers_the_record_is_not_asked(
 ) -> None:
     stage.register()
     stage.submit()
-    task = worker.start(stage.told.offers.pop())
-    assert task is not None
+    task = worker.begin_newest(stage)
     hold = worker.heartbeat.add(task.lease)
     monkeypatch.setattr(stage.store, "briefs", _is_away)
     worker.heartbeat.beat()

@@ -53,7 +53,7 @@ format: setup-dev ## Format the code and fix what the linter can
 	$(BIN)/ruff check --fix .
 
 bench: setup-dev ## Measure (BENCH_ARGS="handoff"); takes minutes and wants a quiet machine
-	@exec $(BIN)/python -m benchmarks $(BENCH_ARGS)
+	@exec $(BIN)/python -m tools.benchmarks $(BENCH_ARGS)
 
 lock: ## Write requirements*.txt anew from setup.cfg, with all hashes (LOCK_ARGS="--upgrade")
 	@tools=$$(mktemp -d); trap 'rm -rf "$$tools"' EXIT
@@ -111,7 +111,7 @@ endef
 define lint-lua
 if command -v luacheck >/dev/null; then
 	scripts=$$(mktemp -d); trap 'rm -rf "$$scripts"' EXIT
-	$(BIN)/python -c 'import sys, pathlib; from scripting.scripts import assemble, names; [pathlib.Path(sys.argv[1], f"{name}.lua").write_text(assemble(name)) for name in names()]' "$$scripts"
+	$(BIN)/python -c 'import sys, pathlib; from slotkeeper.redis.scripts import assemble, names; [pathlib.Path(sys.argv[1], f"{name}.lua").write_text(assemble(name)) for name in names()]' "$$scripts"
 	step luacheck --quiet --std lua51 --read-globals redis cjson cmsgpack struct bit KEYS ARGV --ignore 211 --no-max-line-length "$$scripts"
 else
 	echo "== luacheck: skipped, it is not installed (Debian, Ubuntu: apt install lua-check)"

@@ -4,8 +4,8 @@ import socket
 from urllib.parse import urlsplit
 
 from app.context import context
-from foundation.addresses import address_of, is_metadata, is_own_address
-from foundation.errors import InvalidRequest
+from slotkeeper.addresses import address_of, is_metadata, is_own_address
+from slotkeeper.errors import InvalidRequest
 from tasks.servers.client import split_endpoint
 
 _WRONG = "{} must be a full URL with a host, such as http://gpu1:9001/generate"

@@ -9,10 +9,10 @@ from redis.exceptions import RedisError
 from app import auth
 from app.context import dispatcher
 from app.openapi import blueprint
-from insight import servers
-from insight.servers import ServerStatus
-from upkeep import reconcile, rooms
-from upkeep.rooms import Depths
+from routing.maintenance import reconcile, rooms
+from routing.maintenance.rooms import Depths
+from routing.queries import servers
+from routing.queries.servers import ServerStatus
 
 log = structlog.get_logger(__name__)
 

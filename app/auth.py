@@ -21,10 +21,10 @@ from flask_httpauth import HTTPTokenAuth
 from app.config import AppSettings, is_loopback
 from app.context import application, asked
 from app.errors import ProblemError, problem
-from audit import acts
-from audit.acts import Actor
-from foundation import logs
-from registry.tenants import LOCAL, Tenant, Tenants, hash_key
+from slotkeeper import logs
+from slotkeeper.audit import acts
+from slotkeeper.audit.acts import Actor
+from slotkeeper.registry.tenants import LOCAL, Tenant, Tenants, hash_key
 
 View = TypeVar("View", bound=Callable[..., object])
 

@@ -7,9 +7,9 @@ from flask import Flask, Request, current_app, request
 
 from app.config import AppSettings
 from app.readiness import Readiness
-from dispatch.dispatcher import Dispatcher
-from insight.estimates import Estimates
-from insight.places import Places
+from routing.dispatch.dispatcher import Dispatcher
+from routing.queries.estimates import Estimates
+from routing.queries.places import Places
 
 _EXTENSION = "slotkeeper"
 

@@ -7,9 +7,9 @@ from pydantic import Field, field_validator
 from app.answers import GIVEN, Answer, Read, Time
 from app.openapi import Model
 from app.schemas import MODEL_NAME, ConfigBody
-from registry.catalog import Snapshot
-from registry.config import ModelConfig
-from registry.defaults import KIND, Defaults
+from slotkeeper.registry.catalog import Snapshot
+from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.defaults import KIND, Defaults
 
 
 class DefaultsBody(ConfigBody):

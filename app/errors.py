@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from redis.exceptions import RedisError
 from werkzeug.exceptions import HTTPException
 
-from foundation.errors import (
+from slotkeeper.errors import (
     Conflict,
     IdempotencyConflict,
     InvalidRequest,

@@ -1,4 +1,4 @@
-"""The WSGI application, which the process `web` (app.web) serves."""
+"""The WSGI application, which the process `web` (app.server) serves."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -32,8 +32,8 @@ from app.config import AppSettings
 from app.context import Context
 from app.page import entrance, screens
 from app.readiness import PROBES, Readiness
-from insight.places import Places
-from registry.tenants import Tenants
+from routing.queries.places import Places
+from slotkeeper.registry.tenants import Tenants
 from tasks import startup, wiring
 
 _APIS: tuple[APIBlueprint, ...] = (

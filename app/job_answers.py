@@ -5,16 +5,16 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Field
 
-from admission.placement import show_constraints
 from app.answers import GIVEN, Answer, Read, Time
-from foundation.addresses import masked_url
-from insight import attempts, explain
-from insight.interval import Estimate
-from insight.places import Place
-from jobs.record import Accepted, Job
-from jobs.states import FINAL, State, Why
-from outbox.tail import Entry
-from upkeep import ledger
+from routing.admission.placement import show_constraints
+from routing.maintenance import ledger
+from routing.queries import attempts, explain
+from routing.queries.interval import Estimate
+from routing.queries.places import Place
+from slotkeeper.addresses import masked_url
+from slotkeeper.jobs.record import Accepted, Job
+from slotkeeper.jobs.states import FINAL, State, Why
+from slotkeeper.outbox.tail import Entry
 
 Outlook = Literal["starting", "waiting", "later", "unknown"]
 

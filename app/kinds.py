@@ -8,10 +8,10 @@ from pydantic import ConfigDict, Field
 from app.answers import GIVEN, Answer, Read, Time
 from app.openapi import Model
 from app.schemas import MODEL_NAME, Asked
-from dispatch.outcome import Outcome
-from insight import explain
-from registry import catalog
-from registry.values import Server
+from routing.dispatch.outcome import Outcome
+from routing.queries import explain
+from slotkeeper.registry import catalog
+from slotkeeper.registry.values import Server
 from tasks.servers import Health, HealthKind, presets, probe
 
 

@@ -7,8 +7,8 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from insight.said import NOWHERE, Place
-from outbox.tail import Entry
+from routing.queries.said import NOWHERE, Place
+from slotkeeper.outbox.tail import Entry
 
 TAKES_OVER = "slotkeeper.takes_over"
 """In the WSGI environment: whether the server goes on where a view leaves off."""

@@ -14,20 +14,20 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from redis.exceptions import RedisError
 
-from dispatch.dispatcher import Dispatcher
-from foundation.errors import RecordUnavailable
-from insight import depth, history, overview, standings, tallies
-from insight.history import MOST_MODELS, OTHER, History
-from insight.processes import Process, Processes
-from insight.servers import standings_of
-from insight.tallies import HANDED_ON, REFUSED, Tallies
-from jobs.record import now_ms
-from outbox.relays import Relays
-from registry.catalog import Snapshot
-from scripting.scripts import Scripts
+from routing.dispatch.dispatcher import Dispatcher
+from routing.maintenance import ledger, pulse
+from routing.maintenance.rooms import Depths, depths_of
+from routing.queries import depth, history, overview, standings, tallies
+from routing.queries.history import MOST_MODELS, OTHER, History
+from routing.queries.processes import Process, Processes
+from routing.queries.servers import standings_of
+from routing.queries.tallies import HANDED_ON, REFUSED, Tallies
+from slotkeeper.errors import RecordUnavailable
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.outbox.relays import Relays
+from slotkeeper.redis.scripts import Scripts
+from slotkeeper.registry.catalog import Snapshot
 from tasks.config import EventSettings
-from upkeep import ledger, pulse
-from upkeep.rooms import Depths, depths_of
 
 log = structlog.get_logger(__name__)
 

@@ -11,12 +11,12 @@ from flask_openapi import APIBlueprint, Info, OpenAPI
 from pydantic import BaseModel, ConfigDict
 from werkzeug.routing import BaseConverter
 
-from admission.placement import NAME
-from admission.submission import LONGEST_KEY
 from app.errors import CONTENT_TYPE, of_validation
 from app.reading import Request
-from foundation import exact
-from registry.tenants import SHOWN
+from routing.admission.placement import NAME
+from routing.admission.submission import LONGEST_KEY
+from slotkeeper import exact
+from slotkeeper.registry.tenants import SHOWN
 
 _REASONS = {
     400: "The body is not valid JSON",

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Sequence
 
-from admission.submission import check_model_name
-from foundation.errors import InvalidRequest
-from insight.said import NOWHERE, Place
-from jobs.record import Job
+from routing.admission.submission import check_model_name
+from routing.queries.said import NOWHERE, Place
+from slotkeeper.errors import InvalidRequest
+from slotkeeper.jobs.record import Job
 
 CURSOR = "s[1-9][0-9]{0,18}"
 BATCH = "[0-9a-f-]{36}"

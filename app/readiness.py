@@ -13,15 +13,15 @@ import structlog
 from kombu.exceptions import OperationalError as BrokerError
 from redis.exceptions import RedisError
 
-from foundation.clock import TOLERATED_MS, clock
-from foundation.errors import SlotkeeperError
 from migrations import migrate
-from scripting.suitability import unsuited
+from routing.maintenance import pulse
+from slotkeeper.clock import TOLERATED_MS, clock
+from slotkeeper.errors import SlotkeeperError
+from slotkeeper.redis.suitability import unsuited
 from tasks import ready
 from tasks.celery_app import celery
 from tasks.wiring import catalog, processes, scripts
 from tasks.wiring import database as record
-from upkeep import pulse
 
 log = structlog.get_logger(__name__)
 

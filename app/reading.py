@@ -16,8 +16,8 @@ from werkzeug.exceptions import RequestEntityTooLarge
 
 from app.context import asked
 from app.errors import ProblemError, printable
-from foundation import exact
-from foundation.errors import InvalidRequest
+from slotkeeper import exact
+from slotkeeper.errors import InvalidRequest
 
 WHOLE = "slotkeeper.whole_body"
 """In the WSGI environment: the server has read the body to its end."""

@@ -10,14 +10,14 @@ from app.answers import GIVEN, Answer, Read, Time, time
 from app.openapi import Model
 from app.paging import cursor_of, number
 from app.schemas import Asked
-from foundation import exact
-from foundation.addresses import masked_url
-from foundation.errors import InvalidRequest
-from jobs.events import TYPES
-from outbox.callbacks import GivenUp
-from outbox.messages import Message, Try
-from outbox.receivers import Receiver
-from registry.tenants import LONGEST_NAME, SHOWN
+from slotkeeper import exact
+from slotkeeper.addresses import masked_url
+from slotkeeper.errors import InvalidRequest
+from slotkeeper.jobs.events import TYPES
+from slotkeeper.outbox.callbacks import GivenUp
+from slotkeeper.outbox.messages import Message, Try
+from slotkeeper.outbox.receivers import Receiver
+from slotkeeper.registry.tenants import LONGEST_NAME, SHOWN
 from tasks.bodies import FIELDS, MOST_NAMES, MOST_TEMPLATE_BYTES
 from tasks.outbound import URL_MAX
 

@@ -8,21 +8,21 @@ from pydantic import Field
 from app.answers import GIVEN, Answer, Read, Time, time
 from app.job_answers import seconds
 from app.schemas import AdminStateName
-from foundation.addresses import masked_url
-from insight import servers as insight
-from insight.load import Load
-from insight.overtaking import PRIORITIES, longest_overtaking_s, longest_wait
-from jobs.withheld import Withheld
-from registry import catalog as registered
-from registry.catalog import Snapshot
-from registry.config import ModelConfig, understood
-from registry.defaults import Source, behind
-from registry.rotations import Rotation
-from registry.tenants import Tenant
-from registry.values import AdminState, Server, TenantState
+from routing.maintenance import draining
+from routing.maintenance.rooms import Depths
+from routing.queries import servers as insight
+from routing.queries.load import Load
+from routing.queries.overtaking import PRIORITIES, longest_overtaking_s, longest_wait
+from slotkeeper.addresses import masked_url
+from slotkeeper.jobs.withheld import Withheld
+from slotkeeper.registry import catalog as registered
+from slotkeeper.registry.catalog import Snapshot
+from slotkeeper.registry.config import ModelConfig, understood
+from slotkeeper.registry.defaults import Source, behind
+from slotkeeper.registry.rotations import Rotation
+from slotkeeper.registry.tenants import Tenant
+from slotkeeper.registry.values import AdminState, Server, TenantState
 from tasks.descriptions import effective, is_behind
-from upkeep import draining
-from upkeep.rooms import Depths
 
 Breaker = Literal["closed", "open", "half_open", "probing"]
 OpenedBy = Literal["failures", "rate", "probe"]

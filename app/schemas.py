@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
-from admission.placement import VALUE
-from admission.submission import MODEL
 from app.openapi import Model
 from app.paging import BATCH, CURSOR
-from jobs.states import State
-from registry.config import ModelConfig
-from registry.tenants import LONGEST_NAME, SHOWN
+from routing.admission.placement import VALUE
+from routing.admission.submission import MODEL
+from slotkeeper.jobs.states import State
+from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.tenants import LONGEST_NAME, SHOWN
 from tasks.servers import for_model
 
 AdminStateName = Literal["online", "paused", "draining", "frozen"]

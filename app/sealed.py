@@ -7,7 +7,7 @@ from pydantic import Field
 from app.answers import Answer, Read, Time
 from app.openapi import Model
 from app.schemas import MODEL_NAME, Asked
-from registry.secrets import Secret
+from slotkeeper.registry.secrets import Secret
 from tasks.vault import LONGEST, NAME, SHORTEST, SIGNS
 
 _SECRET: Any = {"pattern": f"^{NAME}$"}

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Engine, NullPool, create_engine, inspect, make_url
 from sqlalchemy.exc import InterfaceError, OperationalError
 
-from database.connections import CONNECT_S
-from foundation.errors import Conflict, RecordUnavailable
-from foundation.home import private_file, private_folder
 from migrations.current import STEPS, revisions
+from slotkeeper.db.connections import CONNECT_S
+from slotkeeper.errors import Conflict, RecordUnavailable
+from slotkeeper.home import private_file, private_folder
 
 if TYPE_CHECKING:
     from alembic.config import Config

@@ -11,7 +11,7 @@ from importlib import import_module
 import click
 from celery.bin.base import CLIContext
 
-from foundation import logs
+from slotkeeper import logs
 from tasks.celery_app import celery
 from tasks.config import TaskSettings
 

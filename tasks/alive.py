@@ -16,10 +16,10 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
-from foundation.errors import SlotkeeperError
-from foundation.home import private_folder
-from insight.processes import SAY_EVERY_S, Processes
-from jobs.record import now_ms
+from routing.queries.processes import SAY_EVERY_S, Processes
+from slotkeeper.errors import SlotkeeperError
+from slotkeeper.home import private_folder
+from slotkeeper.jobs.record import now_ms
 from tasks import touched
 from tasks.keyring import fingerprints
 

@@ -2,10 +2,10 @@
 
 from functools import partial
 
-from jobs.record import Waiting
-from jobs.store import Moved, Store
-from outbox.tellings import Telling
-from routing.queues import Offer
+from routing.queue.queues import Offer
+from slotkeeper.jobs.record import Waiting
+from slotkeeper.jobs.store import Moved, Store
+from slotkeeper.outbox.tellings import Telling
 from tasks import messages
 from tasks.publisher import publisher
 from tasks.telling import Teller

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from difflib import get_close_matches
 from typing import Any
 
-from admission.submission import Submission
-from foundation.errors import InvalidJob
-from jobs.record import now_ms
+from routing.admission.submission import Submission
+from slotkeeper.errors import InvalidJob
+from slotkeeper.jobs.record import now_ms
 from tasks import messages
 
 _LONGEST_TENANT = 200
@@ -69,7 +69,7 @@ def infer(
 
     The call returns once the job is in the record.  AsyncResult.status is PENDING until the job has ended, then
     SUCCESS, FAILURE (tasks.JobFailed: code, message) or REVOKED; `revoke()` cancels the job.  Raises
-    foundation.errors.InvalidJob (its `field` names what is wrong), UnknownModel, TooMany, Conflict,
+    slotkeeper.errors.InvalidJob (its `field` names what is wrong), UnknownModel, TooMany, Conflict,
     IdempotencyConflict, RecordUnavailable.
     """
 

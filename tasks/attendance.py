@@ -7,8 +7,8 @@ import structlog
 from celery import bootsteps
 from celery.signals import worker_shutting_down
 
-from foundation.garbage import collect_rarely
-from foundation.once import once
+from slotkeeper.garbage import collect_rarely
+from slotkeeper.once import once
 from tasks import alive, messages
 from tasks.canary import Canary, listen
 from tasks.celery_app import celery

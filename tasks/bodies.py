@@ -12,14 +12,14 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from foundation import exact, large_json
-from foundation.errors import InvalidRequest
-from jobs.events import TYPES
-from jobs.record import Job
-from jobs.states import FINAL
-from outbox.messages import Message
-from outbox.receivers import Receiver
-from outbox.tail import Entry
+from slotkeeper import exact, large_json
+from slotkeeper.errors import InvalidRequest
+from slotkeeper.jobs.events import TYPES
+from slotkeeper.jobs.record import Job
+from slotkeeper.jobs.states import FINAL
+from slotkeeper.outbox.messages import Message
+from slotkeeper.outbox.receivers import Receiver
+from slotkeeper.outbox.tail import Entry
 
 MOST_TEMPLATE_BYTES = 4096
 MOST_NAMES = 20

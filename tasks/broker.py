@@ -11,7 +11,7 @@ import structlog
 from kombu.transport import redis
 from redis.exceptions import DataError
 
-from scripting.full import FullClient
+from slotkeeper.redis.full import FullClient
 
 log = structlog.get_logger(__name__)
 

@@ -3,7 +3,7 @@
 import hmac
 from functools import lru_cache
 
-from foundation.once import once
+from slotkeeper.once import once
 from tasks.config import TaskSettings
 from tasks.keyring import callback_keys
 

@@ -12,8 +12,8 @@ from typing import Any
 import structlog
 from kombu import Exchange, Queue
 
-from database.db import Write
-from routing.workers import Workers
+from routing.queue.workers import Workers
+from slotkeeper.db.db import Write
 from tasks.celery_app import celery
 from tasks.config import TaskSettings
 from tasks.publisher import publisher

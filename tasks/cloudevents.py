@@ -6,8 +6,8 @@ from typing import Any
 
 import orjson
 
-from jobs.states import Why
-from outbox.tail import Entry
+from slotkeeper.jobs.states import Why
+from slotkeeper.outbox.tail import Entry
 
 CONTENT_TYPE = "application/cloudevents+json; charset=utf-8"
 # A run that went wrong and is tried again: a job's failure in the words of other queues, where ours only ends a job.

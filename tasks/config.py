@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from routing.config import RoutingSettings
+from routing.queue.config import RoutingSettings
 
 Sink = Literal["redis", "kafka", "nats", "amqp", "celery", "otlp"]
 

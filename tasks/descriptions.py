@@ -1,7 +1,7 @@
 """What a model's configuration says of how its servers are spoken to: made whole and checked when it is stored,
 compiled once by whoever speaks to them.
 
-A version of a description never changes (registry/descriptions.py), so what was compiled of it is right for good.
+A version of a description never changes (slotkeeper/registry/descriptions.py), so what was compiled of it is right for good.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +13,12 @@ from typing import Any, Literal
 import structlog
 from pydantic import ValidationError
 
-from foundation import exact
-from registry import descriptions
-from registry import values as registered
-from registry.catalog import Model, Snapshot
-from registry.config import ModelConfig
-from registry.values import place_of
+from slotkeeper import exact
+from slotkeeper.registry import descriptions
+from slotkeeper.registry import values as registered
+from slotkeeper.registry.catalog import Model, Snapshot
+from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.values import place_of
 from tasks import vault
 from tasks.servers import Description, Plan, Server, compile_plan, for_model, presets
 from tasks.servers.pointers import texts_in, write

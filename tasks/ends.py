@@ -5,8 +5,8 @@ It is told by maintenance, from the record and some seconds later: workers have 
 
 import structlog
 
-from foundation.traces import trace_of
-from insight.history import End
+from routing.queries.history import End
+from slotkeeper.traces import trace_of
 
 log = structlog.get_logger(__name__)
 

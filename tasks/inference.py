@@ -15,10 +15,10 @@ from celery.exceptions import Ignore, Reject
 from celery.result import AsyncResult
 from celery.worker.request import Request
 
-from admission.submission import Submission
-from foundation import traces
-from foundation.errors import IdempotencyConflict, SlotkeeperError
-from jobs.record import new_job_id
+from routing.admission.submission import Submission
+from slotkeeper import traces
+from slotkeeper.errors import IdempotencyConflict, SlotkeeperError
+from slotkeeper.jobs.record import new_job_id
 from tasks import asking, messages
 from tasks.celery_app import celery
 from tasks.retries import RetriedTask

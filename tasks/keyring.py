@@ -19,10 +19,10 @@ from functools import lru_cache
 
 import orjson
 
-from foundation.config import RecordSettings
-from foundation.home import kept_text
-from foundation.once import once
-from registry.rotations import Rotation
+from slotkeeper.config import RecordSettings
+from slotkeeper.home import kept_text
+from slotkeeper.once import once
+from slotkeeper.registry.rotations import Rotation
 from tasks.config import TaskSettings
 
 _SHORTEST = 24  # bytes

@@ -13,21 +13,24 @@ from functools import partial
 
 import structlog
 
-from dispatch.outcome import Kind
-from foundation.addresses import refuses
-from foundation.config import RecordSettings
-from foundation.errors import SlotkeeperError
-from foundation.once import once
-from insight import invariants, listing
-from insight.history import Historian
-from jobs import withheld
-from jobs.record import now_ms
-from jobs.states import State
-from jobs.withheld import Withheld
-from outbox.ageing import Ageing
-from outbox.relays import Relays
-from registry import descriptions
-from registry.values import Server as ServerRow
+from routing.dispatch.outcome import Kind
+from routing.maintenance import draining, ledger, pulse, reconcile, runs
+from routing.maintenance.identity import ServerReport
+from routing.maintenance.reconcile import removal
+from routing.queries import invariants, listing
+from routing.queries.history import Historian
+from slotkeeper.addresses import refuses
+from slotkeeper.config import RecordSettings
+from slotkeeper.errors import SlotkeeperError
+from slotkeeper.jobs import withheld
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.jobs.states import State
+from slotkeeper.jobs.withheld import Withheld
+from slotkeeper.once import once
+from slotkeeper.outbox.ageing import Ageing
+from slotkeeper.outbox.relays import Relays
+from slotkeeper.registry import descriptions
+from slotkeeper.registry.values import Server as ServerRow
 from tasks import vault
 from tasks.beat import EVERY_S
 from tasks.celery_app import celery
@@ -38,9 +41,6 @@ from tasks.retries import decide_end
 from tasks.rounds import Asked, Rounds
 from tasks.servers import Call, HealthKind, Live, call_server
 from tasks.wiring import database, dispatcher, last_runs, lifetimes, scripts, teller, workers
-from upkeep import draining, ledger, pulse, reconcile, runs
-from upkeep.identity import ServerReport
-from upkeep.reconcile import removal
 
 log = structlog.get_logger(__name__)
 

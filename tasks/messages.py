@@ -9,9 +9,9 @@ from celery.app.amqp import task_message
 from celery.app.task import Context
 from kombu.utils import json
 
-from insight.spans import JOB
-from jobs.record import Job
-from routing.queues import Offer
+from routing.queries.spans import JOB
+from routing.queue.queues import Offer
+from slotkeeper.jobs.record import Job
 from tasks import tracing
 from tasks.celery_app import celery
 from tasks.wake_up import HEADER

@@ -46,7 +46,7 @@ from ssrfguard import (
 )
 from standardwebhooks import Webhook
 
-from foundation.addresses import METADATA, NAT64, address_of
+from slotkeeper.addresses import METADATA, NAT64, address_of
 
 log = logging.getLogger(__name__)
 

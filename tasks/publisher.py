@@ -11,7 +11,7 @@ from queue import Full, Queue
 
 import structlog
 
-from foundation.once import once
+from slotkeeper.once import once
 
 log = structlog.get_logger(__name__)
 

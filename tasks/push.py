@@ -6,20 +6,20 @@ been told: the same verdict, the same guarded write.  The worker that still poll
 
 from functools import partial
 
-from dispatch.dispatcher import active_run
-from dispatch.outcome import Kind, Outcome
-from dispatch.steps import settle
-from foundation import exact, large_json
-from jobs import withheld
-from jobs.events import TYPES
-from jobs.record import Job
-from jobs.states import State
+from routing.dispatch.dispatcher import active_run
+from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.steps import settle
+from routing.maintenance import draining
+from slotkeeper import exact, large_json
+from slotkeeper.jobs import withheld
+from slotkeeper.jobs.events import TYPES
+from slotkeeper.jobs.record import Job
+from slotkeeper.jobs.states import State
 from tasks import callbacks, retries
 from tasks.descriptions import Misconfigured, address_of, server_for
 from tasks.servers import Call, Live, call_server
 from tasks.servers.pointers import resolve
 from tasks.wiring import dispatcher
-from upkeep import draining
 
 # What a push can say about the end of a run.  Of anything else the polling worker makes more.
 _ENDS = frozenset({Kind.DONE, Kind.FAILED, Kind.RETRY, Kind.CANCELED})

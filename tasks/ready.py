@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 from redis.exceptions import RedisError
 
-from insight.processes import Process, Processes
-from routing.config import RoutingSettings
-from scripting.keys import Keys
-from scripting.scripts import Scripts, connect
+from routing.maintenance import pulse
+from routing.queries.processes import Process, Processes
+from routing.queue.config import RoutingSettings
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.scripts import Scripts, connect
 from tasks import touched
 from tasks.keyring import fingerprints
-from upkeep import pulse
 
 _CANARY_MS = 20_000
 

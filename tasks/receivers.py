@@ -1,7 +1,7 @@
 """What subscriptions are told, as the process of webhooks sends it.
 
 A message that its receiver refuses is tried until it is too old.  A webhook that takes nothing is left alone, longer
-each time, and what it is owed waits; see outbox/receivers.py.  One that answers 410 is disabled.  Where the receiver is
+each time, and what it is owed waits; see slotkeeper/outbox/receivers.py.  One that answers 410 is disabled.  Where the receiver is
 a job's `callback_url`, its message is given up instead: nobody could enable it again.
 """
 
@@ -12,18 +12,18 @@ from datetime import UTC, datetime
 
 import structlog
 
-from database.db import Database
-from foundation.crash import crash_at
-from foundation.errors import NotFound
-from insight.spans import JOB, webhook
-from jobs.record import now_ms
-from jobs.store import Store
-from outbox import tail
-from outbox.callbacks import Callbacks, Due
-from outbox.messages import Answered, Key, Message, Messages
-from outbox.receivers import ENDS, GONE, Receiver, Receivers, subscription_of
-from outbox.spreading import Spreading
-from registry.rotations import Rotations
+from routing.queries.spans import JOB, webhook
+from slotkeeper.crash import crash_at
+from slotkeeper.db.db import Database
+from slotkeeper.errors import NotFound
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox import tail
+from slotkeeper.outbox.callbacks import Callbacks, Due
+from slotkeeper.outbox.messages import Answered, Key, Message, Messages
+from slotkeeper.outbox.receivers import ENDS, GONE, Receiver, Receivers, subscription_of
+from slotkeeper.outbox.spreading import Spreading
+from slotkeeper.registry.rotations import Rotations
 from tasks import tracing, vault
 from tasks.bodies import body, template_of, told_of_end, told_of_event, told_of_test
 from tasks.keyring import webhook_secrets

@@ -3,8 +3,8 @@
     python -m tasks.relay                        # a process of its own
     python -m tasks.webhooks --embedded-relay    # threads of that process, where one of each is enough
 
-It reads the events as streams do (outbox/tail.py): none is passed over, and none is told that a power cut could take
-back.  A sink's cursor stands in the record (outbox/relays.py) and is moved when the sink keeps what was published, so
+It reads the events as streams do (slotkeeper/outbox/tail.py): none is passed over, and none is told that a power cut could take
+back.  A sink's cursor stands in the record (slotkeeper/outbox/relays.py) and is moved when the sink keeps what was published, so
 each event is published at least once.  A sink that is away holds up nobody: what it has not got waits in the record.
 Any number of these processes may run; one of them at a time relays to a sink.
 """
@@ -18,15 +18,15 @@ import uuid
 
 import structlog
 
-from database.db import Database
-from database.lookout import Lookout
-from foundation.config import RecordSettings
-from foundation.crash import crash_at
-from foundation.errors import RecordUnavailable
-from jobs.record import now_ms
-from outbox.relays import Lag, Relays
-from outbox.tail import Entry, Tail
-from registry.catalog import Catalog
+from slotkeeper.config import RecordSettings
+from slotkeeper.crash import crash_at
+from slotkeeper.db.db import Database
+from slotkeeper.db.lookout import Lookout
+from slotkeeper.errors import RecordUnavailable
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.outbox.relays import Lag, Relays
+from slotkeeper.outbox.tail import Entry, Tail
+from slotkeeper.registry.catalog import Catalog
 from tasks import alive, cloudevents, sinks, startup, wiring
 from tasks.config import EventSettings
 from tasks.sinks.sink import OutOfStep, Published, Sink, SinkAway

@@ -10,11 +10,11 @@ from celery import Task
 from celery.exceptions import Reject
 from celery.utils.time import get_exponential_backoff_interval
 
-from dispatch.decision import Decision, decide
-from dispatch.outcome import Kind, Outcome, StopReason
-from jobs.record import Run, now_ms
-from registry.config import ModelConfig
-from routing.config import RoutingSettings
+from routing.dispatch.decision import Decision, decide
+from routing.dispatch.outcome import Kind, Outcome, StopReason
+from routing.queue.config import RoutingSettings
+from slotkeeper.jobs.record import Run, now_ms
+from slotkeeper.registry.config import ModelConfig
 from tasks.celery_app import celery
 from tasks.descriptions import keeps_results
 

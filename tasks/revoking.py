@@ -15,10 +15,10 @@ from celery.utils.functional import maybe_list
 from celery.worker import control
 from celery.worker.state import revoked
 
-from audit import acts
-from audit.acts import Actor
-from foundation.errors import Conflict, JobNotFound, RecordUnavailable
-from foundation.once import once
+from slotkeeper.audit import acts
+from slotkeeper.audit.acts import Actor
+from slotkeeper.errors import Conflict, JobNotFound, RecordUnavailable
+from slotkeeper.once import once
 from tasks.celery_app import celery
 from tasks.wiring import dispatcher
 

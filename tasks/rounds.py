@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from registry.values import Server
-from upkeep.identity import ServerReport
+from routing.maintenance.identity import ServerReport
+from slotkeeper.registry.values import Server
 
 MOST = 256  # servers asked at once
 MOST_SLOW = 160  # of them, those that were slow last time

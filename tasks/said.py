@@ -11,9 +11,9 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
-from foundation import exact
-from insight.said import Clock, Telling
-from scripting.scripts import Command
+from routing.queries.said import Clock, Telling
+from slotkeeper import exact
+from slotkeeper.redis.scripts import Command
 from tasks.servers.pointers import MISSING
 from tasks.servers.stream import Piece
 

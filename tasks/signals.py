@@ -4,7 +4,7 @@ import threading
 
 from celery.signals import beat_init, setup_logging, worker_init, worker_ready
 
-from foundation import logs
+from slotkeeper import logs
 from tasks.config import TaskSettings
 
 

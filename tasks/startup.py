@@ -8,13 +8,13 @@ import structlog
 from redis import Redis
 from redis.exceptions import RedisError
 
-from foundation import logs
-from foundation.config import RecordSettings
-from foundation.errors import SlotkeeperError
-from foundation.home import open_home
-from routing.config import RoutingSettings
-from scripting.scripts import connect
-from scripting.suitability import UnsuitedRedis, forgets, not_single, unsuited
+from routing.queue.config import RoutingSettings
+from slotkeeper import logs
+from slotkeeper.config import RecordSettings
+from slotkeeper.errors import SlotkeeperError
+from slotkeeper.home import open_home
+from slotkeeper.redis.scripts import connect
+from slotkeeper.redis.suitability import UnsuitedRedis, forgets, not_single, unsuited
 from tasks.config import TaskSettings
 from tasks.keyring import fingerprints
 from tasks.wiring import scripts

@@ -1,7 +1,7 @@
 """How Celery's clients are told of an end: results, links, errbacks, parts of chords, the next steps of chains.
 
 The record owes it to every job that came by Celery, from its last transition until result backend and broker have
-taken it (outbox/tellings.py).  A thread of each process tells what ends there, so neither a slot nor a worker's thread
+taken it (slotkeeper/outbox/tellings.py).  A thread of each process tells what ends there, so neither a slot nor a worker's thread
 waits for a backend that is away; what was not told then, `tell_due` tells later.  So each end is told at least once.
 A result, a part of a chord and a next step that is `infer` come to the same if they are told twice; another task may
 be sent twice, with the same task id.
@@ -27,15 +27,15 @@ from kombu.exceptions import EncodeError, OperationalError
 from redis.exceptions import ConnectionError as RedisUnreachable
 from redis.exceptions import TimeoutError as RedisTimeout
 
-from foundation import exact
-from foundation.crash import crash_at
-from foundation.errors import RecordUnavailable, SlotkeeperError, TooMany
-from foundation.large_json import has_many_parts
-from foundation.once import once
-from jobs.record import Job, now_ms
-from jobs.states import State
-from jobs.store import Store
-from outbox.tellings import Telling, Tellings
+from slotkeeper import exact
+from slotkeeper.crash import crash_at
+from slotkeeper.errors import RecordUnavailable, SlotkeeperError, TooMany
+from slotkeeper.jobs.record import Job, now_ms
+from slotkeeper.jobs.states import State
+from slotkeeper.jobs.store import Store
+from slotkeeper.large_json import has_many_parts
+from slotkeeper.once import once
+from slotkeeper.outbox.tellings import Telling, Tellings
 from tasks import messages
 from tasks.celery_app import celery
 

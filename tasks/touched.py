@@ -11,8 +11,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from foundation.config import RecordSettings
-from foundation.home import is_state_folder
+from slotkeeper.config import RecordSettings
+from slotkeeper.home import is_state_folder
 
 STALE_S = 20.0
 """A file that was not touched for so long is that of a process which does not turn any more."""

@@ -1,7 +1,7 @@
 """The trace of a job, told to those who go on with it: its server, and the receiver of its webhook."""
 
-from foundation.once import once
-from foundation.traces import traceparent
+from slotkeeper.once import once
+from slotkeeper.traces import traceparent
 from tasks.config import EventSettings
 
 

@@ -12,9 +12,9 @@ from functools import lru_cache
 
 import structlog
 
-from foundation.errors import InvalidRequest
-from outbox.receivers import Receiver, Receivers
-from registry.secrets import Secret
+from slotkeeper.errors import InvalidRequest
+from slotkeeper.outbox.receivers import Receiver, Receivers
+from slotkeeper.registry.secrets import Secret
 from tasks.keyring import sealing_keys
 from tasks.wiring import catalog, database, dispatcher
 

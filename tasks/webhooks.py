@@ -15,13 +15,13 @@ from typing import Any
 
 import structlog
 
-from database.db import Database
-from database.lookout import Lookout
-from foundation.config import RecordSettings
-from foundation.errors import RecordUnavailable
-from outbox.messages import Message
-from registry.catalog import Catalog
-from registry.rotations import Rotations
+from slotkeeper.config import RecordSettings
+from slotkeeper.db.db import Database
+from slotkeeper.db.lookout import Lookout
+from slotkeeper.errors import RecordUnavailable
+from slotkeeper.outbox.messages import Message
+from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.rotations import Rotations
 from tasks import alive, startup
 from tasks.berths import Berth, Berths
 from tasks.config import EventSettings, TaskSettings

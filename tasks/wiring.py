@@ -3,35 +3,35 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from admission.admission import Admission
-from database.db import Database
-from dispatch.dispatcher import Dispatcher
-from foundation.config import RecordSettings
-from foundation.errors import RecordUnavailable
-from foundation.home import open_home
-from foundation.lifetimes import Lifetimes
-from foundation.once import once
-from insight.estimates import Estimates
-from insight.forecasts import Forecasts
-from insight.processes import Processes
-from insight.said import Telling
-from insight.tallies import Tallies
-from jobs.store import Store
-from outbox.tellings import Tellings
-from registry.cache import CatalogCache
-from registry.catalog import Catalog
-from registry.rotations import Rotations
-from routing.config import RoutingSettings
-from routing.leases import Leases
-from routing.queues import Queues
-from routing.slots import Slots
-from routing.workers import Workers
-from scripting.keys import Keys
-from scripting.scripts import Scripts, connect
+from routing.admission.admission import Admission
+from routing.dispatch.dispatcher import Dispatcher
+from routing.maintenance import pulse
+from routing.queries.estimates import Estimates
+from routing.queries.forecasts import Forecasts
+from routing.queries.processes import Processes
+from routing.queries.said import Telling
+from routing.queries.tallies import Tallies
+from routing.queue.config import RoutingSettings
+from routing.queue.leases import Leases
+from routing.queue.queues import Queues
+from routing.queue.slots import Slots
+from routing.queue.workers import Workers
+from slotkeeper.config import RecordSettings
+from slotkeeper.db.db import Database
+from slotkeeper.errors import RecordUnavailable
+from slotkeeper.home import open_home
+from slotkeeper.jobs.store import Store
+from slotkeeper.lifetimes import Lifetimes
+from slotkeeper.once import once
+from slotkeeper.outbox.tellings import Tellings
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.scripts import Scripts, connect
+from slotkeeper.registry.cache import CatalogCache
+from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.rotations import Rotations
 from tasks.aside import Aside
 from tasks.config import TaskSettings
 from tasks.outbound import check_url, parse_allow
-from upkeep import pulse
 
 if TYPE_CHECKING:
     from tasks.telling import Teller

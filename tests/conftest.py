@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from foundation import logs
-from foundation.clock import Clock, clock
+from slotkeeper import logs
+from slotkeeper.clock import Clock, clock
 from tests.support.postgres import ENVIRONMENT
 
 pytest_plugins = (

@@ -12,9 +12,9 @@ from app.context import dispatcher
 from app.openapi import Model, blueprint, problems
 from app.paging import CURSOR, before
 from app.reading import moment
-from audit import search
-from audit.acts import ACTS
-from audit.search import Done, Wanted
+from slotkeeper.audit import search
+from slotkeeper.audit.acts import ACTS
+from slotkeeper.audit.search import Done, Wanted
 
 api = blueprint("audit", "Audit", "/admin")
 api.before_request(auth.require_audit)

@@ -9,10 +9,10 @@ from app.auth import tenant
 from app.context import dispatcher
 from app.openapi import Model, blueprint, problems
 from app.paging import BATCH, of_batch
-from foundation.errors import Conflict, JobNotFound, NotFound
-from insight import batches
-from insight.batches import Batch
-from jobs.states import State
+from routing.queries import batches
+from routing.queries.batches import Batch
+from slotkeeper.errors import Conflict, JobNotFound, NotFound
+from slotkeeper.jobs.states import State
 from tasks.wiring import database
 
 api = blueprint("batches", "Batches", "/queue/batches")

@@ -11,8 +11,8 @@ from app.job_answers import PushAnswer
 from app.openapi import blueprint, described, headers, problems
 from app.reading import body_of
 from app.schemas import JobPath
-from jobs.record import Job
-from jobs.states import FINAL, State
+from slotkeeper.jobs.record import Job
+from slotkeeper.jobs.states import FINAL, State
 from tasks import callbacks, push
 from tasks.servers import TOO_DEEP
 

@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from admission.submission import check_model_name
 from app.admin import admin_blueprint, bring_to_redis
 from app.auth import tenant
 from app.context import dispatcher
 from app.defaults import DefaultsBody, DefaultsView, KindList, KindPath, shown_kind
 from app.describing import described_for_all
 from app.openapi import problems
-from foundation.errors import NotFound
-from jobs.record import now_ms
-from registry.defaults import INSTALLATION, Defaults
+from routing.admission.submission import check_model_name
+from slotkeeper.errors import NotFound
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.registry.defaults import INSTALLATION, Defaults
 from tasks.wiring import catalog
 
 api = admin_blueprint("defaults", "Defaults", "/admin")

@@ -11,10 +11,10 @@ from app.job_answers import JobList, JobView, RetryAllAnswer
 from app.openapi import Model, problems
 from app.paging import after, before, limits
 from app.schemas import MODEL_NAME, DlqQuery, JobPath
-from foundation.errors import Conflict, JobNotFound
-from insight import listing
-from jobs.states import State
-from outbox import removal
+from routing.queries import listing
+from slotkeeper.errors import Conflict, JobNotFound
+from slotkeeper.jobs.states import State
+from slotkeeper.outbox import removal
 
 api = admin_blueprint("dlq", "Dead letter queue", "/admin/dlq")
 

@@ -13,8 +13,8 @@ from app.auth import figures
 from app.context import dispatcher
 from app.openapi import blueprint, problems
 from app.schemas import ModelPath
-from foundation.errors import NotFound
-from insight import standings
+from routing.queries import standings
+from slotkeeper.errors import NotFound
 
 api = blueprint("figures", "Operation")
 

@@ -11,14 +11,14 @@ from app.later import UntilEnded, leave
 from app.openapi import blueprint, described, problems
 from app.paging import after, before, limits, of_batch
 from app.schemas import JobPath, ListQuery, WaitQuery
-from foundation.errors import Conflict, JobNotFound
-from insight import listing
-from insight.attempts import attempts
-from insight.explain import explain
-from insight.places import Place
-from jobs import short_ids
-from jobs.record import Job
-from jobs.states import State
+from routing.queries import listing
+from routing.queries.attempts import attempts
+from routing.queries.explain import explain
+from routing.queries.places import Place
+from slotkeeper.errors import Conflict, JobNotFound
+from slotkeeper.jobs import short_ids
+from slotkeeper.jobs.record import Job
+from slotkeeper.jobs.states import State
 
 api = blueprint("jobs", "Jobs", "/queue/jobs")
 

@@ -5,7 +5,7 @@ from typing import Any
 from app.admin import admin_blueprint
 from app.context import dispatcher
 from app.job_answers import Ledger
-from upkeep import ledger
+from routing.maintenance import ledger
 
 api = admin_blueprint("ledger", "Operation", "/admin")
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from admission.submission import check_model_name
 from app import registry_answers as shape
 from app.admin import admin_blueprint, bring_to_redis, close_breaker, depths_of
 from app.auth import tenant
@@ -19,16 +18,17 @@ from app.openapi import problems
 from app.registry_answers import ConfigView, ModelDetail, ModelList, ModelView
 from app.removal import RemovalQuery, RemovalView
 from app.schemas import ConfigBody, ModelPath, StateBody
-from foundation.errors import NotFound
-from insight.load import load_of
-from jobs.record import now_ms
-from registry import removal
-from registry.catalog import Model
-from registry.values import AdminState
+from routing.admission.submission import check_model_name
+from routing.maintenance.reconcile.removal import follow_model
+from routing.maintenance.rooms import Depths
+from routing.queries.load import load_of
+from slotkeeper.errors import NotFound
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.registry import removal
+from slotkeeper.registry.catalog import Model
+from slotkeeper.registry.values import AdminState
 from tasks.servers import Description
 from tasks.wiring import catalog, database
-from upkeep.reconcile.removal import follow_model
-from upkeep.rooms import Depths
 
 api = admin_blueprint("models", "Models", "/admin")
 

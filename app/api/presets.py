@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from admission.submission import check_model_name
 from app.addresses import check_endpoint
 from app.admin import admin_blueprint
 from app.context import dispatcher
@@ -21,7 +20,8 @@ from app.kinds import (
     TrialView,
 )
 from app.openapi import problems
-from foundation.errors import InvalidRequest, NotFound
+from routing.admission.submission import check_model_name
+from slotkeeper.errors import InvalidRequest, NotFound
 from tasks import vault
 from tasks.descriptions import is_behind
 from tasks.servers import Description, presets

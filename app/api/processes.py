@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from app.admin import admin_blueprint
 from app.answers import Answer, Read, Time, time
-from insight.processes import Process
+from routing.queries.processes import Process
 from tasks.wiring import processes
 
 api = admin_blueprint("processes", "Operation", "/admin")

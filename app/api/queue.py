@@ -6,7 +6,6 @@ from typing import Any
 
 from flask import request
 
-from admission.submission import LONGEST_KEY, Submission, check_idempotency_key, naming
 from app import batch
 from app.auth import tenant
 from app.context import asked, context, dispatcher
@@ -15,12 +14,13 @@ from app.job_answers import Receipt as ReceiptView
 from app.openapi import blueprint, headers, problems
 from app.paging import of_batch
 from app.schemas import BatchNameQuery, SubmitBody
-from dispatch.dispatcher import Receipt
-from foundation.errors import InvalidJob
-from insight.places import Place, Places
-from jobs.record import new_job_id
-from jobs.states import State
-from registry.tenants import Tenant
+from routing.admission.submission import LONGEST_KEY, Submission, check_idempotency_key, naming
+from routing.dispatch.dispatcher import Receipt
+from routing.queries.places import Place, Places
+from slotkeeper.errors import InvalidJob
+from slotkeeper.jobs.record import new_job_id
+from slotkeeper.jobs.states import State
+from slotkeeper.registry.tenants import Tenant
 
 Answer = tuple[dict[str, Any], int, dict[str, str]]
 

@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from admission.submission import check_model_name
 from app.admin import admin_blueprint
 from app.auth import tenant
 from app.context import dispatcher
 from app.openapi import described, kept_out_of_caches, problems
 from app.sealed import SecretBody, SecretList, SecretPath, SecretView
-from foundation.errors import Conflict, NotFound
-from jobs.record import now_ms
-from registry.catalog import Snapshot
-from registry.defaults import INSTALLATION
-from registry.secrets import Secret
+from routing.admission.submission import check_model_name
+from slotkeeper.errors import Conflict, NotFound
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.registry.catalog import Snapshot
+from slotkeeper.registry.defaults import INSTALLATION
+from slotkeeper.registry.secrets import Secret
 from tasks import descriptions, vault
 from tasks.wiring import catalog
 

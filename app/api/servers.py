@@ -5,8 +5,6 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from admission.placement import read_attributes, read_of_model
-from admission.submission import check_model_name
 from app.addresses import check_endpoint
 from app.admin import admin_blueprint, bring_to_redis, close_breaker, depths_of, standings_of
 from app.auth import tenant
@@ -17,19 +15,21 @@ from app.openapi import described, problems
 from app.registry_answers import FleetView, ListedServer, ServerList, ServerStatus, ServerView, WithheldSlot
 from app.removal import RemovalView, ServerRemovalQuery
 from app.schemas import RegisterBody, ReleaseBody, ServerPath, StateBody
-from audit import acts
-from foundation.errors import Conflict, NotFound
-from insight import servers as insight
-from insight.idle import why_idle
-from jobs.record import now_ms
-from jobs.withheld import Withheld
-from registry import removal
-from registry.values import AdminState, Server
+from routing.admission.placement import read_attributes, read_of_model
+from routing.admission.submission import check_model_name
+from routing.maintenance import draining, rooms
+from routing.maintenance.reconcile import removal as upkeep
+from routing.queries import servers as insight
+from routing.queries.idle import why_idle
+from slotkeeper.audit import acts
+from slotkeeper.errors import Conflict, NotFound
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.jobs.withheld import Withheld
+from slotkeeper.registry import removal
+from slotkeeper.registry.values import AdminState, Server
 from tasks.descriptions import speaker_of
 from tasks.servers import Live, call_server
 from tasks.wiring import catalog, database, workers
-from upkeep import draining, rooms
-from upkeep.reconcile import removal as upkeep
 
 api = admin_blueprint("servers", "Servers", "/admin")
 

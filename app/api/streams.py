@@ -13,8 +13,8 @@ from app.later import Following, Wanted, leave
 from app.openapi import Model, blueprint, headers, problems
 from app.paging import BATCH, HEARD, NUMBER, last_heard, last_seen, limits
 from app.schemas import MODEL_NAME, JobPath
-from jobs.events import TYPES
-from outbox import tail
+from slotkeeper.jobs.events import TYPES
+from slotkeeper.outbox import tail
 
 api = blueprint("streams", "Streams")
 

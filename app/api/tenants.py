@@ -9,9 +9,9 @@ from app.context import dispatcher
 from app.openapi import kept_out_of_caches, problems
 from app.registry_answers import TenantList, TenantView, WebhookSecretView
 from app.schemas import TenantBody, TenantPath
-from jobs.record import now_ms
-from registry.rotations import Rotation
-from registry.tenants import Tenant, Tenants, check_tenant_name
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.registry.rotations import Rotation
+from slotkeeper.registry.tenants import Tenant, Tenants, check_tenant_name
 from tasks.keyring import webhook_secrets
 from tasks.wiring import catalog, database, rotations
 

@@ -33,13 +33,13 @@ from app.receivers import (
     TriesQuery,
     TryList,
 )
-from foundation.errors import Conflict, InvalidRequest, NotFound
-from jobs.record import now_ms
-from outbox import spreading
-from outbox.callbacks import Callbacks
-from outbox.messages import Messages
-from outbox.receivers import ENDS, Receiver, Receivers, new_id
-from registry.tenants import check_tenant_name
+from slotkeeper.errors import Conflict, InvalidRequest, NotFound
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.outbox import spreading
+from slotkeeper.outbox.callbacks import Callbacks
+from slotkeeper.outbox.messages import Messages
+from slotkeeper.outbox.receivers import ENDS, Receiver, Receivers, new_id
+from slotkeeper.registry.tenants import check_tenant_name
 from tasks import bodies, vault
 from tasks.config import TaskSettings
 from tasks.outbound import check_url, parse_allow

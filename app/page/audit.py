@@ -8,7 +8,7 @@ from app.api import audit as audit_api
 from app.api.audit import AuditQuery
 from app.page.entrance import screen
 from app.page.render import rendered
-from audit.acts import ACTS
+from slotkeeper.audit.acts import ACTS
 
 _FILTERS = ("actor", "act", "job_id", "model", "server", "tenant")
 

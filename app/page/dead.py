@@ -9,7 +9,7 @@ from app.page.entrance import screen
 from app.page.render import rendered
 from app.page.visitor import form
 from app.schemas import DlqQuery, JobPath
-from foundation.errors import Conflict, JobNotFound
+from slotkeeper.errors import Conflict, JobNotFound
 
 _PAGE = 100
 

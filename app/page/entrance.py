@@ -20,9 +20,9 @@ from app.page.render import rendered
 from app.page.sessions import Visit
 from app.page.visitor import THEME_COOKIE, THEMES, form, is_known, may_audit
 from app.reading import refuse_nul_in
-from jobs.record import now_ms
-from registry.tenants import LOCAL, hash_key
-from registry.visits import Visits
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.registry.tenants import LOCAL, hash_key
+from slotkeeper.registry.visits import Visits
 from tasks.config import TaskSettings
 from tasks.keyring import session_keys
 from tasks.wiring import database

@@ -7,7 +7,7 @@ from flask import current_app, request
 
 from app.auth import tenant
 from app.page import visitor
-from registry.tenants import Tenant
+from slotkeeper.registry.tenants import Tenant
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,14 @@ from app.api import jobs as jobs_api
 from app.context import dispatcher
 from app.page.entrance import Refused, screen
 from app.page.render import rendered, segment, shown_json
+from app.result_files import File, files_in, may_hold_files, shortened
 from app.schemas import JobPath, ListQuery, WaitQuery
-from foundation import exact
-from foundation.large_json import has_many_parts
-from insight import story
-from insight.story import Part, Span, Story
-from jobs.files import File, files_in, may_hold_files, shortened
-from jobs.record import Event, Job, now_ms
-from jobs.states import FINAL, State
+from routing.queries import story
+from routing.queries.story import Part, Span, Story
+from slotkeeper import exact
+from slotkeeper.jobs.record import Event, Job, now_ms
+from slotkeeper.jobs.states import FINAL, State
+from slotkeeper.large_json import has_many_parts
 
 _WIDTH = 1000  # of a time line, in its own units
 _NARROWEST = 3

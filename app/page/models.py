@@ -15,10 +15,10 @@ from app.page.overview import last_hour
 from app.page.render import rendered, segment
 from app.page.visitor import state_body
 from app.schemas import ModelPath
-from insight import overview as at_a_glance
-from insight.explain import explain
-from insight.lanes import lanes_of
-from jobs.record import now_ms
+from routing.queries import overview as at_a_glance
+from routing.queries.explain import explain
+from routing.queries.lanes import lanes_of
+from slotkeeper.jobs.record import now_ms
 
 _SIZES = ("within the first round of all slots", "within eight rounds", "later")
 

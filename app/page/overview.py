@@ -14,10 +14,10 @@ from app.context import dispatcher
 from app.page import plots
 from app.page.entrance import screen
 from app.page.render import KINDS, content, rendered
-from insight import overview as at_a_glance
-from insight.last_hour import LastHour
-from insight.overview import ModelNow, Slot
-from jobs.record import now_ms
+from routing.queries import overview as at_a_glance
+from routing.queries.last_hour import LastHour
+from routing.queries.overview import ModelNow, Slot
+from slotkeeper.jobs.record import now_ms
 from tasks.wiring import database
 
 _LAST_HOUR = "slotkeeper_last_hour"

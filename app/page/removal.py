@@ -14,9 +14,9 @@ from app.page.render import rendered, segment
 from app.page.visitor import form
 from app.removal import RemovalQuery, ServerRemovalQuery
 from app.schemas import ModelPath, ServerPath
-from foundation.errors import NotFound, SlotkeeperError
-from jobs.record import Job
-from registry import removal
+from slotkeeper.errors import NotFound, SlotkeeperError
+from slotkeeper.jobs.record import Job
+from slotkeeper.registry import removal
 from tasks.wiring import database
 
 # -- models ------------------------------------------------------------------------------------------------

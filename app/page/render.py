@@ -11,10 +11,10 @@ from flask import Response, request
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from app.page import frame
-from foundation import exact
-from insight.explain import failed
-from insight.story import length
-from jobs.record import now_ms
+from routing.queries.explain import failed
+from routing.queries.story import length
+from slotkeeper import exact
+from slotkeeper.jobs.record import now_ms
 
 _LONGEST_JSON = 20_000
 _STATIC = files("app.page") / "static"

@@ -10,9 +10,9 @@ from app.page.entrance import screen
 from app.page.render import rendered, segment
 from app.page.visitor import state_body
 from app.schemas import ServerPath
-from foundation.errors import NotFound
-from insight import overview as at_a_glance
-from insight.idle import why_idle
+from routing.queries import overview as at_a_glance
+from routing.queries.idle import why_idle
+from slotkeeper.errors import NotFound
 from tasks.wiring import workers
 
 _MOST_TILES = 256

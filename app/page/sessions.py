@@ -1,7 +1,7 @@
 """Visits to the page: a signed cookie that says whose key was shown, and until when.
 
 Any process of the same installation takes what another has given; the record keeps only which visits were ended by a
-log-out (registry/visits.py).  In the cookie stands the key's hash and never the key: a key that is removed ends all
+log-out (slotkeeper/registry/visits.py).  In the cookie stands the key's hash and never the key: a key that is removed ends all
 visits made with it.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 
-from jobs.record import now_ms
-from registry.visits import Visits
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.registry.visits import Visits
 from tasks.keyring import session_keys
 
 _MOST = 1000  # characters of a cookie that are looked at

@@ -11,8 +11,8 @@ from app.api import ledger as ledger_api
 from app.config import AppSettings
 from app.page.entrance import screen
 from app.page.render import rendered
-from foundation.config import Limits, RecordSettings
-from routing.config import RoutingSettings
+from routing.queue.config import RoutingSettings
+from slotkeeper.config import Limits, RecordSettings
 from tasks.config import TaskSettings
 
 _CHAPTERS: tuple[tuple[str, type[BaseSettings]], ...] = (

@@ -2,7 +2,7 @@
 
 A Description says how to ask and how to read the answers; Description() is the slot protocol.
 Server speaks to one server by it and gives back Outcomes.  Knows httptools, pydantic and
-dispatch.outcome; never jobs, Redis, Celery, Flask or SQL (setup.cfg, importlinter).
+routing.dispatch.outcome; never jobs, Redis, Celery, Flask or SQL (setup.cfg, importlinter).
 
   description  what can be said, checked when stored     defaults   the protocol as rules
   templates    values put into a request                 rules      an answer -> an Outcome

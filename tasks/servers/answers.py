@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from foundation import exact, large_json
-from foundation.large_json import File
+from slotkeeper import exact, large_json
+from slotkeeper.large_json import File
 from tasks.servers.patterns import TEXT_LIMIT
 
 NOT_JSON: Final[Any] = type("NotJson", (), {"__repr__": lambda self: "NOT_JSON", "__slots__": ()})()
@@ -134,7 +134,7 @@ def is_too_deep(value: Any) -> bool:
 
 
 def _nothing(_: object) -> None:
-    """In place of a number that orjson cannot write (foundation.exact): it has no levels."""
+    """In place of a number that orjson cannot write (slotkeeper.exact): it has no levels."""
 
 
 def id_text(value: Any) -> str | None:

@@ -2,7 +2,7 @@
 
 import structlog
 
-from foundation.large_json import File
+from slotkeeper.large_json import File
 
 log = structlog.get_logger(__name__)
 

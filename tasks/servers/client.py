@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
-from dispatch.outcome import Kind, Outcome
-from foundation.addresses import secrets_in_url
+from routing.dispatch.outcome import Kind, Outcome
+from slotkeeper.addresses import secrets_in_url
 from tasks.servers.answers import MAX_ANSWER_BYTES, Answer, Break, Broken
 from tasks.servers.call import MAX_DEADLINE_S, Call, Health, HealthKind, Limits
 from tasks.servers.description import DEFAULT, Description

@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 import structlog
 
-from foundation import large_json
-from foundation.large_json import File
+from slotkeeper import large_json
+from slotkeeper.large_json import File
 from tasks.servers.answers import NOT_JSON
 from tasks.servers.pointers import Pointer
 
@@ -20,7 +20,7 @@ _WITHIN_S = 30.0
 
 async def inspect(body: bytes | File, pointers: Collection[Pointer]) -> Any:
     """Return the JSON value of an answer, which is known where these pointers lead, or NOT_JSON."""
-    command = [sys.executable, "-m", "foundation.large_json", orjson.dumps([list(it) for it in pointers]).decode()]
+    command = [sys.executable, "-m", "slotkeeper.large_json", orjson.dumps([list(it) for it in pointers]).decode()]
     source, sent = (body.at_beginning(), None) if isinstance(body, File) else (asyncio.subprocess.PIPE, body)
     process = await asyncio.create_subprocess_exec(*command, stdin=source, stdout=asyncio.subprocess.PIPE)
     try:

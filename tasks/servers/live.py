@@ -6,8 +6,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import uvloop
 
-from dispatch.outcome import Kind, Outcome
-from foundation.addresses import refuses
+from routing.dispatch.outcome import Kind, Outcome
+from slotkeeper.addresses import refuses
 from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.body import FILED_FROM
 from tasks.servers.call import Call, Health

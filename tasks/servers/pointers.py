@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
-from foundation.exact import Unparsed
+from slotkeeper.exact import Unparsed
 
 Pointer = tuple[str, ...]
 

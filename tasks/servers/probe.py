@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from dispatch.outcome import Kind, Outcome
-from foundation.addresses import secrets_in_url
+from routing.dispatch.outcome import Kind, Outcome
+from slotkeeper.addresses import secrets_in_url
 from tasks.servers import presets
 from tasks.servers.answers import NOT_JSON, Answer, Broken, clean
 from tasks.servers.call import Call, Health, Limits

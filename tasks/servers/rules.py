@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from dispatch.outcome import Kind, Outcome
-from foundation.exact import Unparsed
+from routing.dispatch.outcome import Kind, Outcome
+from slotkeeper.exact import Unparsed
 from tasks.servers.answers import (
     MAX_DEPTH,
     NOT_JSON,

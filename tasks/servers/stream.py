@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Kind, Outcome
 from tasks.servers.answers import NOT_JSON, Answer, Break, Broken, is_too_deep
 from tasks.servers.defaults import event_rules
 from tasks.servers.description import EventRule, Stream

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from dispatch.outcome import Kind
-from foundation import exact
+from routing.dispatch.outcome import Kind
+from slotkeeper import exact
 from tasks.servers.call import Call
 from tasks.servers.paths import MAX_LENGTH, check_path
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve

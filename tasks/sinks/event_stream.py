@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from redis.exceptions import ResponseError
 
-from scripting.scripts import Command, Scripts
+from slotkeeper.redis.scripts import Command, Scripts
 
 _FIELD = b"event"
 

@@ -19,13 +19,13 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from database.db import Database
-from insight import spans
-from insight.spans import Span
-from jobs.events import TYPES
-from jobs.states import FINAL
-from outbox import trails
-from outbox.messages import DELIVERED
+from routing.queries import spans
+from routing.queries.spans import Span
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.events import TYPES
+from slotkeeper.jobs.states import FINAL
+from slotkeeper.outbox import trails
+from slotkeeper.outbox.messages import DELIVERED
 from tasks.sinks.sink import Published, SinkAway
 
 log = structlog.get_logger(__name__)

@@ -13,9 +13,9 @@ from celery.events import Event, EventDispatcher
 from kombu.exceptions import OperationalError
 from sqlalchemy import bindparam, func, select
 
-from database.db import Database
-from jobs.models import jobs
-from jobs.states import Why
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.models import jobs
+from slotkeeper.jobs.states import Why
 from tasks import messages
 from tasks.sinks.sink import Published, SinkAway
 

@@ -2,8 +2,8 @@
 
 import structlog
 
-from dispatch.dispatcher import ActiveRun, Dispatcher
-from dispatch.steps import Postponed, Steps
+from routing.dispatch.dispatcher import ActiveRun, Dispatcher
+from routing.dispatch.steps import Postponed, Steps
 from tasks.servers import Call, Live
 from tasks.worker.engine import Engine
 

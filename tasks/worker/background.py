@@ -7,11 +7,11 @@ from contextlib import suppress
 import structlog
 from redis.exceptions import RedisError
 
-from dispatch.dispatcher import Dispatcher
-from dispatch.steps import BlockingIo, Steps, wait
-from foundation.lifetimes import Lifetimes
-from routing.leases import Lease
-from routing.workers import Workers
+from routing.dispatch.dispatcher import Dispatcher
+from routing.dispatch.steps import BlockingIo, Steps, wait
+from routing.queue.leases import Lease
+from routing.queue.workers import Workers
+from slotkeeper.lifetimes import Lifetimes
 from tasks.aside import Aside
 
 log = structlog.get_logger(__name__)

@@ -7,14 +7,14 @@ from functools import partial
 import structlog
 from redis.exceptions import RedisError
 
-from dispatch.dispatcher import Dispatcher
-from dispatch.outcome import Kind, Outcome, StopReason
-from foundation.errors import RecordUnavailable
-from jobs.record import now_ms
-from registry.catalog import Snapshot
-from registry.config import ModelConfig
-from registry.values import attribute_text
-from routing.leases import Lease
+from routing.dispatch.dispatcher import Dispatcher
+from routing.dispatch.outcome import Kind, Outcome, StopReason
+from routing.queue.leases import Lease
+from slotkeeper.errors import RecordUnavailable
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.registry.catalog import Snapshot
+from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.values import attribute_text
 from tasks import descriptions
 from tasks.descriptions import Misconfigured
 from tasks.said import Saying, Speech

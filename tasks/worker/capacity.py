@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from routing.queues import Offer
+from routing.queue.queues import Offer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeVar
 import structlog
 import uvloop
 
-from database.db import Batch, Database, Write
-from routing.leases import Leases
-from scripting.scripts import Command
+from routing.queue.leases import Leases
+from slotkeeper.db.db import Batch, Database, Write
+from slotkeeper.redis.scripts import Command
 from tasks import threads
 from tasks.servers import Wires
 

@@ -1,7 +1,7 @@
 """One run, from the claim of its offer to the notification of its end.
 
 Read `run` and what it calls, from top to bottom.  What each step does to the database and to Redis stands in
-dispatch/steps.py, what an end means in dispatch/decision.py, how a server is called in calls.py and runner.py.
+routing/dispatch/steps.py, what an end means in routing/dispatch/decision.py, how a server is called in calls.py and runner.py.
 """
 
 import asyncio
@@ -13,18 +13,18 @@ from functools import partial
 import structlog
 from redis.exceptions import RedisError
 
-from dispatch.decision import Decision
-from dispatch.dispatcher import ActiveRun, Dispatcher
-from dispatch.outcome import Kind, Outcome, StopReason
-from dispatch.steps import Steps
-from foundation import exact, logs
-from foundation.clock import steady_s
-from foundation.crash import crash_at
-from foundation.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
-from foundation.traces import trace_id_of
-from jobs.store import Moved
-from routing.leases import Lease
-from routing.queues import Offer
+from routing.dispatch.decision import Decision
+from routing.dispatch.dispatcher import ActiveRun, Dispatcher
+from routing.dispatch.outcome import Kind, Outcome, StopReason
+from routing.dispatch.steps import Steps
+from routing.queue.leases import Lease
+from routing.queue.queues import Offer
+from slotkeeper import exact, logs
+from slotkeeper.clock import steady_s
+from slotkeeper.crash import crash_at
+from slotkeeper.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
+from slotkeeper.jobs.store import Moved
+from slotkeeper.traces import trace_id_of
 from tasks import retries
 from tasks.servers import FILED_FROM
 from tasks.worker.abandoned import Abandoned

@@ -14,7 +14,7 @@ from typing import Literal
 import structlog
 from redis.exceptions import RedisError
 
-from routing.leases import Lease, Leases, Renewal
+from routing.queue.leases import Lease, Leases, Renewal
 from tasks import threads
 
 log = structlog.get_logger(__name__)

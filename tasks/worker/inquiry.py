@@ -6,12 +6,12 @@ from collections.abc import Collection
 import structlog
 from redis.exceptions import RedisError
 
-from dispatch.dispatcher import Dispatcher
-from dispatch.steps import BlockingIo, Postponed, Steps, wait
-from foundation.errors import RecordUnavailable
-from jobs.record import Brief
-from jobs.states import FINAL, State
-from routing.leases import Lease, Restored
+from routing.dispatch.dispatcher import Dispatcher
+from routing.dispatch.steps import BlockingIo, Postponed, Steps, wait
+from routing.queue.leases import Lease, Restored
+from slotkeeper.errors import RecordUnavailable
+from slotkeeper.jobs.record import Brief
+from slotkeeper.jobs.states import FINAL, State
 from tasks.aside import Aside
 from tasks.worker.heartbeat import Watch
 

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from dispatch.dispatcher import ActiveRun
-from dispatch.steps import Steps
-from jobs.record import Run
+from routing.dispatch.dispatcher import ActiveRun
+from routing.dispatch.steps import Steps
+from slotkeeper.jobs.record import Run
 from tasks.worker.capacity import Taken
 from tasks.worker.heartbeat import Watch
 from tasks.worker.patient_io import PatientIo

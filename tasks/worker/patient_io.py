@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import structlog
 
-from database.db import Write
-from foundation.errors import RecordUnavailable, RecordUncertain
-from scripting.scripts import Command
+from slotkeeper.db.db import Write
+from slotkeeper.errors import RecordUnavailable, RecordUncertain
+from slotkeeper.redis.scripts import Command
 from tasks.worker.engine import Engine
 from tasks.worker.heartbeat import Watch
 
@@ -21,7 +21,7 @@ _LAST_TRIES_S = 3.0  # A worker that is told to stop goes on trying for so long:
 
 
 class PatientIo:
-    """The Io of one run's steps (dispatch/steps.py), which repeats what the database refuses.
+    """The Io of one run's steps (routing/dispatch/steps.py), which repeats what the database refuses.
 
     Raises RecordUnavailable when the run is not this worker's any more, or the worker has been stopping for too long.
     """

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 import structlog
 from redis.exceptions import RedisError
 
-from dispatch.dispatcher import Dispatcher
-from foundation.clock import steady_s
-from routing.queues import Look, Offer
-from routing.workers import SAY_EVERY_S, Workers
+from routing.dispatch.dispatcher import Dispatcher
+from routing.queue.queues import Look, Offer
+from routing.queue.workers import SAY_EVERY_S, Workers
+from slotkeeper.clock import steady_s
 from tasks import threads
 
 log = structlog.get_logger(__name__)

@@ -4,11 +4,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from dispatch.dispatcher import Dispatcher, new_owner
-from foundation.lifetimes import Lifetimes
-from foundation.once import once
-from insight.said import Telling
-from routing.workers import Workers
+from routing.dispatch.dispatcher import Dispatcher, new_owner
+from routing.queries.said import Telling
+from routing.queue.workers import Workers
+from slotkeeper.lifetimes import Lifetimes
+from slotkeeper.once import once
 from tasks.config import TaskSettings
 from tasks.said import Saying
 from tasks.wiring import dispatcher, lifetimes, tallies, telling, workers

@@ -10,10 +10,10 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
-from foundation.clock import steady_s
-from foundation.errors import SlotkeeperError
-from routing.config import RoutingSettings
-from routing.leases import Leases
+from routing.queue.config import RoutingSettings
+from routing.queue.leases import Leases
+from slotkeeper.clock import steady_s
+from slotkeeper.errors import SlotkeeperError
 from tasks.worker.heartbeat import Watch
 
 log = structlog.get_logger(__name__)

@@ -9,13 +9,13 @@ from typing import Any
 import orjson
 import structlog
 
-from dispatch.dispatcher import ActiveRun
-from dispatch.outcome import Kind, Outcome, StopReason
-from foundation import exact
-from foundation.crash import crash_at
-from insight.spans import ATTEMPT
-from jobs.record import Run, now_ms
-from registry.config import ModelConfig
+from routing.dispatch.dispatcher import ActiveRun
+from routing.dispatch.outcome import Kind, Outcome, StopReason
+from routing.queries.spans import ATTEMPT
+from slotkeeper import exact
+from slotkeeper.crash import crash_at
+from slotkeeper.jobs.record import Run, now_ms
+from slotkeeper.registry.config import ModelConfig
 from tasks import callbacks, tracing
 from tasks.servers import Call, Health, HealthKind, Live
 from tasks.worker.heartbeat import Watch

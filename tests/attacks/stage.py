@@ -11,10 +11,10 @@ from typing import Any
 
 import requests
 
-from database.db import Database
-from jobs.record import now_ms
-from local.plan import procfile
-from registry.tenants import Tenant, Tenants
+from app.up.plan import procfile
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.registry.tenants import Tenant, Tenants
 from tests.support.stack import BIN, Stack
 
 PLACES = 1200

@@ -6,7 +6,7 @@ import pytest
 
 from app.config import AppSettings
 from app.factory import create_app
-from registry.tenants import Tenants
+from slotkeeper.registry.tenants import Tenants
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from jobs.states import State
-from outbox import removal
+from slotkeeper.jobs.states import State
+from slotkeeper.outbox import removal
 from tests.support.api import ENDPOINT, Api
 from tests.support.builders import T0, a_job_in, a_queued_job, an_ended_job
 

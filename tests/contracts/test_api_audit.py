@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cli.audit import audit
-from registry.tenants import Tenant, Tenants
+from app.cli.audit import audit
+from slotkeeper.registry.tenants import Tenant, Tenants
 from tests.support.api import Api
 from tests.support.builders import T0, a_queued_job
 
@@ -110,7 +110,7 @@ def test_the_command_line_exports_all_of_them(api: Api, monkeypatch: pytest.Monk
         def pages(self, path: str, items: str, limit: int, **params: Any) -> Any:
             return iter(api.client.get(path).json[items][:limit])
 
-    monkeypatch.setattr("cli.audit.client", Asked)
+    monkeypatch.setattr("app.cli.audit.client", Asked)
     file = tmp_path / "acts.jsonl"
     done = CliRunner().invoke(audit, ["--export", str(file)])
     assert done.exit_code == 0, done.output

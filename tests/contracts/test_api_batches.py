@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from insight import batches, listing
-from jobs.record import new_job_id
-from jobs.states import State
-from jobs.store import Store
-from outbox import removal
+from routing.queries import batches, listing
+from slotkeeper.jobs.record import new_job_id
+from slotkeeper.jobs.states import State
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox import removal
 from tests.support.api import Api
 from tests.support.builders import T0, a_job, a_queued_job, a_start, an_ended_job
 from tests.support.sql_plans import plans_of

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from dispatch.dispatcher import ActiveRun
-from foundation import exact, large_json
-from jobs import withheld
-from jobs.record import Error, Run
-from jobs.states import State, Why
+from routing.dispatch.dispatcher import ActiveRun
+from slotkeeper import exact, large_json
+from slotkeeper.jobs import withheld
+from slotkeeper.jobs.record import Error, Run
+from slotkeeper.jobs.states import State, Why
 from tasks import callbacks, push
 from tests.support.api import Api
 from tests.support.ends import end_run, store_end

@@ -3,9 +3,9 @@
 import pytest
 
 from app.config import AppSettings
-from foundation.errors import Conflict, InvalidRequest
-from jobs.record import now_ms
-from registry.tenants import Tenant, Tenants
+from slotkeeper.errors import Conflict, InvalidRequest
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.registry.tenants import Tenant, Tenants
 from tests.support.api import Api
 
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true"}])

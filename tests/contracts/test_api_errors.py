@@ -12,8 +12,9 @@ import pytest
 
 from app.factory import create_app
 from app.readiness import Readiness
-from database.db import Database
-from insight.processes import SILENT_MS, Process
+from routing.maintenance import ledger, pulse
+from routing.queries.processes import SILENT_MS, Process
+from slotkeeper.db.db import Database
 from tasks import maintenance
 from tasks.keyring import fingerprints
 from tasks.ready import of_workers
@@ -21,7 +22,6 @@ from tasks.wiring import processes, scripts
 from tests.support.api import Api, clear_wiring
 from tests.support.builders import T0, an_ended_job, at_once
 from tests.support.visitor import visitor
-from upkeep import ledger, pulse
 
 A_WORKER: dict[str, Any] = {"role": "worker", "host": "a", "canary_age_ms": 1_000}
 
@@ -42,7 +42,7 @@ def test_a_fault_of_ours_shows_nothing_of_itself(api: Api, monkeypatch: pytest.M
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("the password is hunter2")
 
-    monkeypatch.setattr("insight.listing.find", fail)
+    monkeypatch.setattr("routing.queries.listing.find", fail)
     answer = api.client.get("/queue/jobs")
     assert (answer.status_code, answer.json["code"]) == (500, "internal_error")
     assert "hunter2" not in answer.text

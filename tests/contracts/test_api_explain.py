@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from jobs.states import State, Why
+from routing.maintenance import reconcile
+from slotkeeper.jobs.states import State, Why
 from tests.support.api import Api, TimedApi
 from tests.support.builders import T0, a_job_in, a_queued_job
 from tests.support.ends import cool_down
-from upkeep import reconcile
 
 SECOND = 1000
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from jobs.record import Error, Job
-from jobs.states import State, Why
+from slotkeeper.jobs.record import Error, Job
+from slotkeeper.jobs.states import State, Why
 from tests.support.api import Api
 from tests.support.builders import T0, a_job_in, an_ended_job
 from tests.support.ends import end_run, store_end

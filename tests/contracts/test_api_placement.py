@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jobs.states import Why
+from slotkeeper.jobs.states import Why
 from tests.support.api import NOTHING, Api, TimedApi
 from tests.support.ends import cool_down
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from jobs.states import State, Why
+from routing.maintenance import reconcile
+from slotkeeper.jobs.states import State, Why
 from tests.support.api import NOTHING, Api, TimedApi
-from upkeep import reconcile
 
 MINUTE = 60_000
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Kind, Outcome
 from tasks.servers import presets
 from tasks.wiring import workers
 from tests.support.api import Api, TimedApi

@@ -1,7 +1,7 @@
 """Removing models and servers, by the API."""
 
+from routing.maintenance.reconcile import removal
 from tests.support.api import Api
-from upkeep.reconcile import removal
 
 
 def test_a_model_with_jobs_is_refused_with_what_is_in_the_way(api: Api) -> None:

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from insight.servers import standings
-from jobs.record import Error
-from jobs.states import Why
+from routing.maintenance import reconcile
+from routing.queries.servers import standings
+from slotkeeper.jobs.record import Error
+from slotkeeper.jobs.states import Why
 from tests.support.api import NOTHING, Api, TimedApi
 from tests.support.ends import cool_down, end_run, free
 from tests.support.starts import begin_run
 from tests.support.visitor import visitor
-from upkeep import reconcile
 
 STATES = ["paused", "draining", "frozen"]
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])

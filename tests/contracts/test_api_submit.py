@@ -8,12 +8,12 @@ import orjson
 import pytest
 
 from app.reading import WHOLE
-from jobs.record import now_ms
-from jobs.states import State
-from scripting.scripts import Call
+from routing.maintenance import reconcile
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.jobs.states import State
+from slotkeeper.redis.scripts import Call
 from tests.support.api import NOTHING, Api
 from tests.support.ends import end_run
-from upkeep import reconcile
 
 MIB = 1 << 20
 CHUNKED: dict[str, Any] = {"CONTENT_LENGTH": "", "HTTP_TRANSFER_ENCODING": "chunked", "wsgi.input_terminated": True}
@@ -72,7 +72,7 @@ def test_a_job_that_is_offered_at_once_waits_in_no_line(api: Api) -> None:
 
 def test_the_start_is_estimated_from_the_latest_runs(api: Api) -> None:
     api.register(slots=2)
-    from jobs.states import Why
+    from slotkeeper.jobs.states import Why
 
     for _ in range(2):
         task = api.started()

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from foundation.once import once
-from foundation.traces import span_of
-from insight.spans import ATTEMPT
-from jobs.record import Job
+from routing.queries.spans import ATTEMPT
+from slotkeeper.jobs.record import Job
+from slotkeeper.once import once
+from slotkeeper.traces import span_of
 from tasks import asking, inference, messages, tracing
 from tasks.celery_app import celery
 from tests.support.api import Api

@@ -12,14 +12,14 @@ from sqlalchemy import select, update
 from standardwebhooks import Webhook, WebhookVerificationError
 from werkzeug import Request, Response
 
-from dispatch.outcome import Kind, Outcome
-from jobs.models import messages
-from jobs.owed import end_of
-from jobs.record import NewJob, new_job_id, now_ms
-from jobs.states import Why
-from outbox.receivers import forget_tenant
-from outbox.tables import receivers as table
-from registry.tenants import Tenants
+from routing.dispatch.outcome import Kind, Outcome
+from slotkeeper.jobs.models import messages
+from slotkeeper.jobs.owed import end_of
+from slotkeeper.jobs.record import NewJob, new_job_id, now_ms
+from slotkeeper.jobs.states import Why
+from slotkeeper.outbox.receivers import forget_tenant
+from slotkeeper.outbox.tables import receivers as table
+from slotkeeper.registry.tenants import Tenants
 from tasks import keyring, push, vault, webhooks
 from tests.support.api import Api
 from tests.support.callbacks import claim, due_ids, failed

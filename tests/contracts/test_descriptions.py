@@ -7,11 +7,11 @@ import jsonschema
 import orjson
 import pytest
 
-from dispatch.outcome import Kind
-from foundation.errors import RecordUnavailable
-from jobs.record import now_ms
-from jobs.states import Why
-from registry import descriptions
+from routing.dispatch.outcome import Kind
+from slotkeeper.errors import RecordUnavailable
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.jobs.states import Why
+from slotkeeper.registry import descriptions
 from tasks import descriptions as plans
 from tasks import maintenance, push
 from tasks.descriptions import Misconfigured, Unfit, merged, server_for, whole

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cli import checkup
-from cli.__main__ import main
-from cli.checkup import Finding
-from foundation.config import RecordSettings
-from local.ports import free_port
-from reference_server import ReferenceServer, ServeConfig
+from app.cli import checkup
+from app.cli.__main__ import main
+from app.cli.checkup import Finding
+from app.up.ports import free_port
+from routing.maintenance import pulse
+from slotkeeper.config import RecordSettings
+from slotkeeper.serve import ReferenceServer, ServeConfig
 from tasks import wiring
 from tests.support.api import Api, clear_wiring
 from tests.support.ends import cool_down
-from upkeep import pulse
 
 
 def _said(part: str) -> list[Finding]:

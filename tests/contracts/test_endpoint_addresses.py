@@ -3,7 +3,7 @@
 import pytest
 
 from app.context import context
-from registry.tables import endpoints
+from slotkeeper.registry.tables import endpoints
 from tests.support.api import Api
 from tests.support.hostile_hosts import METADATA, METADATA_NAMES, THIS_MACHINE
 

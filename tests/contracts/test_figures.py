@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from app import metrics
-from insight.history import Historian
-from insight.tallies import BOUNDS_S, HANDED_ON, Tallies
-from jobs.states import State, Why
+from routing.maintenance import ledger, pulse
+from routing.queries.history import Historian
+from routing.queries.tallies import BOUNDS_S, HANDED_ON, Tallies
+from slotkeeper.jobs.states import State, Why
 from tasks import wiring
 from tests.support.api import Api, TimedApi
 from tests.support.builders import an_ended_job
-from upkeep import ledger, pulse
 
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "METRICS_KEY": "mk_only_figures"}])
 METRICS_KEY = {"Authorization": "Bearer mk_only_figures"}

@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 from pytest_httpserver import HTTPServer
 
-from cli.__main__ import main
-from jobs.files import MOST_FILES, files_in, shortened
-from jobs.states import Why
+from app.cli.__main__ import main
+from app.result_files import MOST_FILES, files_in, shortened
+from slotkeeper.jobs.states import Why
 from tests.support.api import Api
 from tests.support.ends import end_run
 from tests.support.starts import begin_run

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from dispatch.dispatcher import ActiveRun
-from dispatch.outcome import Kind, Outcome
-from dispatch.steps import Steps
-from jobs.record import now_ms
-from registry.catalog import Model
-from registry.config import ModelConfig
-from routing.queues import Offer
+from routing.dispatch.dispatcher import ActiveRun
+from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.steps import Steps
+from routing.queue.queues import Offer
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.registry.catalog import Model
+from slotkeeper.registry.config import ModelConfig
 from tasks import callbacks, maintenance, push
 from tasks.descriptions import Misconfigured, server_for
 from tasks.wiring import catalog, telling, workers

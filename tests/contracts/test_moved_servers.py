@@ -6,19 +6,19 @@ from functools import partial
 
 import pytest
 
-from dispatch.dispatcher import ActiveRun
-from jobs.record import Error
-from jobs.states import State, Why
-from jobs.store import Store
-from routing.leases import Renewal
+from routing.dispatch.dispatcher import ActiveRun
+from routing.maintenance import reconcile
+from routing.maintenance.identity import ServerReport
+from routing.queue.leases import Renewal
+from slotkeeper.jobs.record import Error
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
 from tasks import descriptions, maintenance
 from tasks.servers import Health, HealthKind
 from tests.support.builders import T0, a_queued_job
 from tests.support.ends import store_end
 from tests.support.stage import Stage
 from tests.support.starts import store_remote_id, store_start
-from upkeep import reconcile
-from upkeep.identity import ServerReport
 
 OLD, NEW = "http://gpu:1/run", "http://other:1/run"
 KNOWS_NOTHING = ServerReport(True, 0, frozenset(), endpoints={"zimg": NEW})

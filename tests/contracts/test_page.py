@@ -9,10 +9,10 @@ import pytest
 from app.page import sessions
 from app.page.attempts import Attempts
 from app.page.settings import shown
-from jobs.record import now_ms
-from jobs.states import State
-from registry.tenants import Tenant, Tenants
-from registry.visits import Visits
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.jobs.states import State
+from slotkeeper.registry.tenants import Tenant, Tenants
+from slotkeeper.registry.visits import Visits
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
 from tests.support.callbacks import claim, due_ids, failed

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from insight import last_hour, looks, story
-from insight.last_hour import LastHour
-from insight.story import Part
-from jobs.record import Error, Job
-from jobs.states import State, Why
-from jobs.store import Store
-from registry.catalog import Model, Snapshot
-from registry.config import ModelConfig
-from registry.values import Server
+from routing.queries import last_hour, looks, story
+from routing.queries.last_hour import LastHour
+from routing.queries.story import Part
+from slotkeeper.jobs.record import Error, Job
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
+from slotkeeper.registry.catalog import Model, Snapshot
+from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.values import Server
 from tests.support.builders import SECOND, T0, a_queued_job, a_start
 from tests.support.ends import store_end
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from jobs.record import now_ms
-from jobs.states import State, Why
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.jobs.states import State, Why
 from tests.support.api import Api, TimedApi
 from tests.support.builders import an_ended_job
 from tests.support.visitor import Visitor, visitor

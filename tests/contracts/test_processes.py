@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cli.__main__ import main
-from insight import processes
-from insight.processes import Processes
-from scripting.keys import Keys
-from scripting.scripts import Scripts
+from app.cli.__main__ import main
+from routing.queries import processes
+from routing.queries.processes import Processes
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.scripts import Scripts
 from tasks import canary, ready, touched, wiring
 from tasks.alive import Alive
 from tasks.canary import Canary
@@ -188,7 +188,7 @@ def test_who_says_nothing_is_not_ready(api: Api) -> None:
 
 
 def test_maintenance_is_ready_while_it_sweeps(api: Api) -> None:
-    from upkeep import pulse
+    from routing.maintenance import pulse
 
     _a_process("maintenance")
     assert "swept" in str(ready.ready("maintenance"))

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from database.db import Database
-from insight import listing
-from insight.attempts import attempts
-from jobs.events import TYPES
-from jobs.models import messages
-from jobs.record import Error
-from jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, State, Why
-from jobs.store import Store
-from outbox import removal
-from outbox.messages import Message
+from routing.queries import listing
+from routing.queries.attempts import attempts
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.events import TYPES
+from slotkeeper.jobs.models import messages
+from slotkeeper.jobs.record import Error
+from slotkeeper.jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, State, Why
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox import removal
+from slotkeeper.outbox.messages import Message
 from tests.support.builders import (
     CALLBACK,
     SECOND,
@@ -76,7 +76,7 @@ def _acts(store: Store, why: Why, job_id: str, attempt: int) -> dict[str, Callab
 def _performer(state: State, why: Why) -> str | None:
     """The act that makes this transition, as the table says; None: there is no such transition."""
     edge = TRANSITIONS.get((state, why))
-    return None if edge is None else edge.by.removeprefix("jobs.store.")
+    return None if edge is None else edge.by.removeprefix("slotkeeper.jobs.store.")
 
 
 def _refused(act: Callable[[], Any]) -> bool:

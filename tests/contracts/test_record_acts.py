@@ -4,19 +4,19 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
-from audit import acts, search
-from audit.acts import Actor
-from audit.search import Wanted
-from database.db import Database
-from foundation.errors import NotFound, RecordUnavailable
-from jobs.states import State, Why
-from outbox import removal
-from outbox.ageing import Ageing
-from registry.catalog import Catalog
-from registry.removal import remove_server
-from registry.rotations import Rotations
-from registry.secrets import Secret
-from registry.tenants import Tenant, Tenants
+from slotkeeper.audit import acts, search
+from slotkeeper.audit.acts import Actor
+from slotkeeper.audit.search import Wanted
+from slotkeeper.db.db import Database
+from slotkeeper.errors import NotFound, RecordUnavailable
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.outbox import removal
+from slotkeeper.outbox.ageing import Ageing
+from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.removal import remove_server
+from slotkeeper.registry.rotations import Rotations
+from slotkeeper.registry.secrets import Secret
+from slotkeeper.registry.tenants import Tenant, Tenants
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, an_ended_job
 
 _EVER = 1 << 60

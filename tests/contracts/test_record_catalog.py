@@ -8,16 +8,16 @@ from pydantic import ValidationError
 from sqlalchemy import event, text, update
 from structlog.testing import capture_logs
 
-from database.db import Database
-from foundation.clock import Clock
-from foundation.errors import Conflict, NotFound
-from jobs.states import ACTIVE, FINAL, State
-from registry import removal
-from registry.catalog import Catalog
-from registry.config import ModelConfig
-from registry.tables import metadata, models
-from registry.tenants import Tenant, Tenants
-from registry.values import AdminState, TenantState
+from slotkeeper.clock import Clock
+from slotkeeper.db.db import Database
+from slotkeeper.errors import Conflict, NotFound
+from slotkeeper.jobs.states import ACTIVE, FINAL, State
+from slotkeeper.registry import removal
+from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.tables import metadata, models
+from slotkeeper.registry.tenants import Tenant, Tenants
+from slotkeeper.registry.values import AdminState, TenantState
 from tests.support.builders import SECOND, T0, a_job_in, a_queued_job, at_once
 
 URL = "http://10.0.0.1:8000/generate"
@@ -501,7 +501,7 @@ def test_tenants_are_listed_by_name(tenants):
 
 def test_with_the_catalogs_version_the_databases_time_is_heard(database, monkeypatch):
     ours = Clock()
-    monkeypatch.setattr("registry.catalog.clock", ours)
+    monkeypatch.setattr("slotkeeper.registry.catalog.clock", ours)
     Catalog(database).version()
     if database.engine.dialect.name == "postgresql":
         assert ours._ahead_ms is not None and abs(ours.skew_ms) < 1_000

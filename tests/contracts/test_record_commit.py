@@ -13,15 +13,15 @@ import pytest
 from sqlalchemy import event, func, insert, select, text
 from sqlalchemy.exc import OperationalError
 
-from database.db import Database, Transaction
-from foundation.config import Limits
-from foundation.errors import IdempotencyConflict, RecordUnavailable
-from insight import listing
-from jobs.events import note
-from jobs.models import counters, events, messages
-from jobs.models import jobs as jobs_table
-from jobs.states import State, Why
-from jobs.store import Store
+from routing.queries import listing
+from slotkeeper.config import Limits
+from slotkeeper.db.db import Database, Transaction
+from slotkeeper.errors import IdempotencyConflict, RecordUnavailable
+from slotkeeper.jobs.events import note
+from slotkeeper.jobs.models import counters, events, messages
+from slotkeeper.jobs.models import jobs as jobs_table
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
 from tests.support.builders import T0, a_job, a_queued_job, a_running_job, at_once, eventually, row_of, trail_of
 from tests.support.ends import store_end
 from tests.support.groups import held, in_one_group
@@ -82,7 +82,7 @@ def test_those_who_wait_share_one_commit_and_get_their_own_results(database):
 
 
 def test_no_more_than_a_batch_share_a_commit_and_the_rest_follow(database, store, monkeypatch):
-    monkeypatch.setattr("database.db._LARGEST_BATCH", 4)
+    monkeypatch.setattr("slotkeeper.db.db._LARGEST_BATCH", 4)
     with _commits(database) as seen:
         answers = in_one_group(database, *[lambda: store.submit([a_job()], T0)[0].seq for _ in range(10)])
     assert len(set(answers)) == 10

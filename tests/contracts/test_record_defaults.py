@@ -2,11 +2,11 @@
 
 import pytest
 
-from database.db import Database
-from foundation.errors import Conflict, InvalidJob, NotFound
-from registry import descriptions
-from registry.catalog import Catalog
-from registry.defaults import INSTALLATION, Source
+from slotkeeper.db.db import Database
+from slotkeeper.errors import Conflict, InvalidJob, NotFound
+from slotkeeper.registry import descriptions
+from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.defaults import INSTALLATION, Source
 from tests.support.builders import T0
 
 

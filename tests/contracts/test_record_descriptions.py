@@ -2,12 +2,12 @@
 
 import pytest
 
-from foundation.errors import NotFound
-from jobs.states import State, Why
-from registry import descriptions
-from registry.catalog import Catalog
-from registry.descriptions import KEPT_MS
-from registry.secrets import Secret
+from slotkeeper.errors import NotFound
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.registry import descriptions
+from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.descriptions import KEPT_MS
+from slotkeeper.registry.secrets import Secret
 from tests.support.builders import SECOND, T0, a_queued_job, at_once
 from tests.support.ends import store_end
 from tests.support.starts import store_remote_id, store_start

@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 from sqlalchemy import event
 
-from jobs.states import State, Why
-from outbox import removal
+from app.simulate import history
+from app.simulate.history import Past
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.outbox import removal
 from tests.support.builders import SECOND, T0, a_delayed_job, a_job_in, a_queued_job, a_running_job, an_ended_job
-from trials.simulate import history
-from trials.simulate.history import Past
 
 HOUR = 3600 * SECOND
 STARTED_OR_ENDED = sorted(set(State) - {State.QUEUED, State.DELAYED})

@@ -5,16 +5,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import func, select
 
-from database.db import Database
-from foundation.config import Limits
-from foundation.errors import IdempotencyConflict
-from insight import listing
-from jobs.models import accepted
-from jobs.states import State
-from jobs.store import Store
-from outbox import removal
+from routing.maintenance import ledger
+from routing.queries import listing
+from slotkeeper.config import Limits
+from slotkeeper.db.db import Database
+from slotkeeper.errors import IdempotencyConflict
+from slotkeeper.jobs.models import accepted
+from slotkeeper.jobs.states import State
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox import removal
 from tests.support.builders import T0, a_job, a_job_in, a_queued_job, an_ended_job
-from upkeep import ledger
 
 
 def _vanish(database: Database, job_id: str) -> None:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from database import lookout
-from database.db import Database
-from database.lookout import Lookout, News
-from foundation.errors import RecordUnavailable
-from jobs.store import Store
+from slotkeeper.db import lookout
+from slotkeeper.db.db import Database
+from slotkeeper.db.lookout import Lookout, News
+from slotkeeper.errors import RecordUnavailable
+from slotkeeper.jobs.store import Store
 from tests.support.builders import a_queued_job, eventually
 
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import pytest
 from sqlalchemy import event, text
 
-from database.db import Database
-from jobs.states import ACTIVE, FINAL, State, Why
-from jobs.store import Store
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.states import ACTIVE, FINAL, State, Why
+from slotkeeper.jobs.store import Store
 from tests.support.builders import (
     CALLBACK,
     SECOND,

@@ -14,26 +14,26 @@ import orjson
 import pytest
 from sqlalchemy import event
 
-from database import fate
-from database.db import Database
-from insight import listing
-from jobs import withheld
-from jobs.models import events
-from jobs.record import Withholding
-from jobs.states import State, Why
-from jobs.store import Store
-from outbox import forward, removal
-from outbox.callbacks import Callbacks, Due
-from outbox.messages import Answered, Key, Message, Messages
-from outbox.receivers import Receiver
-from outbox.tellings import Tellings
-from registry.catalog import Catalog
-from registry.rotations import Rotations
-from registry.tenants import Tenants
+from routing.maintenance import ledger
+from routing.queries import listing
+from slotkeeper.db import fate
+from slotkeeper.db.db import Database
+from slotkeeper.jobs import withheld
+from slotkeeper.jobs.models import events
+from slotkeeper.jobs.record import Withholding
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox import forward, removal
+from slotkeeper.outbox.callbacks import Callbacks, Due
+from slotkeeper.outbox.messages import Answered, Key, Message, Messages
+from slotkeeper.outbox.receivers import Receiver
+from slotkeeper.outbox.tellings import Tellings
+from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.rotations import Rotations
+from slotkeeper.registry.tenants import Tenants
 from tests.support.builders import T0, a_job
 from tests.support.ends import store_end
 from tests.support.starts import store_remote_id, store_start
-from upkeep import ledger
 
 ENDED, WAITING = 4000, 400
 LATER = T0 + 60_000

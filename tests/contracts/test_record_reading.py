@@ -1,7 +1,7 @@
 """What the record answers about many jobs at once: lists, the queue, and what runs where."""
 
-from insight import listing
-from jobs.states import State
+from routing.queries import listing
+from slotkeeper.jobs.states import State
 from tests.support.builders import SECOND, a_delayed_job, a_job_in, a_queued_job
 
 HOUR = 3600 * SECOND

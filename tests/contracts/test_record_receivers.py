@@ -5,17 +5,17 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select, update
 
-from audit import search
-from database.db import Database
-from foundation.errors import Conflict, NotFound
-from jobs.models import events
-from jobs.models import messages as rows
-from jobs.states import State, Why
-from jobs.store import Store
-from outbox import messages as owed
-from outbox import spreading
-from outbox.messages import Answered, Key, Message, Messages
-from outbox.receivers import (
+from slotkeeper.audit import search
+from slotkeeper.db.db import Database
+from slotkeeper.errors import Conflict, NotFound
+from slotkeeper.jobs.models import events
+from slotkeeper.jobs.models import messages as rows
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox import messages as owed
+from slotkeeper.outbox import spreading
+from slotkeeper.outbox.messages import Answered, Key, Message, Messages
+from slotkeeper.outbox.receivers import (
     FAILURES_TO_OPEN,
     LONGEST_COOLDOWN_MS,
     OVERLAP_MS,
@@ -25,9 +25,9 @@ from outbox.receivers import (
     cursor,
     new_id,
 )
-from outbox.spreading import Spreading
-from outbox.tables import receivers as table
-from outbox.tables import tries
+from slotkeeper.outbox.spreading import Spreading
+from slotkeeper.outbox.tables import receivers as table
+from slotkeeper.outbox.tables import tries
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, a_start, an_ended_job, at_once
 from tests.support.ends import store_end
 from tests.support.untold import untold_events

@@ -3,14 +3,14 @@
 import pytest
 from sqlalchemy import event, make_url, select
 
-from database.db import Database
-from foundation.errors import Conflict, RecordUnavailable
-from insight import listing
-from jobs.models import counters, messages
-from jobs.states import ACTIVE, FINAL, State, Why
-from jobs.store import Store
-from outbox import removal
-from outbox.tables import tries
+from routing.queries import listing
+from slotkeeper.db.db import Database
+from slotkeeper.errors import Conflict, RecordUnavailable
+from slotkeeper.jobs.models import counters, messages
+from slotkeeper.jobs.states import ACTIVE, FINAL, State, Why
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox import removal
+from slotkeeper.outbox.tables import tries
 from tests.support.builders import (
     CALLBACK,
     SECOND,

@@ -5,18 +5,18 @@ from typing import Any
 import pytest
 from sqlalchemy import event, func, select, text
 
-from database.db import Database
-from foundation.errors import IdempotencyConflict
-from jobs.models import events, idempotency_keys
-from jobs.models import jobs as jobs_table
-from jobs.record import new_job_id
-from jobs.states import State, Why
-from jobs.store import Store
-from outbox import removal, tail
+from routing.maintenance import ledger
+from slotkeeper.db.db import Database
+from slotkeeper.errors import IdempotencyConflict
+from slotkeeper.jobs.models import events, idempotency_keys
+from slotkeeper.jobs.models import jobs as jobs_table
+from slotkeeper.jobs.record import new_job_id
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox import removal, tail
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, an_ended_job, at_once, eventually, row_of, trail_of
 from tests.support.ends import store_end
 from tests.support.starts import store_start
-from upkeep import ledger
 
 WINDOW_S = 100
 KEYED: dict[str, Any] = {"idempotency_key": "k1", "fingerprint": "same request"}

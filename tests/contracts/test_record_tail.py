@@ -6,14 +6,14 @@ import threading
 import pytest
 from sqlalchemy import insert, text
 
-from database.db import Database
-from jobs.models import events
-from jobs.record import Error
-from jobs.states import State, Why
-from jobs.store import Store
-from outbox import removal, tail
-from outbox.ageing import Ageing
-from outbox.tail import Tail
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.models import events
+from slotkeeper.jobs.record import Error
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox import removal, tail
+from slotkeeper.outbox.ageing import Ageing
+from slotkeeper.outbox.tail import Tail
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, a_running_job, an_ended_job, at_once, eventually
 from tests.support.ends import store_end
 from tests.support.starts import store_start

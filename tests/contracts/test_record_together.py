@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from sqlalchemy import event, select
 
-from database.db import Database, Write
-from foundation.config import Limits
-from foundation.errors import RecordUnavailable, RecordUncertain
-from jobs.models import jobs, messages, tellings
-from jobs.record import Error, Run
-from jobs.states import State, Why
-from jobs.store import Store
+from slotkeeper.config import Limits
+from slotkeeper.db.db import Database, Write
+from slotkeeper.errors import RecordUnavailable, RecordUncertain
+from slotkeeper.jobs.models import jobs, messages, tellings
+from slotkeeper.jobs.record import Error, Run
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
 from tests.support.builders import CALLBACK, T0, a_queued_job, a_running_job, rows_in, trail_of
 from tests.support.ends import store_end
 

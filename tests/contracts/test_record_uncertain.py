@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from sqlalchemy import event, text
 
-from database import fate
-from database.db import Database
-from foundation.config import Limits
-from foundation.errors import RecordUnavailable, RecordUncertain
-from insight import listing
-from jobs.models import events
-from jobs.states import State, Why
-from jobs.store import Store
+from routing.queries import listing
+from slotkeeper.config import Limits
+from slotkeeper.db import fate
+from slotkeeper.db.db import Database
+from slotkeeper.errors import RecordUnavailable, RecordUncertain
+from slotkeeper.jobs.models import events
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
 from tests.support.builders import T0, a_job, a_queued_job, a_running_job, at_once, eventually, trail_of
 from tests.support.ends import store_end
 from tests.support.groups import in_one_group

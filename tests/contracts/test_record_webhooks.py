@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from audit import search
-from database.db import Database
-from jobs.states import FINAL, State, Why
-from outbox import messages as module
-from outbox import removal
-from outbox.callbacks import Callbacks
-from outbox.messages import MOST_LOGGED_OF_JOB, Message, Messages
+from slotkeeper.audit import search
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.states import FINAL, State, Why
+from slotkeeper.outbox import messages as module
+from slotkeeper.outbox import removal
+from slotkeeper.outbox.callbacks import Callbacks
+from slotkeeper.outbox.messages import MOST_LOGGED_OF_JOB, Message, Messages
 from tests.support.builders import (
     CALLBACK,
     SECOND,

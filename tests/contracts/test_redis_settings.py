@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from redis import Redis
 
-from scripting.suitability import evicts, forgets
+from slotkeeper.redis.suitability import evicts, forgets
 from tests.support.api import Api
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from celery import Celery
 
-from local.ports import free_port
-from scripting.scripts import connect
+from app.up.ports import free_port
+from slotkeeper.redis.scripts import connect
 from tasks.config import TaskSettings
 from tests.support.certificates import self_signed
 from tests.support.valkey import Valkey

@@ -5,16 +5,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import text
 
-from database.db import Database
-from foundation.errors import Conflict, NotFound
-from insight import listing
-from jobs import withheld
-from jobs.names import Because, NameClosed
-from jobs.states import ACTIVE, FINAL, State, Why
-from jobs.withheld import Withholding
-from registry import removal
-from registry.catalog import Catalog
-from registry.secrets import Secret
+from routing.maintenance import ledger
+from routing.queries import listing
+from slotkeeper.db.db import Database
+from slotkeeper.errors import Conflict, NotFound
+from slotkeeper.jobs import withheld
+from slotkeeper.jobs.names import Because, NameClosed
+from slotkeeper.jobs.states import ACTIVE, FINAL, State, Why
+from slotkeeper.jobs.withheld import Withholding
+from slotkeeper.registry import removal
+from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.secrets import Secret
 from tests.support.builders import (
     T0,
     a_delayed_job,
@@ -27,7 +28,6 @@ from tests.support.builders import (
 )
 from tests.support.ends import store_end
 from tests.support.starts import store_start
-from upkeep import ledger
 
 URL = "http://10.0.0.1:8000/generate"
 

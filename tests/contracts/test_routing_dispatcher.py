@@ -7,28 +7,21 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError
 
-from audit import acts, search
-from dispatch.dispatcher import new_owner
-from dispatch.outcome import Kind
-from foundation.errors import (
-    Conflict,
-    InvalidJob,
-    JobNotFound,
-    RecordUnavailable,
-    TooMany,
-    UnknownModel,
-)
-from insight import listing
-from jobs.states import FINAL, State, Why
-from registry.tenants import Tenant
-from routing.leases import Lease, Renewal
+from routing.dispatch.dispatcher import new_owner
+from routing.dispatch.outcome import Kind
+from routing.maintenance import reconcile
+from routing.maintenance.rooms import depths
+from routing.queries import listing
+from routing.queue.leases import Lease, Renewal
+from slotkeeper.audit import acts, search
+from slotkeeper.errors import Conflict, InvalidJob, JobNotFound, RecordUnavailable, TooMany, UnknownModel
+from slotkeeper.jobs.states import FINAL, State, Why
+from slotkeeper.registry.tenants import Tenant
 from tests.support.builders import CALLBACK, at_once, row_of, trail_of
 from tests.support.callbacks import due_ids
 from tests.support.ends import end_run, free, hand_back
 from tests.support.stage import LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
 from tests.support.starts import begin_run
-from upkeep import reconcile
-from upkeep.rooms import depths
 
 # -- submit ----------------------------------------------------------------------------------------------------
 

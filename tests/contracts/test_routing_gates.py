@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from redis.connection import AbstractConnection
 
-from admission import gates
-from admission.gates.gate import Asks, Gate
-from admission.submission import Submission, prepare
-from foundation.errors import InvalidJob, TooMany
-from registry.tenants import Tenant
+from routing.admission import gates
+from routing.admission.gates.gate import Asks, Gate
+from routing.admission.submission import Submission, prepare
+from slotkeeper.errors import InvalidJob, TooMany
+from slotkeeper.registry.tenants import Tenant
 from tests.support import gate_of_share
 from tests.support.stage import Stage
 

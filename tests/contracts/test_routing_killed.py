@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from redis.exceptions import RedisError
 
-from foundation.lifetimes import Lifetimes
-from jobs.states import State, Why
-from routing.leases import Lease, Renewal
-from routing.workers import Workers
-from scripting.keys import Keys
+from routing.maintenance import reconcile, runs
+from routing.queue.leases import Lease, Renewal
+from routing.queue.workers import Workers
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.lifetimes import Lifetimes
+from slotkeeper.redis.keys import Keys
 from tests.support.builders import at_once
 from tests.support.ends import end_run, free, hand_back, release, store_end
 from tests.support.stage import LEASE_MS, SECOND, Stage
 from tests.support.starts import claim_offer, store_start
-from upkeep import reconcile, runs
 
 KILLED, LIVING = "worker/killed", "worker/living"
 

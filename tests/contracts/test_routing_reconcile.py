@@ -6,20 +6,20 @@ from typing import Any
 import pytest
 from redis.exceptions import OutOfMemoryError
 
-from admission import questions
-from database.db import Database
-from dispatch.dispatcher import ActiveRun
-from jobs import withheld
-from jobs.record import Job, Waiting, Withholding
-from jobs.states import State, Why
-from jobs.store import Store
-from registry import removal
-from routing.leases import Renewal
+from routing.admission import questions
+from routing.dispatch.dispatcher import ActiveRun
+from routing.maintenance import reconcile
+from routing.queue.leases import Renewal
+from slotkeeper.db.db import Database
+from slotkeeper.jobs import withheld
+from slotkeeper.jobs.record import Job, Waiting, Withholding
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
+from slotkeeper.registry import removal
 from tests.support.builders import CALLBACK, at_once, row_of
 from tests.support.ends import hand_back, release, store_end
 from tests.support.stage import LEASE_MS, OFFER_MS, SECOND, UP_AND_IDLE, YEAR, Stage
 from tests.support.starts import claim_offer
-from upkeep import reconcile
 
 # -- reap ------------------------------------------------------------------------------------------------------
 

@@ -2,16 +2,16 @@
 
 import pytest
 
-from foundation.errors import Conflict, UnknownModel
-from jobs import withheld
-from jobs.names import NameClosed
-from jobs.states import State, Why
-from registry import removal
-from routing.leases import Renewal
+from routing.maintenance import draining, reconcile
+from routing.maintenance.reconcile import removal as upkeep
+from routing.maintenance.rooms import depths
+from routing.queue.leases import Renewal
+from slotkeeper.errors import Conflict, UnknownModel
+from slotkeeper.jobs import withheld
+from slotkeeper.jobs.names import NameClosed
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.registry import removal
 from tests.support.stage import Stage
-from upkeep import draining, reconcile
-from upkeep.reconcile import removal as upkeep
-from upkeep.rooms import depths
 
 
 def _names_in_redis(stage: Stage, name: str) -> list[str]:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from dispatch.outcome import Kind
-from jobs.states import State, Why
-from routing.leases import Renewal
+from routing.dispatch.outcome import Kind
+from routing.maintenance import reconcile
+from routing.maintenance.identity import ServerReport
+from routing.queue.leases import Renewal
+from slotkeeper.jobs.states import State, Why
 from tests.support.stage import DOWN, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage
-from upkeep import reconcile
-from upkeep.identity import ServerReport
 
 # -- what the servers say of themselves ------------------------------------------------------------------------
 

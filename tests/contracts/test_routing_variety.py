@@ -2,8 +2,8 @@
 
 import pytest
 
-from foundation.errors import InvalidJob, TooMany
-from registry.tenants import Tenant
+from slotkeeper.errors import InvalidJob, TooMany
+from slotkeeper.registry.tenants import Tenant
 from tests.support.stage import SETTINGS, Stage
 
 

@@ -8,9 +8,9 @@ import orjson
 import pytest
 from redis.exceptions import RedisError
 
-from insight.said import NOWHERE, Clock, Place, Said, Telling, Watcher, Watching
-from scripting.keys import Keys
-from scripting.scripts import Scripts, connect
+from routing.queries.said import NOWHERE, Clock, Place, Said, Telling, Watcher, Watching
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.scripts import Scripts, connect
 from tasks import said as saying
 from tasks.said import Saying
 from tasks.servers.stream import Piece
@@ -27,7 +27,7 @@ def scripts(valkey: Valkey) -> Iterator[Scripts]:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TOGETHER_S", "_UNWATCHED_S", "_EACH_S", "_AFTER_FAILURE_S"):
         monkeypatch.setattr(saying, name, 0.0)
-    monkeypatch.setattr("insight.said._AGAIN_S", 0.01)
+    monkeypatch.setattr("routing.queries.said._AGAIN_S", 0.01)
 
 
 def say(scripts: Scripts, text: str, place: Place, kept: int = 100) -> int:
@@ -177,7 +177,7 @@ def test_what_is_said_while_the_past_is_read_waits_for_it():
 def test_places_grow_also_when_the_clock_is_set_back(monkeypatch):
     clock = Clock(3)
     first = clock.next()
-    monkeypatch.setattr("insight.said.time.time_ns", lambda: 0)
+    monkeypatch.setattr("routing.queries.said.time.time_ns", lambda: 0)
     assert clock.next() == Place(3, first.ms + 1)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from dispatch.outcome import Kind
-from registry.tables import secrets as table
+from routing.dispatch.outcome import Kind
+from slotkeeper.registry.tables import secrets as table
 from tasks import descriptions, keyring, vault
 from tasks.descriptions import server_for
 from tasks.servers import Call

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Kind, Outcome
 from tasks.servers import Call, Description, HealthKind, Server, compile_plan, for_model
 from tests.support.blocking import Blocking
 from tests.support.scripted import Scripted, Seen, answer

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from jobs import short_ids
-from jobs.record import new_job_id
-from jobs.store import Store
+from slotkeeper.jobs import short_ids
+from slotkeeper.jobs.record import new_job_id
+from slotkeeper.jobs.store import Store
 from tests.support.api import Api
 from tests.support.builders import T0, a_job
 from tests.support.sql_plans import plans_of

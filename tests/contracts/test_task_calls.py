@@ -14,10 +14,10 @@ from celery import chain, signature
 from celery.canvas import Signature
 from kombu.utils import json
 
-from admission.submission import Submission
-from foundation.errors import IdempotencyConflict, InvalidJob
-from insight import listing
-from jobs.record import now_ms
+from routing.admission.submission import Submission
+from routing.queries import listing
+from slotkeeper.errors import IdempotencyConflict, InvalidJob
+from slotkeeper.jobs.record import now_ms
 from tasks import asking, inference
 from tasks.inference import infer
 from tests.support.stack import REPO

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from jobs.record import Waiting
-from routing.queues import Offer
+from routing.queue.queues import Offer
+from slotkeeper.jobs.record import Waiting
 from tasks import announce, messages
 from tasks.publisher import Publisher
 from tasks.wake_up import HEADER, is_wake_up

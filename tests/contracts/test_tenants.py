@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from audit.search import Wanted, find
-from cli.__main__ import main
-from database.db import Database
-from foundation.clock import clock
-from foundation.errors import Conflict, NotFound
-from insight import holdings
-from jobs.states import State
-from jobs.store import Store
-from registry.tenants import Tenant, Tenants
+from app.cli.__main__ import main
+from routing.queries import holdings
+from slotkeeper.audit.search import Wanted, find
+from slotkeeper.clock import clock
+from slotkeeper.db.db import Database
+from slotkeeper.errors import Conflict, NotFound
+from slotkeeper.jobs.states import State
+from slotkeeper.jobs.store import Store
+from slotkeeper.registry.tenants import Tenant, Tenants
 from tasks.wiring import database as wired
 from tests.support.api import Api
 from tests.support.builders import T0, a_queued_job, an_ended_job

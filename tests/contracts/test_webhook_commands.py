@@ -8,10 +8,10 @@ from click.testing import CliRunner, Result
 from pytest_httpserver import HTTPServer
 from werkzeug import Response
 
-from cli import webhooks as commands
-from cli.__main__ import main
-from client.api import Client
-from jobs.record import now_ms
+from app.cli import webhooks as commands
+from app.cli.__main__ import main
+from slotkeeper.client import Client
+from slotkeeper.jobs.record import now_ms
 from tasks import webhooks
 from tests.support.api import Api
 from tests.support.builders import an_ended_job

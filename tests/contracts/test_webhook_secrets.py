@@ -10,8 +10,8 @@ from pytest_httpserver import HTTPServer
 from standardwebhooks import Webhook, WebhookVerificationError
 from structlog.testing import capture_logs
 
-from dispatch.outcome import Kind, Outcome
-from registry.tenants import Tenants
+from routing.dispatch.outcome import Kind, Outcome
+from slotkeeper.registry.tenants import Tenants
 from tasks import keyring, push, startup, webhooks
 from tests.support.api import Api
 from tests.support.stack import eventually

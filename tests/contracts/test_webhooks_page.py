@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from local.ports import free_port, is_open
-from outbox import messages, receivers
+from app.up.ports import free_port, is_open
+from slotkeeper.outbox import messages, receivers
 from tasks import bodies, outbound, webhooks
 from tasks.config import TaskSettings
 from tests.house.tree import REPO

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import requests
 
-from local.ports import free_port
-from reference_server.server import ReferenceServer, ServeConfig
+from app.up.ports import free_port
+from slotkeeper.serve.server import ReferenceServer, ServeConfig
 from tests.support.scripted import Scripted, Seen, answer
 from tests.support.stack import BIN, Stack, eventually
 

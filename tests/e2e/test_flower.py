@@ -10,7 +10,7 @@ import requests
 from flower.urls import handlers
 from tornado.web import URLSpec
 
-from local.ports import free_port
+from app.up.ports import free_port
 from tests.support.stack import BIN, Stack, eventually
 from tests.support.town import Town, started_town
 

@@ -18,12 +18,12 @@ from axe_playwright_python.base import AxeResults
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from database.db import Database
-from foundation.clock import clock
-from foundation.config import RecordSettings
-from reference_server.demo import zimg
-from reference_server.server import ReferenceServer, ServeConfig
-from registry.tenants import Tenant, Tenants
+from slotkeeper.clock import clock
+from slotkeeper.config import RecordSettings
+from slotkeeper.db.db import Database
+from slotkeeper.registry.tenants import Tenant, Tenants
+from slotkeeper.serve.demo import zimg
+from slotkeeper.serve.server import ReferenceServer, ServeConfig
 from tests.support.stack import Stack, eventually
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -21,7 +21,7 @@ _numbers = itertools.count(1)
 def _installation(tmp_path_factory) -> Iterator[tuple[Stack, RefServer]]:
     """One for all tests.  Leases are short, and yet long enough for a machine that has much else to do."""
     with Stack(tmp_path_factory.mktemp("tokens"), _SHORT) as found:
-        server = found.server("gpu1", 2, function="reference_server.demo:parrot")
+        server = found.server("gpu1", 2, function="slotkeeper.serve.demo:parrot")
         found.web()
         found.maintenance()
         found.beat()

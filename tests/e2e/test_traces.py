@@ -202,8 +202,8 @@ def test_commands_are_in_the_trace_that_they_were_called_in(stack: Stack, receiv
     job = {"model": model, "payload": {"seconds": 0.01}}
     lines = stack.home / "jobs.ndjson"
     lines.write_text(f"{json.dumps(job)}\n" * 2)
-    _client(stack, ["-m", "cli", "submit", model, '{"seconds": 0.01}', "--wait"], TRACEPARENT=submit)
-    _client(stack, ["-m", "cli", "submit-file", str(lines)], TRACEPARENT=file)
-    _client(stack, ["-m", "cli", "submit", model, '{"seconds": 0.01}', "--wait"], TRACEPARENT="nonsense\n")
+    _client(stack, ["-m", "app.cli", "submit", model, '{"seconds": 0.01}', "--wait"], TRACEPARENT=submit)
+    _client(stack, ["-m", "app.cli", "submit-file", str(lines)], TRACEPARENT=file)
+    _client(stack, ["-m", "app.cli", "submit", model, '{"seconds": 0.01}', "--wait"], TRACEPARENT="nonsense\n")
     whole(receiver, by_submit, [*_JOB, *_TRY], [SPAN])
     whole(receiver, by_file, [*_JOB, *_TRY] * 2, [SPAN])

@@ -20,8 +20,8 @@ import pytest
 from click.testing import CliRunner, Result
 from redis import Redis
 
-from cli.__main__ import main
-from local.ports import free_port, is_open
+from app.cli.__main__ import main
+from app.up.ports import free_port, is_open
 from tests.support.api import clear_wiring
 from tests.support.valkey import Valkey
 

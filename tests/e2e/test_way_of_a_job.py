@@ -16,7 +16,7 @@ from tests.support.stack import RefServer, Stack, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-FLUX = "reference_server.demo:flux"
+FLUX = "slotkeeper.serve.demo:flux"
 
 
 def journal(server: RefServer) -> list[dict[str, Any]]:

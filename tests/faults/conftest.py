@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from jobs.models import metadata
 from migrations import migrate
+from slotkeeper.jobs.models import metadata
 from tasks.worker.process import Worker
 from tests.faults.lanes import Lane, free_lanes
 from tests.faults.one_run import FakeServer, a_worker

@@ -35,18 +35,20 @@ import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401
 import kombu.pidbox
 import kombu.transport.redis  # noqa: F401
 
-from admission.submission import Submission
-from dispatch.dispatcher import new_owner
-from dispatch.outcome import Outcome
-from foundation import crash
-from foundation.errors import Conflict
-from insight import invariants, listing
-from jobs import owed
-from jobs.events import TYPES
-from jobs.record import NewJob, now_ms
-from jobs.states import ACTIVE, State, Why
-from outbox.receivers import Receiver, Receivers, new_id
-from routing.leases import Lease
+from routing.admission.submission import Submission
+from routing.dispatch.dispatcher import new_owner
+from routing.dispatch.outcome import Outcome
+from routing.maintenance import draining, identity, reconcile
+from routing.maintenance.rooms import depths
+from routing.queries import invariants, listing
+from routing.queue.leases import Lease
+from slotkeeper import crash
+from slotkeeper.errors import Conflict
+from slotkeeper.jobs import owed
+from slotkeeper.jobs.events import TYPES
+from slotkeeper.jobs.record import NewJob, now_ms
+from slotkeeper.jobs.states import ACTIVE, State, Why
+from slotkeeper.outbox.receivers import Receiver, Receivers, new_id
 from tasks import maintenance, messages, outbound, push, receivers, relay, telling, vault, wiring
 from tasks import webhooks as hooks
 from tasks.celery_app import celery as app
@@ -59,8 +61,6 @@ from tasks.worker.heartbeat import Watch
 from tasks.worker.process import this_worker
 from tests.support.starts import begin_run
 from tests.support.untold import untold_events
-from upkeep import draining, identity, reconcile
-from upkeep.rooms import depths
 
 SERVER, SLOTS, SYNC, ASYNC = "gpu", 2, "zimg", "flux"
 SETTINGS = {

@@ -110,7 +110,7 @@ MUTANTS = [
     Mutant(
         "a transition asks for no state",
         "JOB-1",
-        "jobs/moves.py",
+        "slotkeeper/jobs/moves.py",
         'statement = update(jobs).where(jobs.c.id == bindparam("p_id"), stands(state))',
         'statement = update(jobs).where(jobs.c.id == bindparam("p_id"))',
         (f"{RECORD}test_job_1_a_final_state_is_never_left", f"{RECORD}test_a_job_is_revived_once_however_many_ask"),
@@ -118,7 +118,7 @@ MUTANTS = [
     Mutant(
         "a settle asks for no token",
         "LEASE-3",
-        "jobs/moves.py",
+        "slotkeeper/jobs/moves.py",
         'statement = statement.where(jobs.c.attempt == bindparam("p_attempt"))',
         "pass",
         (
@@ -129,7 +129,7 @@ MUTANTS = [
     Mutant(
         "the token does not grow",
         "LEASE-2",
-        "jobs/moves.py",
+        "slotkeeper/jobs/moves.py",
         '"attempt": jobs.c.attempt + 1,',
         '"attempt": 1,',
         (f"{RECORD}test_lease_2_the_token_grows_with_every_start",),
@@ -137,7 +137,7 @@ MUTANTS = [
     Mutant(
         "a server's id is stored under any token",
         "LEASE-3",
-        "jobs/store.py",
+        "slotkeeper/jobs/store.py",
         """        stands(State.RUNNING),
         jobs.c.attempt == bindparam("p_attempt"),
 """,
@@ -149,7 +149,7 @@ MUTANTS = [
     Mutant(
         "events are written after the commit",
         "JOB-2",
-        "database/db.py",
+        "slotkeeper/db/db.py",
         """                    mark = transaction.flush()
                 except BaseException:
                     self._writer.undo(connection)
@@ -174,7 +174,7 @@ MUTANTS = [
     Mutant(
         "a key names any tenant's job",
         "idempotency",
-        "jobs/idempotency.py",
+        "slotkeeper/jobs/idempotency.py",
         '(idempotency_keys.c.tenant == bindparam("p_tenant")) & ',
         "",
         (f"{SUBMIT}test_a_key_belongs_to_its_tenant",),
@@ -182,7 +182,7 @@ MUTANTS = [
     Mutant(
         "a key stands for any request",
         "idempotency",
-        "jobs/idempotency.py",
+        "slotkeeper/jobs/idempotency.py",
         "if known.fingerprint != job.fingerprint:",
         "if known.fingerprint is None:",
         (f"{SUBMIT}test_the_same_key_with_another_request_is_a_conflict_that_names_the_job",),
@@ -190,7 +190,7 @@ MUTANTS = [
     Mutant(
         "a key is kept for ever",
         "idempotency",
-        "jobs/idempotency.py",
+        "slotkeeper/jobs/idempotency.py",
         "if known is None or known.expires_ms <= now_ms:",
         "if known is None:",
         (f"{SUBMIT}test_within_the_window_the_key_names_the_job_and_after_it_is_fresh_work",),
@@ -198,7 +198,7 @@ MUTANTS = [
     Mutant(
         "what waits for long is removed",
         "no silent drops",
-        "outbox/removal.py",
+        "slotkeeper/outbox/removal.py",
         "old = and_(jobs.c.finished_ms < ended_before_ms, ~messages",
         "old = and_(jobs.c.created_ms < ended_before_ms, ~messages",
         (f"{GUARDS}test_a_job_that_waits_for_a_year_is_not_removed",),
@@ -206,7 +206,7 @@ MUTANTS = [
     Mutant(
         "a job is removed whose message is owed",
         "HOOK-1",
-        "outbox/messages.py",
+        "slotkeeper/outbox/messages.py",
         '.where(messages.c.job_id == jobs.c.id, compared(messages.c.state) == "pending")',
         '.where(messages.c.job_id == jobs.c.id, compared(messages.c.state) == "never")',
         (f"{RECORD}test_hook_1_a_job_whose_message_is_still_owed_is_not_purged",),
@@ -214,7 +214,7 @@ MUTANTS = [
     Mutant(
         "only recent deadlines are looked for",
         "time",
-        "jobs/store.py",
+        "slotkeeper/jobs/store.py",
         '_PASSED = "deadline_ms <= :p_now"',
         '_PASSED = "deadline_ms <= :p_now AND deadline_ms > :p_now - 10000"',
         (f"{MAINTENANCE}test_a_deadline_ends_a_job_in_every_state_however_late_somebody_looks",),
@@ -222,7 +222,7 @@ MUTANTS = [
     Mutant(
         "a message is tried before its time",
         "HOOK-1",
-        "outbox/messages.py",
+        "slotkeeper/outbox/messages.py",
         '_TIME_HAS_COME = messages.c.next_ms <= bindparam("p_now")',
         '_TIME_HAS_COME = messages.c.next_ms + bindparam("p_now") > 0',
         (f"{HOOKS}test_only_one_at_a_time_may_try", f"{HOOKS}test_a_message_is_not_tried_before_its_time"),
@@ -230,7 +230,7 @@ MUTANTS = [
     Mutant(
         "a server's id is taken to another server",
         "LEASE-3",
-        "jobs/moves.py",
+        "slotkeeper/jobs/moves.py",
         'return case((jobs.c.server == bindparam("p_server"), column), else_=None)',
         "return column",
         (f"{MAINTENANCE}test_on_another_server_a_job_is_run_anew",),
@@ -238,7 +238,7 @@ MUTANTS = [
     Mutant(
         "a doubled submit is booked twice",
         "JOB-3",
-        "jobs/store.py",
+        "slotkeeper/jobs/store.py",
         'count(tx, "doubled")',
         "pass",
         (f"{GUARDS}test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed",),
@@ -246,7 +246,7 @@ MUTANTS = [
     Mutant(
         "what is removed is not booked",
         "JOB-3",
-        "outbox/removal.py",
+        "slotkeeper/outbox/removal.py",
         'count(tx, f"purged.{state}", number)',
         "pass",
         (f"{GUARDS}test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed",),
@@ -326,7 +326,7 @@ MUTANTS = [
     Mutant(
         "the reaper ends whatever run there is",
         "LEASE-3",
-        "upkeep/reconcile/reaper.py",
+        "routing/maintenance/reconcile/reaper.py",
         "if job is not None and job.state is State.RUNNING and (job.lease == lease.tag or lease.owner == _REAPER):",
         "if job is not None and job.state is State.RUNNING:",
         (f"{GUARDS}test_a_lease_that_outlived_its_run_does_not_end_the_next_one",),
@@ -342,7 +342,7 @@ MUTANTS = [
     Mutant(
         "what a dead reaper held is held for ever",
         "LEASE-1",
-        "upkeep/reconcile/reaper.py",
+        "routing/maintenance/reconcile/reaper.py",
         "(job.lease == lease.tag or lease.owner == _REAPER):",
         "job.lease == lease.tag:",
         (f"{MAINTENANCE}test_a_reaper_that_dies_after_its_grip_is_followed_by_the_next",),
@@ -350,7 +350,7 @@ MUTANTS = [
     Mutant(
         "a waiting job that the room lost stays lost",
         "QUEUE-1",
-        "upkeep/reconcile/room.py",
+        "routing/maintenance/reconcile/room.py",
         "found += _fill(dispatcher, fleet)",
         "pass",
         (f"{MAINTENANCE}test_queue_1_a_queued_job_that_the_room_has_lost_is_brought_back_to_its_place",),
@@ -358,7 +358,7 @@ MUTANTS = [
     Mutant(
         "a lease that Redis lost stays lost",
         "LEASE-1",
-        "upkeep/reconcile/room.py",
+        "routing/maintenance/reconcile/room.py",
         "found, rooms = runs.restore(dispatcher), ",
         "found, rooms = 0, ",
         (f"{MAINTENANCE}test_a_running_job_whose_lease_is_lost_gets_it_back",),
@@ -367,7 +367,7 @@ MUTANTS = [
     Mutant(
         "a young lease is held against the server's ids",
         "identity",
-        "upkeep/identity.py",
+        "routing/maintenance/identity.py",
         "if not lease.names & running and lease.age_ms >= YOUNG_MS",
         "if not lease.names & running",
         (
@@ -378,7 +378,7 @@ MUTANTS = [
     Mutant(
         "a young lease is held against the server's count",
         "identity",
-        "upkeep/identity.py",
+        "routing/maintenance/identity.py",
         "if active == 0 and lease.age_ms >= YOUNG_MS",
         "if active == 0",
         (f"{IDENTITY}test_a_lease_younger_than_five_seconds_is_no_ghost",),
@@ -386,7 +386,7 @@ MUTANTS = [
     Mutant(
         "a count above zero makes stale",
         "identity",
-        "upkeep/identity.py",
+        "routing/maintenance/identity.py",
         "if active == 0 and lease.age_ms",
         "if active < len(leases) and lease.age_ms",
         (f"{SERVERS}test_only_a_report_that_says_so_makes_a_suspect",),
@@ -394,7 +394,7 @@ MUTANTS = [
     Mutant(
         "the count beats the ids",
         "identity",
-        "upkeep/identity.py",
+        "routing/maintenance/identity.py",
         "if report.job_ids is not None:",
         "if report.job_ids is not None and report.active_jobs is None:",
         (f"{SERVERS}test_only_a_report_that_says_so_makes_a_suspect",),
@@ -402,7 +402,7 @@ MUTANTS = [
     Mutant(
         "a server that is down is taken at its word",
         "identity",
-        "upkeep/identity.py",
+        "routing/maintenance/identity.py",
         "if not report.up:",
         "if report.up is None:",
         (f"{SERVERS}test_only_a_report_that_says_so_makes_a_suspect",),
@@ -410,7 +410,7 @@ MUTANTS = [
     Mutant(
         "stale are freed at the first look",
         "identity",
-        "upkeep/reconcile/servers.py",
+        "routing/maintenance/reconcile/servers.py",
         "for job in suspects(dispatcher, reports) if _run(job) in known)",
         "for job in suspects(dispatcher, reports))",
         (f"{SERVERS}test_a_later_run_of_a_suspect_is_no_suspect",),
@@ -418,7 +418,7 @@ MUTANTS = [
     Mutant(
         "the second look is not asked",
         "identity",
-        "upkeep/reconcile/servers.py",
+        "routing/maintenance/reconcile/servers.py",
         "for job in suspects(dispatcher, reports) if _run(job) in known)",
         "for job in before)",
         (f"{SERVERS}test_a_suspicion_that_the_second_look_does_not_confirm_frees_nothing",),
@@ -426,7 +426,7 @@ MUTANTS = [
     Mutant(
         "a living worker's run is freed at once",
         "identity",
-        "upkeep/reconcile/servers.py",
+        "routing/maintenance/reconcile/servers.py",
         "for job in stale if (server.name, job.id) in silent)",
         "for job in stale)",
         (f"{SERVERS}test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too",),
@@ -434,7 +434,7 @@ MUTANTS = [
     Mutant(
         "a run that its server may just have ended is given up",
         "identity",
-        "upkeep/reconcile/servers.py",
+        "routing/maintenance/reconcile/servers.py",
         "    if job.remote_id is None:\n",
         "    if job.remote_id is not True:\n",
         (
@@ -446,7 +446,7 @@ MUTANTS = [
     Mutant(
         "a poison job never ends",
         "budgets",
-        "dispatch/verdict.py",
+        "routing/dispatch/verdict.py",
         "return Why.CRASHES_EXHAUSTED if crashes + 1 >= config.max_crashes else lost",
         "return lost",
         (
@@ -457,7 +457,7 @@ MUTANTS = [
     Mutant(
         "a job is retried for ever",
         "budgets",
-        "dispatch/verdict.py",
+        "routing/dispatch/verdict.py",
         "Why.RETRIES_EXHAUSTED if failures >= config.max_retries else Why.SERVER_ERROR",
         "Why.SERVER_ERROR",
         (
@@ -468,7 +468,7 @@ MUTANTS = [
     Mutant(
         "a busy server costs the job a retry",
         "budgets",
-        "jobs/states.py",
+        "slotkeeper/jobs/states.py",
         "(State.RUNNING, Why.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.WAITS)",
         "(State.RUNNING, Why.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.FAILURES)",
         (
@@ -479,7 +479,7 @@ MUTANTS = [
     Mutant(
         "a server that cannot be reached costs the job a crash",
         "budgets",
-        "jobs/states.py",
+        "slotkeeper/jobs/states.py",
         "(State.RUNNING, Why.SERVER_UNREACHABLE): Edge(State.QUEUED, _SETTLE, Budget.WAITS)",
         "(State.RUNNING, Why.SERVER_UNREACHABLE): Edge(State.QUEUED, _SETTLE, Budget.CRASHES)",
         (f"{USES}test_a_day_without_its_server_costs_a_job_nothing",),
@@ -504,7 +504,7 @@ MUTANTS = [
     Mutant(
         "a script that was slow is sent again",
         "LEASE-1",
-        "scripting/scripts.py",
+        "slotkeeper/redis/scripts.py",
         "retry=Retry(NoBackoff(), 0),",
         "retry=Retry(NoBackoff(), 3),",
         (f"{GUARDS}test_lease_1_a_script_whose_answer_was_lost_has_run_once",),

@@ -9,7 +9,7 @@ ACTS = [
     Mutant(
         "who cancels a job that runs is not noted",
         "audit",
-        "dispatch/dispatcher.py",
+        "routing/dispatch/dispatcher.py",
         "self.store.request_cancel(job_id, now, canceling.note):",
         "self.store.request_cancel(job_id, now):",
         (NOTED,),
@@ -18,7 +18,7 @@ ACTS = [
     Mutant(
         "who retries a dead job is not noted",
         "audit",
-        "dispatch/dispatcher.py",
+        "routing/dispatch/dispatcher.py",
         ', acts.act("job.retry", job_id=job_id, now_ms=now).note)',
         ")",
         (NOTED,),
@@ -27,7 +27,7 @@ ACTS = [
     Mutant(
         "a cancel is noted again each time that it is asked for",
         "audit",
-        "jobs/store.py",
+        "slotkeeper/jobs/store.py",
         "            if row is not None and row.cancel_requested_ms == now_ms:",
         "            if row is not None:",
         (NOTED,),

@@ -8,7 +8,7 @@ AWAY = [
     Mutant(
         "a Cluster is taken for a Redis",
         "what cannot work is refused at start",
-        "scripting/suitability.py",
+        "slotkeeper/redis/suitability.py",
         "    return not_single(redis) or evicts(redis)",
         "    return evicts(redis)",
         (f"{UNSUITED}test_every_process_refuses_it_at_start_with_one_sentence",),
@@ -86,7 +86,7 @@ AWAY = [
     Mutant(
         "a run is tried again after its deadline",
         "time",
-        "dispatch/verdict.py",
+        "routing/dispatch/verdict.py",
         "case _ if overdue:",
         "case _ if overdue is None:",
         (f"{WORKERS}test_a_run_that_went_wrong_after_its_deadline_is_not_tried_again",),
@@ -94,7 +94,7 @@ AWAY = [
     Mutant(
         "leases are reaped as soon as Redis is back",
         "LEASE-4",
-        "upkeep/reconcile/reaper.py",
+        "routing/maintenance/reconcile/reaper.py",
         "if self._until is None and away:",
         "if self._until is None and away is None:",
         (
@@ -137,7 +137,7 @@ AWAY = [
     Mutant(
         "a start that was not stored leaves its job in no place",
         "QUEUE-1",
-        "dispatch/steps.py",
+        "routing/dispatch/steps.py",
         "        if job is not None and job.state is State.QUEUED:\n            raise",
         "        if job is None:\n            raise",
         (f"{WORKERS}test_a_job_whose_start_was_neither_stored_nor_heard_of_goes_back_to_its_place",),
@@ -145,7 +145,7 @@ AWAY = [
     Mutant(
         "a worker goes on with a run that another has started",
         "LEASE-3",
-        "dispatch/steps.py",
+        "routing/dispatch/steps.py",
         "if active is not None and active.lease.tag == lease.tag else None",
         "if active is not None else None",
         (f"{WORKERS}test_a_job_whose_start_was_not_heard_of_and_that_another_has_by_now_is_left_to_him",),

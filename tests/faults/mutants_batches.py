@@ -20,7 +20,7 @@ BATCHES = [
     Mutant(
         "a batch of the same name shows another tenant's jobs",
         "batches",
-        "insight/batches.py",
+        "routing/queries/batches.py",
         "facts = _FACTS if tenant is None else _FACTS.where(jobs.c.tenant == tenant)",
         "facts = _FACTS",
         (f"{BATCH_TESTS}test_two_tenants_that_name_the_same_batch_share_nothing",),
@@ -29,7 +29,7 @@ BATCHES = [
     Mutant(
         "who cancels a batch cancels another tenant's jobs of the same name",
         "batches",
-        "insight/batches.py",
+        "routing/queries/batches.py",
         "active = active.where(jobs.c.tenant == tenant)",
         "pass",
         (f"{BATCH_TESTS}test_two_tenants_that_name_the_same_batch_share_nothing",),
@@ -38,7 +38,7 @@ BATCHES = [
     Mutant(
         "an ambiguous short id names other tenants' jobs",
         "jobs",
-        "jobs/short_ids.py",
+        "slotkeeper/jobs/short_ids.py",
         "if tenant is not None:",
         "if not conditions:",
         ("tests/contracts/test_short_ids.py::test_an_ambiguous_id_names_only_the_tenants_own_jobs",),
@@ -47,7 +47,7 @@ BATCHES = [
     Mutant(
         "a rotated key is valid for ever",
         "tenants",
-        "registry/tenants.py",
+        "slotkeeper/registry/tenants.py",
         "(tenants.c.former_hash == hashed) & (tenants.c.former_until_ms > clock.now_ms())",
         "tenants.c.former_hash == hashed",
         ("tests/contracts/test_tenants.py::test_both_keys_are_valid_until_the_overlap_is_over",),
@@ -56,7 +56,7 @@ BATCHES = [
     Mutant(
         "a tenant is removed without a question",
         "tenants",
-        "cli/local.py",
+        "app/cli/local.py",
         "    if not yes:",
         "    if yes and not yes:",
         ("tests/contracts/test_tenants.py::test_a_removal_says_what_the_tenant_has_and_asks",),
@@ -65,7 +65,7 @@ BATCHES = [
     Mutant(
         "a batch's jobs are looked for among all jobs",
         "batches",
-        "insight/listing.py",
+        "routing/queries/listing.py",
         "query.where(given[0][0].is_not(None), between(",
         "query.where(between(",
         (f"{BATCH_TESTS}test_looks_at_batches_read_by_their_indexes",),

@@ -16,7 +16,7 @@ DOOR = [
     Mutant(
         "an endpoint is read by how it is written",
         "no request leads to a cloud's metadata",
-        "foundation/addresses.py",
+        "slotkeeper/addresses.py",
         'ip_address(text if ":" in text else socket.inet_aton(text))',
         "ip_address(text)",
         (f"{ENDPOINTS}test_no_endpoint_leads_to_metadata_however_the_host_is_written",),
@@ -25,7 +25,7 @@ DOOR = [
     Mutant(
         "an IPv6 address hides the IPv4 address that it carries",
         "no request leads to a cloud's metadata",
-        "foundation/addresses.py",
+        "slotkeeper/addresses.py",
         "return address.ipv4_mapped or address.sixtofour or address",
         "return address",
         (f"{ENDPOINTS}test_no_endpoint_leads_back_to_this_api_however_the_host_is_written",),
@@ -34,7 +34,7 @@ DOOR = [
     Mutant(
         "the audit keeps an endpoint's keys",
         "a secret is shown to nobody",
-        "registry/catalog.py",
+        "slotkeeper/registry/catalog.py",
         "url=masked_url(url)",
         "url=url",
         (f"{ENDPOINTS}test_the_keys_of_an_endpoint_are_kept_where_the_server_is_called_from_and_nowhere_else",),
@@ -88,7 +88,7 @@ DOOR = [
     Mutant(
         "an owner takes all threads",
         "turns",
-        "app/web/threads.py",
+        "app/server/threads.py",
         "if self.has_room and self._held[owner] < self.share and owner not in self._waiting:",
         "if self.has_room and owner not in self._waiting:",
         (f"{THREADS}test_no_owner_holds_more_than_its_share",),
@@ -97,7 +97,7 @@ DOOR = [
     Mutant(
         "who has waited once is always next",
         "turns",
-        "app/web/threads.py",
+        "app/server/threads.py",
         "                self._waiting[owner] = waiting\n",
         "                self._waiting = OrderedDict({owner: waiting, **self._waiting})\n",
         (f"{THREADS}test_those_who_wait_get_turns_one_after_the_other",),
@@ -106,7 +106,7 @@ DOOR = [
     Mutant(
         "connections wait without bound",
         "bounds",
-        "app/web/threads.py",
+        "app/server/threads.py",
         "if len(self._waiting.get(owner, ())) >= self.most_waiting:",
         "if False:",
         (f"{THREADS}test_of_one_owner_only_so_many_wait",),
@@ -115,7 +115,7 @@ DOOR = [
     Mutant(
         "whoever speaks is not remembered",
         "bounds",
-        "app/web/connection.py",
+        "app/server/connection.py",
         "            del self._strangers[connection]\n",
         "",
         (f"{CAPACITY}test_the_connection_that_was_silent_for_longest_gives_way",),
@@ -124,7 +124,7 @@ DOOR = [
     Mutant(
         "strangers send those away who have a key",
         "bounds",
-        "app/web/connection.py",
+        "app/server/connection.py",
         "reversed(parts) if len(self._strangers) >= self.most_connections // 2 else parts",
         "parts",
         (f"{CAPACITY}test_strangers_do_not_send_those_away_who_have_shown_a_key",),
@@ -133,7 +133,7 @@ DOOR = [
     Mutant(
         "an owner holds all bytes",
         "bounds",
-        "app/web/connection.py",
+        "app/server/connection.py",
         "self.most_bytes if whole else self.most_bytes // _SHARE",
         "self.most_bytes",
         (f"{CAPACITY}test_an_owner_holds_a_fourth_of_all_bytes",),
@@ -142,7 +142,7 @@ DOOR = [
     Mutant(
         "long numbers are rounded",
         "numbers",
-        "foundation/exact.py",
+        "slotkeeper/exact.py",
         "if not may_hold_long_numbers(raw):",
         "if True:",
         (f"{EXACT}test_numbers_within_64_bits_are_pythons_own",),
@@ -169,7 +169,7 @@ DOOR = [
     Mutant(
         "requests are read before their turn",
         "bounds",
-        "app/web/connection.py",
+        "app/server/connection.py",
         "piece = bytes(self._ahead[: max(_PIECE, self._missing)])",
         "piece = bytes(self._ahead)",
         (f"{CONNECTION}test_of_very_many_requests_that_come_together_few_are_read_before_their_turn",),
@@ -178,7 +178,7 @@ DOOR = [
     Mutant(
         "who has gone is worked for",
         "bounds",
-        "app/web/threads.py",
+        "app/server/threads.py",
         "            if not wanted():\n",
         "            if False:\n",
         (f"{CONNECTION}test_who_waits_for_a_thread_and_has_gone_is_not_worked_for",),
@@ -187,7 +187,7 @@ DOOR = [
     Mutant(
         "an error in an answer leaves its connection open",
         "bounds",
-        "app/web/application.py",
+        "app/server/application.py",
         "                request.connection.abort()\n",
         "                pass\n",
         (f"{CONNECTION}test_a_response_that_cannot_be_written_ends_its_connection_and_no_other",),
@@ -196,7 +196,7 @@ DOOR = [
     Mutant(
         "one tenant waits in all places",
         "turns",
-        "app/web/application.py",
+        "app/server/application.py",
         "waiting // 2 if has_keys else waiting",
         "waiting",
         (f"{CONNECTION}test_where_there_are_keys_no_owner_has_all_threads_or_all_places_for_waiting",),
@@ -205,7 +205,7 @@ DOOR = [
     Mutant(
         "any version is HTTP/1.1",
         "framing",
-        "app/web/wsgi.py",
+        "app/server/wsgi.py",
         'version not in ("1.0", "1.1")',
         "False",
         (f"{CONNECTION}test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_read",),
@@ -214,7 +214,7 @@ DOOR = [
     Mutant(
         "a header that stands twice is two in one",
         "framing",
-        "app/web/wsgi.py",
+        "app/server/wsgi.py",
         'names.count(b"content-type") > 1',
         "False",
         (f"{CONNECTION}test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_read",),
@@ -223,7 +223,7 @@ DOOR = [
     Mutant(
         "a header of an answer begins another",
         "framing",
-        "app/web/wsgi.py",
+        "app/server/wsgi.py",
         "value if value.isprintable() else",
         "value if True else",
         (f"{CONNECTION}test_no_header_of_an_answer_begins_another",),
@@ -250,7 +250,7 @@ DOOR = [
     Mutant(
         "made-up keys are in the way of good ones",
         "turns",
-        "app/web/owners.py",
+        "app/server/owners.py",
         "if shown and shown not in self._owners:",
         "if shown:",
         (f"{CONNECTION}test_made_up_keys_are_not_in_the_way_of_good_ones_and_nobody_is_a_stranger_for_lack_of_time",),
@@ -259,7 +259,7 @@ DOOR = [
     Mutant(
         "a coding before the chunks is passed over",
         "framing",
-        "app/web/wsgi.py",
+        "app/server/wsgi.py",
         'codings != [b"chunked"] or version == "1.0"',
         "False",
         (f"{CONNECTION}test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_read",),
@@ -268,7 +268,7 @@ DOOR = [
     Mutant(
         "an answer that waited for its client keeps the next waiting",
         "bounds",
-        "app/web/connection.py",
+        "app/server/connection.py",
         "transport.set_write_buffer_limits(high=1, low=0)",
         "pass",
         (f"{CONNECTION}test_when_all_of_an_answer_is_sent_the_next_request_is_read",),

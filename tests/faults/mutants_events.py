@@ -12,7 +12,7 @@ EVENTS = [
     Mutant(
         "nobody knows that events were removed",
         "a gap is told",
-        "outbox/ageing.py",
+        "slotkeeper/outbox/ageing.py",
         "    _raise(tx, REMOVED, ids[-1])  # Whoever reads on from before it is told.\n",
         "",
         (f"{_TAIL}test_what_lies_behind_is_complete_until_some_of_it_is_removed",),
@@ -21,7 +21,7 @@ EVENTS = [
     Mutant(
         "removing older events hides that newer ones were",
         "a gap is told",
-        "outbox/ageing.py",
+        "slotkeeper/outbox/ageing.py",
         "case((counters.c.value < to, to), else_=counters.c.value)",
         "to",
         (f"{_TAIL}test_removing_older_events_later_lowers_nothing",),
@@ -30,7 +30,7 @@ EVENTS = [
     Mutant(
         "events are removed before a sink has got them",
         "no event is lost",
-        "outbox/ageing.py",
+        "slotkeeper/outbox/ageing.py",
         "_ANY if last is None else last",
         "_ANY",
         (f"{_ACTS}test_what_no_sink_has_got_yet_is_not_removed",),
@@ -39,7 +39,7 @@ EVENTS = [
     Mutant(
         "the trail of a job that is here is removed",
         "events outlive their job",
-        "outbox/ageing.py",
+        "slotkeeper/outbox/ageing.py",
         "            and row.job is None\n",
         "",
         (f"{_ACTS}test_acts_and_events_are_removed_when_their_time_has_come_and_their_jobs_are_gone",),
@@ -57,7 +57,7 @@ EVENTS = [
     Mutant(
         "what finds nothing is noted as an act",
         "acts are what was done",
-        "registry/catalog.py",
+        "slotkeeper/registry/catalog.py",
         "            if found:\n                act.note(tx)\n",
         "            act.note(tx)\n",
         (f"{_ACTS}test_what_is_refused_or_finds_nothing_is_no_act",),
@@ -66,7 +66,7 @@ EVENTS = [
     Mutant(
         "two relay at once",
         "one relay",
-        "outbox/relays.py",
+        "slotkeeper/outbox/relays.py",
         "is_free = or_(relays.c.holder.is_(None), relays.c.holder == holder, relays.c.until_ms < now_ms)",
         "is_free = relays.c.sink == sink",
         (f"{_RELAY}test_one_relay_at_a_time_and_the_next_when_its_time_is_over",),
@@ -75,7 +75,7 @@ EVENTS = [
     Mutant(
         "a relay that was taken over from moves the cursor",
         "one relay",
-        "outbox/relays.py",
+        "slotkeeper/outbox/relays.py",
         "where = self._held(sink, holder) & (relays.c.position == before)",
         "where = relays.c.sink == sink",
         (f"{_RELAY}test_a_relay_that_was_taken_over_from_moves_nothing_and_adds_nothing",),

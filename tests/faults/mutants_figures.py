@@ -11,7 +11,7 @@ FIGURES = [
     Mutant(
         "two that count at once count twice",
         "figures",
-        "insight/history.py",
+        "routing/queries/history.py",
         "counters.c.name == _SEEN, counters.c.value == before",
         "counters.c.name == _SEEN",
         (f"{_HISTORY}test_two_that_count_at_once_count_each_event_once",),
@@ -20,7 +20,7 @@ FIGURES = [
     Mutant(
         "any number of models has figures of its own",
         "figures",
-        "insight/history.py",
+        "routing/queries/history.py",
         "model not in self._known and len(self._known) >= MOST_MODELS",
         "False",
         (f"{_HISTORY}test_models_beyond_the_first_are_counted_as_one",),
@@ -29,7 +29,7 @@ FIGURES = [
     Mutant(
         "a job that is canceled while it waits counts as an attempt",
         "figures",
-        "insight/history.py",
+        "routing/queries/history.py",
         "    if before == _STARTED and event.type != _STARTED:",
         "    if event.type in _ENDS:",
         (f"{_HISTORY}test_a_job_that_ends_while_it_waits_is_no_attempt",),
@@ -38,7 +38,7 @@ FIGURES = [
     Mutant(
         "what Redis does not take is not counted",
         "figures",
-        "insight/tallies.py",
+        "routing/queries/tallies.py",
         "                self._new.update(new)",
         "                pass",
         (f"{_FIGURES}test_what_redis_does_not_take_is_counted_later",),
@@ -83,7 +83,7 @@ FIGURES = [
     Mutant(
         "who says nothing any more is shown for ever",
         "health",
-        "insight/lua/processes.lua",
+        "routing/lua/processes.lua",
         "or not told or tonumber(till) < now then",
         "or not told then",
         (f"{_PROCESSES}test_who_says_nothing_is_taken_for_dead_and_then_forgotten",),
@@ -92,7 +92,7 @@ FIGURES = [
     Mutant(
         "the list of processes has no bound",
         "health",
-        "insight/lua/processes.lua",
+        "routing/lua/processes.lua",
         'if process ~= "" and facts ~= "" and count < most then',
         'if process ~= "" and facts ~= "" then',
         (f"{_PROCESSES}test_the_list_is_bounded",),
@@ -101,7 +101,7 @@ FIGURES = [
     Mutant(
         "the doctor waits for a part that hangs",
         "doctor",
-        "cli/checkup.py",
+        "app/cli/checkup.py",
         "            part, findings = found.get(timeout=max(until - time.monotonic(), 0.001))",
         "            part, findings = found.get(timeout=5)",
         (f"{_DOCTOR}test_a_part_that_hangs_holds_up_no_other_and_is_told",),
@@ -110,7 +110,7 @@ FIGURES = [
     Mutant(
         "the doctor's checks import in their threads what Celery loads on first use",
         "doctor",
-        "cli/checkup.py",
+        "app/cli/checkup.py",
         "        celery.connection_for_write().release()",
         "        _ = celery",
         (f"{_DOCTOR}test_no_check_imports_a_module_for_the_first_time_in_its_thread",),
@@ -119,7 +119,7 @@ FIGURES = [
     Mutant(
         "slots behind an open breaker are shown as free",
         "page",
-        "insight/servers.py",
+        "routing/queries/servers.py",
         "0 if word else standing.free, word)",
         "standing.free, word)",
         ("tests/contracts/test_api_standing.py::test_no_slot_is_shown_as_free_that_the_next_job_cannot_have",),
@@ -158,7 +158,7 @@ FIGURES = [
     Mutant(
         "each question of a page waits for a Redis that is away",
         "bounds",
-        "routing/queues.py",
+        "routing/queue/queues.py",
         "        except (ConnectionError, TimeoutError):\n            self.note_away()\n            raise\n",
         "        finally:\n            pass\n",
         ("tests/contracts/test_api_errors.py::test_a_redis_that_never_answers_is_waited_for_once_by_each_page",),
@@ -176,7 +176,7 @@ FIGURES = [
     Mutant(
         "the doctor does not ask the inference servers",
         "doctor",
-        "cli/checkup.py",
+        "app/cli/checkup.py",
         "        if health.kind is HealthKind.DOWN:",
         "        if False:",
         (f"{_DOCTOR}test_a_server_that_nobody_answers_for_is_named_with_its_address",),
@@ -185,7 +185,7 @@ FIGURES = [
     Mutant(
         "the doctor does not mind who can read the secret",
         "doctor",
-        "cli/checkup.py",
+        "app/cli/checkup.py",
         "stat.S_IMODE(found.st_mode) & 0o077:",
         "False:",
         (f"{_DOCTOR}test_a_secret_that_others_can_read_is_told",),

@@ -9,7 +9,7 @@ GATES = [
     Mutant(
         "a submit that is refused costs a turn of the rate",
         "limits",
-        "admission/gates/rate.py",
+        "routing/admission/gates/rate.py",
         "Asks.COUNTS",
         "Asks.LOOKS",
         (f"{PASSED}test_a_submit_that_is_refused_costs_no_turn_of_the_rate",),
@@ -18,7 +18,7 @@ GATES = [
     Mutant(
         "a gate that needs no answer is heard before those that it stands behind",
         "limits",
-        "admission/admission.py",
+        "routing/admission/admission.py",
         "            except _REFUSALS as refusal:\n                return questions, (gate, refusal)\n",
         "            except _REFUSALS:\n                raise\n",
         (f"{PASSED}test_the_first_gate_that_refuses_is_heard_also_where_a_later_one_needs_no_answer",),
@@ -27,7 +27,7 @@ GATES = [
     Mutant(
         "each gate asks Redis by itself",
         "limits",
-        "admission/admission.py",
+        "routing/admission/admission.py",
         "self._queues.ask([question.command for _, question in questions])",
         "[self._queues.ask([question.command])[0] for _, question in questions]",
         (f"{PASSED}test_all_gates_that_look_ask_in_one_round_trip_and_the_rate_in_another",),

@@ -10,12 +10,12 @@ _GOES_ON = f"{_KILLED}test_what_a_killed_worker_had_claimed_and_not_started_cost
 
 def _of_proof(name: str, old: str, new: str, *tests: str) -> Mutant:
     found = tuple(f"{_PROOF}{test}" for test in tests)
-    return Mutant(name, "LEASE-4", "foundation/lifetimes.py", old, new, found, _ENDS)
+    return Mutant(name, "LEASE-4", "slotkeeper/lifetimes.py", old, new, found, _ENDS)
 
 
 def _of_reaper(name: str, breaks: str, old: str, new: str, *tests: str) -> Mutant:
     found = tuple(f"{_KILLED}{test}" for test in tests)
-    return Mutant(name, breaks, "upkeep/reconcile/reaper.py", old, new, found, _GOES_ON)
+    return Mutant(name, breaks, "routing/maintenance/reconcile/reaper.py", old, new, found, _GOES_ON)
 
 
 KILLED = [
@@ -118,7 +118,7 @@ KILLED = [
     Mutant(
         "a killed worker is forgotten while the record has a run of its, whose job is offered again",
         "SLOT-2",
-        "upkeep/runs.py",
+        "routing/maintenance/runs.py",
         "return {run.lease.owner for runs in theirs.values() for run in runs}",
         "return set()",
         (f"{_KILLED}test_a_start_that_a_killed_worker_had_sent_and_that_comes_after_the_first_look_is_no_silence",),
@@ -143,7 +143,7 @@ KILLED = [
     Mutant(
         "a worker refuses to work where nobody could prove its end",
         "time",
-        "foundation/lifetimes.py",
+        "slotkeeper/lifetimes.py",
         "        except (OSError, SlotkeeperError) as error:\n            log.warning",
         "        except ZeroDivisionError as error:\n            log.warning",
         (f"{WORKERS}test_a_worker_whose_end_nobody_could_prove_works_all_the_same",),
@@ -152,7 +152,7 @@ KILLED = [
     Mutant(
         "only a folder with a database proves the end of a worker",
         "time",
-        "foundation/lifetimes.py",
+        "slotkeeper/lifetimes.py",
         "if not is_state_folder(home) and not is_private(home):",
         "if not is_state_folder(home):",
         ("tests/unit/test_lifetimes.py::test_a_private_folder_without_a_database_is_enough_for_the_proof",),

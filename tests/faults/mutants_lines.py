@@ -11,7 +11,7 @@ LINES = [
     Mutant(
         "a line of JSON may be of any length",
         "lines are bounded",
-        "foundation/logs.py",
+        "slotkeeper/logs.py",
         "        if len(line) > LONGEST_LINE:\n",
         "        if False:\n",
         (f"{_LOGS}test_as_json_a_line_stays_an_object_however_long_or_odd_its_facts",),
@@ -20,7 +20,7 @@ LINES = [
     Mutant(
         "what a context was about stays",
         "lines name the right job",
-        "foundation/logs.py",
+        "slotkeeper/logs.py",
         "    _about.set(facts)\n",
         "    _about.set({**(_about.get() or {}), **facts})\n",
         (f"{_LOGS}test_what_a_context_is_about_stands_in_its_lines_and_no_longer_once_it_is_about_something_else",),
@@ -29,7 +29,7 @@ LINES = [
     Mutant(
         "an end is told though somebody else has counted it",
         "one line for each end",
-        "insight/history.py",
+        "routing/queries/history.py",
         "        if not self._database.write(lambda tx: _note(tx, before, after, sums)):\n            return 0\n",
         "        self._database.write(lambda tx: _note(tx, before, after, sums))\n",
         (f"{_LINES}test_an_end_that_somebody_else_has_counted_is_not_told_twice",),

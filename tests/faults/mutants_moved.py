@@ -13,7 +13,7 @@ def _mutant(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
 MOVED = [
     _mutant(
         "a run is compared with the report of another address",
-        "upkeep/reconcile/servers.py",
+        "routing/maintenance/reconcile/servers.py",
         "    return [job for job in jobs if job.sent_to is None or ",
         "    return [job for job in jobs if True or ",
         "test_a_run_is_not_compared_with_the_report_of_another_address",
@@ -28,21 +28,21 @@ MOVED = [
     ),
     _mutant(
         "a run that is resumed forgets the address to which it was sent",
-        "jobs/moves.py",
+        "slotkeeper/jobs/moves.py",
         "case((_WAS_SENT, jobs.c.sent_to), else_=bindparam",
         "case((_WAS_SENT, None), else_=bindparam",
         "test_a_run_that_is_resumed_keeps_the_address_to_which_it_was_sent",
     ),
     _mutant(
         "an ended job keeps the password of its server's address",
-        "jobs/moves.py",
+        "slotkeeper/jobs/moves.py",
         '                "sent_to": None,  # It may hold a password.\n',
         "",
         "test_the_address_is_forgotten_when_the_run_is_over",
     ),
     _mutant(
         "servers at one address take each other's runs for foreign ones",
-        "upkeep/reconcile/servers.py",
+        "routing/maintenance/reconcile/servers.py",
         "known = [*jobs, *_of_others(at_place, server, report)]",
         "known = jobs",
         "test_two_servers_at_one_address_do_not_take_each_others_runs_for_foreign_ones",
@@ -50,7 +50,7 @@ MOVED = [
     Mutant(
         "the removal of a server is charged to its jobs",
         "operators",
-        "upkeep/reconcile/removal.py",
+        "routing/maintenance/reconcile/removal.py",
         "            Why.SERVER_UNREACHABLE,  #",
         "            Why.SERVER_LOST,  #",
         (

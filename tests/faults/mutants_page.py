@@ -19,7 +19,7 @@ PAGE = [
     Mutant(
         "a result that has no JSON form is tried again",
         "what cannot get better is not tried again",
-        "reference_server/exact.py",
+        "slotkeeper/serve/exact.py",
         "class Unwritable(ValueError):",
         "class Unwritable(TypeError):",
         ("tests/protocol/test_files.py::test_what_has_no_form_in_json_is_final_at_the_first_attempt",),
@@ -148,7 +148,7 @@ PAGE = [
     Mutant(
         "who has logged in waits among strangers",
         "page",
-        "app/web/owners.py",
+        "app/server/owners.py",
         'self._visits(environ["HTTP_COOKIE"]) if "HTTP_COOKIE" in environ else ""',
         '""',
         ("tests/unit/web/test_owners.py::test_who_has_logged_in_to_the_page_is_known_by_the_visit",),

@@ -10,7 +10,7 @@ REMOVAL = [
     Mutant(
         "a model is removed though jobs of it have not ended",
         "JOB-3",
-        "registry/removal.py",
+        "slotkeeper/registry/removal.py",
         "        if not left:\n            return _removed(tx, model, fleet, now_ms, by)",
         "        if True:\n            return _removed(tx, model, fleet, now_ms, by)",
         (f"{KEPT}test_a_model_is_not_removed_while_a_job_of_it_has_not_ended",),
@@ -19,7 +19,7 @@ REMOVAL = [
     Mutant(
         "a removal that was called off is ended",
         "removal",
-        "registry/removal.py",
+        "slotkeeper/registry/removal.py",
         "if closed is None or closed.because is not Because.REMOVING or _active(tx.connection, model):",
         "if closed is not None and closed.because is not Because.REMOVING or _active(tx.connection, model):",
         (f"{KEPT}test_a_removal_that_is_called_off_is_not_ended_though_nothing_is_in_its_way",),
@@ -28,7 +28,7 @@ REMOVAL = [
     Mutant(
         "a job is accepted under a name that is closed",
         "JOB-3",
-        "jobs/store.py",
+        "slotkeeper/jobs/store.py",
         "unless=names.IS_CLOSED, ",
         "",
         (f"{KEPT}test_job_3_under_a_closed_name_nothing_is_stored_and_no_number_is_missing",),
@@ -37,7 +37,7 @@ REMOVAL = [
     Mutant(
         "who closes a name does not wait for jobs on their way",
         "JOB-3",
-        "jobs/names.py",
+        "slotkeeper/jobs/names.py",
         'if tx.connection.dialect.name == "postgresql":',
         "if False:",
         (f"{KEPT}test_no_job_is_written_behind_the_back_of_who_removes_its_model",),
@@ -47,7 +47,7 @@ REMOVAL = [
     Mutant(
         "a dead job of a removed model is queued",
         "QUEUE-1",
-        "jobs/names.py",
+        "slotkeeper/jobs/names.py",
         "if closed is not None:\n        raise NameClosed(",
         "if False:\n        raise NameClosed(",
         (f"{KEPT}test_a_dead_job_of_a_removed_model_stays_dead_and_is_told_what_to_do",),
@@ -56,7 +56,7 @@ REMOVAL = [
     Mutant(
         "a new model joins the fleet that another has kept",
         "fleets",
-        "registry/catalog.py",
+        "slotkeeper/registry/catalog.py",
         "taken = set(tx.connection.execute(select(models.c.fleet)).scalars())",
         "taken = set[str]()",
         (f"{KEPT}test_a_new_model_does_not_join_the_fleet_that_a_removed_one_left_to_others",),
@@ -74,7 +74,7 @@ REMOVAL = [
     Mutant(
         "a server that is leaving is given jobs",
         "SLOT-1",
-        "routing/slots.py",
+        "routing/queue/slots.py",
         "state = server.state if server.leaving_ms is None else AdminState.DRAINING",
         "state = server.state",
         (f"{ROOMS}test_a_server_that_drains_is_removed_when_its_run_has_ended",),
@@ -83,7 +83,7 @@ REMOVAL = [
     Mutant(
         "runs of a server that was removed are left to themselves",
         "QUEUE-1",
-        "upkeep/reconcile/removal.py",
+        "routing/maintenance/reconcile/removal.py",
         "lost = [job for job in dispatcher.store.running() if job.server not in servers]",
         "lost = list[Job]()",
         (f"{ROOMS}test_runs_of_a_server_that_is_removed_by_force_are_lost_and_run_again_elsewhere",),
@@ -92,7 +92,7 @@ REMOVAL = [
     Mutant(
         "a secret stays for a name that is free",
         "secrets",
-        "registry/removal.py",
+        "slotkeeper/registry/removal.py",
         "    secrets.drop_from_scopes(tx, model)\n",
         "",
         (f"{KEPT}test_a_removed_model_is_gone_with_what_hangs_on_it_and_its_ended_jobs_stay",),
@@ -101,7 +101,7 @@ REMOVAL = [
     Mutant(
         "a server is removed under its runs",
         "SLOT-1",
-        "registry/removal.py",
+        "slotkeeper/registry/removal.py",
         "if row is None or row.leaving_ms is None or _runs(tx, server) or _withheld(tx, server):",
         "if row is None or row.leaving_ms is None:",
         (
@@ -113,7 +113,7 @@ REMOVAL = [
     Mutant(
         "a server is removed while a slot of it is offered",
         "SLOT-1",
-        "upkeep/reconcile/removal.py",
+        "routing/maintenance/reconcile/removal.py",
         "if fleet not in leases or any(it.server == server for it, _ in leases[fleet]):",
         "if fleet not in leases:",
         (f"{ROOMS}test_a_server_is_not_removed_while_one_of_its_slots_is_offered",),
@@ -123,7 +123,7 @@ REMOVAL = [
     Mutant(
         "defaults are stored with which a model could not be configured",
         "defaults",
-        "registry/defaults.py",
+        "slotkeeper/registry/defaults.py",
         "    tx.connection.execute(insert(defaults), row)\n    check_all(tx)\n",
         "    tx.connection.execute(insert(defaults), row)\n",
         (f"{DEFAULTS}test_defaults_with_which_a_model_could_not_be_configured_are_refused_whole",),
@@ -132,7 +132,7 @@ REMOVAL = [
     Mutant(
         "a kind is removed under its models",
         "defaults",
-        "registry/defaults.py",
+        "slotkeeper/registry/defaults.py",
         "    if its:\n",
         "    if False:\n",
         (f"{DEFAULTS}test_a_kind_that_models_are_of_is_not_removed",),
@@ -141,7 +141,7 @@ REMOVAL = [
     Mutant(
         "half of how a server is spoken to comes from elsewhere",
         "defaults",
-        "registry/defaults.py",
+        "slotkeeper/registry/defaults.py",
         "(name not in SPOKEN or speaks is None or level is speaks)",
         "True",
         (f"{DEFAULTS}test_how_servers_are_spoken_to_is_taken_together_from_the_nearest_that_says_it",),
@@ -150,7 +150,7 @@ REMOVAL = [
     Mutant(
         "a description that only defaults name is removed",
         "defaults",
-        "registry/descriptions.py",
+        "slotkeeper/registry/descriptions.py",
         "        texts += connection.execute(select(defaults.c.overrides)).scalars()\n",
         "",
         (f"{DEFAULTS}test_a_description_that_defaults_name_is_kept",),

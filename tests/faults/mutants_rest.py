@@ -61,7 +61,7 @@ REST = [
     Mutant(
         "a receiver that is left alone for a while is forgotten until somebody writes",
         "HOOK-1",
-        "outbox/spreading.py",
+        "slotkeeper/outbox/spreading.py",
         " or self._is_any_behind()",
         "",
         (f"{_SPREAD}test_while_a_receiver_is_behind_time_alone_may_bring_it_on",),
@@ -70,7 +70,7 @@ REST = [
     Mutant(
         "events that are withheld are forgotten until somebody writes",
         "HOOK-1",
-        "outbox/spreading.py",
+        "slotkeeper/outbox/spreading.py",
         " or self._tail.withholds",
         "",
         (f"{_SPREAD}test_while_events_are_withheld_time_alone_may_let_them_be_told",),
@@ -97,7 +97,7 @@ REST = [
     Mutant(
         "a record that was away and is back has no news",
         "HOOK-1",
-        "database/lookout.py",
+        "slotkeeper/db/lookout.py",
         "before, self._seen = self._seen, None",
         "before = self._seen",
         (f"{_NEWS}test_after_the_record_was_away_there_is_news",),
@@ -106,7 +106,7 @@ REST = [
     Mutant(
         "a lookout that fails looks no more",
         "HOOK-1",
-        "database/lookout.py",
+        "slotkeeper/db/lookout.py",
         '        except Exception:\n            log.exception("lookout_failed")\n            return True\n',
         "        except ZeroDivisionError:\n            raise\n",
         (f"{_NEWS}test_a_lookout_that_fails_takes_it_for_news",),
@@ -115,7 +115,7 @@ REST = [
     Mutant(
         "at a start all processes keep those from their work that jobs wait for",
         "SLOT-2",
-        "local/launcher.py",
+        "app/up/launcher.py",
         "while waiting and len(beginning) < at_once:",
         "while waiting:",
         (f"{_SUPERVISOR}test_no_more_processes_begin_at_a_time_than_there_are_processors",),
@@ -124,7 +124,7 @@ REST = [
     Mutant(
         "a process is taken for one of its number that was killed before",
         "SLOT-2",
-        "local/launcher.py",
+        "app/up/launcher.py",
         "touched.forget(role.name, pid)",
         "pass",
         (

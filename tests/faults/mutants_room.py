@@ -167,7 +167,7 @@ ROOM = [
     Mutant(
         "slots that others use are offered",
         "SLOT-1",
-        "upkeep/lua/occupy.lua",
+        "routing/lua/occupy.lua",
         'redis.call("ZREM", FREE, slot)',
         "",
         (f"{SLOTS}test_slot_1_so_many_slots_of_a_server_as_others_use_are_withheld_for_a_while",),
@@ -338,7 +338,7 @@ ROOM = [
     Mutant(
         "rules of one call are heeded in the next",
         "ORDER-1",
-        "scripting/scripts.py",
+        "slotkeeper/redis/scripts.py",
         "at_each_call=at_each_call, pause=_PAUSE",
         'at_each_call=at_each_call.replace("rules_read = {}", ""), pause=_PAUSE',
         ("tests/lua/test_scripts.py::test_what_a_call_remembers_is_gone_with_the_next",),

@@ -119,7 +119,7 @@ RUN = [
     Mutant(
         "a canceled job waits again when its run comes to nothing",
         "JOB-1",
-        "jobs/moves.py",
+        "slotkeeper/jobs/moves.py",
         "    if state is State.RUNNING and edge(state, why).to in UNFINISHED:\n",
         "    if state is None:\n",
         (
@@ -131,7 +131,7 @@ RUN = [
     Mutant(
         "a job whose end was stored unheard is in no room",
         "QUEUE-1",
-        "dispatch/steps.py",
+        "routing/dispatch/steps.py",
         "return await self.free(lease, back=back, claimant=claimant)",
         "return await self.free(lease, back=False, claimant=claimant)",
         (f"{USES}test_a_settle_whose_answer_was_lost_leaves_its_job_in_its_place",),
@@ -177,7 +177,7 @@ RUN = [
     Mutant(
         "a run that ended while its lease was written again holds a slot",
         "SLOT-2",
-        "upkeep/runs.py",
+        "routing/maintenance/runs.py",
         "        elif found is None or found.state is not State.RUNNING or found.lease != run.lease.tag:\n",
         "        elif False:\n",
         (
@@ -188,7 +188,7 @@ RUN = [
     Mutant(
         "a run that began while its room was rebuilt has no lease",
         "LEASE-1",
-        "upkeep/reconcile/room.py",
+        "routing/maintenance/reconcile/room.py",
         "    runs.restore_all(dispatcher, fleets)\n",
         "",
         (f"{RUNS}test_a_run_that_began_while_its_room_was_rebuilt_keeps_its_slot",),
@@ -197,7 +197,7 @@ RUN = [
     Mutant(
         "a run that its server may be at frees its slot",
         "SLOT-1",
-        "dispatch/steps.py",
+        "routing/dispatch/steps.py",
         "        if decision.quarantine is not None:\n            return await self._quarantine",
         "        if decision.quarantine is None and decision.resumes:\n            return await self._quarantine",
         (f"{DRAINING}test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_run",),
@@ -205,7 +205,7 @@ RUN = [
     Mutant(
         "whoever gives up an ended run's lease frees its slot",
         "SLOT-1",
-        "dispatch/steps.py",
+        "routing/dispatch/steps.py",
         "if row is not None and row.slot == lease.slot:",
         "if row is not None and row.slot != lease.slot:",
         (
@@ -216,7 +216,7 @@ RUN = [
     Mutant(
         "an emptied Redis forgets what drains",
         "SLOT-1",
-        "upkeep/reconcile/room.py",
+        "routing/maintenance/reconcile/room.py",
         "    draining.restore(dispatcher, begun)\n",
         "",
         (f"{DRAINING}test_an_emptied_redis_does_not_forget_what_drains",),
@@ -224,7 +224,7 @@ RUN = [
     Mutant(
         "an emptied Redis offers a job anywhere that its server may be at",
         "LEASE-1",
-        "jobs/withheld.py",
+        "slotkeeper/jobs/withheld.py",
         """    tx.connection.execute(_KEEP_SLOT, {"p_id": job_id, "p_attempt": attempt})
 """,
         "",
@@ -233,7 +233,7 @@ RUN = [
     Mutant(
         "a job that is canceled while it waits to be resumed withholds no slot",
         "SLOT-1",
-        "jobs/store.py",
+        "slotkeeper/jobs/store.py",
         "                withheld.note_many(tx, State.QUEUED, [locked.seq], now_ms, withhold)\n",
         "                pass\n",
         (f"{MAINTENANCE}test_a_job_that_ends_while_it_waits_to_be_resumed_withholds_its_slot_though_redis_is_emptied",),
@@ -241,7 +241,7 @@ RUN = [
     Mutant(
         "a job that expires while it waits to be resumed withholds no slot",
         "SLOT-1",
-        "jobs/store.py",
+        "slotkeeper/jobs/store.py",
         "        if state is not State.DELAYED and withhold is not None:\n",
         "        if state is State.RUNNING and withhold is not None:\n",
         (f"{MAINTENANCE}test_a_job_that_ends_while_it_waits_to_be_resumed_withholds_its_slot_though_redis_is_emptied",),
@@ -249,7 +249,7 @@ RUN = [
     Mutant(
         "a job that is handed back while it is canceled withholds no slot",
         "SLOT-1",
-        "jobs/store.py",
+        "slotkeeper/jobs/store.py",
         "_LOCKED = Prepared(select(jobs.c.seq, jobs.c.slot).where(_THIS).with_for_update())",
         "_LOCKED = Prepared(select(jobs.c.seq, jobs.c.slot).where(_THIS))",
         (f"{MAINTENANCE}test_a_job_that_is_handed_back_while_it_is_canceled_withholds_its_slot",),
@@ -277,7 +277,7 @@ RUN = [
     Mutant(
         "a run that is handed back while its room is rebuilt goes to any server",
         "LEASE-1",
-        "upkeep/runs.py",
+        "routing/maintenance/runs.py",
         "found.state is State.QUEUED and found.slot == run.lease.slot:",
         "found.state is State.QUEUED and found.slot == run.lease.name:",
         (f"{RUNS}test_a_run_that_is_handed_back_while_its_room_is_rebuilt_is_offered_in_its_slot_alone",),
@@ -301,7 +301,7 @@ RUN = [
     Mutant(
         "a slot that is let go by the record only stays taken",
         "SLOT-2",
-        "upkeep/draining.py",
+        "routing/maintenance/draining.py",
         "given_up = [lease for lease in leases if lease.owner == DRAINING and lease not in known]",
         "given_up = list[Lease]()",
         (f"{DRAINING}test_who_dies_when_the_record_has_let_go_leaves_a_slot_that_the_next_look_frees",),
@@ -309,7 +309,7 @@ RUN = [
     Mutant(
         "a worker that is telling its server loses its lease",
         "LEASE-4",
-        "upkeep/draining.py",
+        "routing/maintenance/draining.py",
         "lost = [row for row in rows if (row.job_id, row.slot) not in there]",
         "lost = [row for row in rows if (name_of(row), row.slot) not in {(it.job_id, it.slot) for it in leases}]",
         (f"{DRAINING}test_a_worker_that_is_still_telling_its_server_is_not_disturbed",),
@@ -317,7 +317,7 @@ RUN = [
     Mutant(
         "a server's count frees a slot at the first look",
         "SLOT-1",
-        "upkeep/draining.py",
+        "routing/maintenance/draining.py",
         "row, now)\n        return False\n",
         "row, now)\n        return True\n",
         (f"{DRAINING}test_a_count_frees_when_it_leaves_no_room_for_the_run_for_long_enough",),
@@ -325,7 +325,7 @@ RUN = [
     Mutant(
         "a restart that nobody saw ends the runs that began after it",
         "SLOT-1",
-        "upkeep/draining.py",
+        "routing/maintenance/draining.py",
         "        ended_ms = last_ms\n",
         "        ended_ms = now\n",
         (f"{DRAINING}test_a_run_that_began_after_an_unseen_restart_keeps_its_slot",),
@@ -333,7 +333,7 @@ RUN = [
     Mutant(
         "a job that is offered again is a stranger in its own slot",
         "SLOT-2",
-        "upkeep/reconcile/servers.py",
+        "routing/maintenance/reconcile/servers.py",
         "return job.state is State.RUNNING or (job.state is State.QUEUED and job.server is not None)",
         "return job.state is State.RUNNING",
         (f"{ORPHANS}test_orphan_a_run_that_is_offered_again_uses_no_slot_but_its_own",),
@@ -467,7 +467,7 @@ RUN = [
     Mutant(
         "a slot waits until the last result is stored",
         "SLOT-2",
-        "dispatch/decision.py",
+        "routing/dispatch/decision.py",
         "frees_slot_first=keeps_result and not outcome.lingers and verdict.why in _FREES_SLOT_FIRST",
         "frees_slot_first=False",
         (f"{RUNS}test_the_slot_of_a_run_whose_server_has_answered_does_not_wait_for_the_record",),
@@ -475,7 +475,7 @@ RUN = [
     Mutant(
         "a slot is passed on before its job has come back",
         "SLOT-1",
-        "dispatch/decision.py",
+        "routing/dispatch/decision.py",
         "frees_slot_first=keeps_result and not outcome.lingers and verdict.why in _FREES_SLOT_FIRST",
         "frees_slot_first=True",
         (f"{RUNS}test_a_slot_whose_job_comes_back_or_whose_server_is_at_it_waits_for_the_record",),
@@ -483,7 +483,7 @@ RUN = [
     Mutant(
         "a run whose end is being stored is taken for one without a lease",
         "SLOT-2",
-        "upkeep/runs.py",
+        "routing/maintenance/runs.py",
         " if now - since[run.lease] >= SETTLED_WITHIN_MS]",
         "]",
         (f"{RUNS}test_a_run_whose_end_is_on_its_way_to_the_record_is_not_taken_for_one_without_a_lease",),
@@ -491,7 +491,7 @@ RUN = [
     Mutant(
         "a run whose worker died as it passed its slot on waits for a whole lease",
         "LEASE-3",
-        "upkeep/runs.py",
+        "routing/maintenance/runs.py",
         "short_ms if silence_proves else settings.lease_ms",
         "settings.lease_ms",
         (f"{RUNS}test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot",),
@@ -499,7 +499,7 @@ RUN = [
     Mutant(
         "a lease that was missed lasts longer than any other where renewals are rare",
         "LEASE-1",
-        "upkeep/runs.py",
+        "routing/maintenance/runs.py",
         "min(settings.renew_every_ms * 9 // 4, settings.lease_ms)",
         "settings.renew_every_ms * 9 // 4",
         (f"{RUNS}test_a_lease_that_was_missed_lasts_no_longer_than_any_other",),
@@ -507,7 +507,7 @@ RUN = [
     Mutant(
         "one late renewal of a lease that was missed costs a crash",
         "LEASE-3",
-        "upkeep/runs.py",
+        "routing/maintenance/runs.py",
         "settings.renew_every_ms * 9 // 4",
         "settings.renew_every_ms * 5 // 4",
         (f"{RUNS}test_a_living_worker_one_of_whose_renewals_is_late_keeps_a_lease_that_was_missed",),
@@ -515,7 +515,7 @@ RUN = [
     Mutant(
         "leases are reaped before a renewal that was sent while Redis was away has had its time-out",
         "LEASE-3",
-        "upkeep/reconcile/reaper.py",
+        "routing/maintenance/reconcile/reaper.py",
         "pause_s = settings.redis_timeout_s + 2",
         "pause_s = 2",
         (f"{OUTAGES}test_after_redis_was_away_a_renewal_has_its_time_out_and_is_sent_again_before_anything_is_reaped",),
@@ -531,7 +531,7 @@ RUN = [
     Mutant(
         "a silent Redis is waited for as long as it likes",
         "LEASE-3",
-        "scripting/pipeline.py",
+        "slotkeeper/redis/pipeline.py",
         "        if self._loop.time() < until:",
         "        if until:",
         (f"{_PIPELINE}test_a_redis_that_falls_silent_is_waited_for_no_longer_than_may_be_and_asked_anew",),
@@ -539,7 +539,7 @@ RUN = [
     Mutant(
         "what a broken connection has not answered is waited for",
         "LEASE-3",
-        "scripting/pipeline.py",
+        "slotkeeper/redis/pipeline.py",
         "lost = [*self._sent, *self._next]",
         "lost = self._next",
         (f"{_PIPELINE}test_what_a_redis_that_dies_has_not_answered_ends_with_an_error",),
@@ -547,7 +547,7 @@ RUN = [
     Mutant(
         "an answer is late when the one before would be",
         "LEASE-3",
-        "scripting/pipeline.py",
+        "slotkeeper/redis/pipeline.py",
         "            self._loop.call_at(until, self._watch)\n",
         '            self._loop.call_at(until, self._line.end, Silent("late"))\n',
         (f"{_PIPELINE}test_it_is_not_too_late_for_an_answer_when_it_is_for_one_that_was_asked_for_before",),
@@ -555,7 +555,7 @@ RUN = [
     Mutant(
         "after a pause nobody looks whether Redis is silent",
         "LEASE-3",
-        "scripting/pipeline.py",
+        "slotkeeper/redis/pipeline.py",
         "        self._is_watched = bool(self._sent)\n",
         "        self._is_watched = True\n",
         (f"{_PIPELINE}test_a_redis_that_falls_silent_while_nothing_was_asked_for_long_is_waited_for_no_longer",),
@@ -563,7 +563,7 @@ RUN = [
     Mutant(
         "each command is a write",
         "LEASE-3",
-        "scripting/pipeline.py",
+        "slotkeeper/redis/pipeline.py",
         " and len(self._next) == 1:",
         ":",
         (f"{_PIPELINE}test_what_is_asked_in_one_turn_of_the_loop_leaves_in_one_write",),
@@ -571,7 +571,7 @@ RUN = [
     Mutant(
         "what Redis says to nobody is passed over",
         "LEASE-3",
-        "scripting/pipeline.py",
+        "slotkeeper/redis/pipeline.py",
         '            raise Broken("Redis has said what nobody asked.")\n',
         "            return\n",
         (f"{_LINE}test_a_connection_on_which_redis_has_said_what_nobody_asked_is_not_used_again",),
@@ -579,7 +579,7 @@ RUN = [
     Mutant(
         "what Redis tells everybody is an answer",
         "LEASE-3",
-        "scripting/pipeline.py",
+        "slotkeeper/redis/pipeline.py",
         "if isinstance(found, hiredis.PushNotification):",
         "if found is hiredis.PushNotification:",
         (f"{_LINE}test_what_redis_tells_everybody_passes_for_no_answer",),
@@ -587,7 +587,7 @@ RUN = [
     Mutant(
         "what came with the handshake is an answer",
         "LEASE-3",
-        "scripting/pipeline.py",
+        "slotkeeper/redis/pipeline.py",
         "if writer is None or await self._connection.can_read():",
         "if writer is None:",
         (f"{_LINE}test_what_redis_says_with_the_end_of_the_handshake_passes_for_no_answer",),
@@ -595,7 +595,7 @@ RUN = [
     Mutant(
         "a Redis that does not serve us yet is asked on",
         "LEASE-3",
-        "scripting/pipeline.py",
+        "slotkeeper/redis/pipeline.py",
         "        if isinstance(found, Broken):\n",
         "        if found is Broken:\n",
         (f"{_LINE}test_where_redis_serves_us_no_more_all_that_waits_ends_and_the_next_is_asked_anew",),
@@ -603,7 +603,7 @@ RUN = [
     Mutant(
         "a line that is over takes what the next is to send",
         "LEASE-3",
-        "scripting/pipeline.py",
+        "slotkeeper/redis/pipeline.py",
         "        if line.over.done():\n            return\n",
         "",
         (f"{_LINE}test_what_a_line_that_is_over_was_to_send_is_left_to_the_next",),
@@ -611,7 +611,7 @@ RUN = [
     Mutant(
         "who asked for what cannot be taken never hears of it",
         "LEASE-3",
-        "scripting/pipeline.py",
+        "slotkeeper/redis/pipeline.py",
         "        self._take(self._sent[0], found)\n        self._sent.popleft()  #",
         "        self._take(self._sent.popleft(), found)  #",
         (f"{_LINE}test_an_answer_that_cannot_be_taken_ends_all_that_waits_and_the_next_is_asked_anew",),
@@ -619,7 +619,7 @@ RUN = [
     Mutant(
         "who is answered with others has the first one's answer",
         "LEASE-3",
-        "scripting/pipeline.py",
+        "slotkeeper/redis/pipeline.py",
         "list(islice(rest, entries))",
         "list(islice(found, entries))",
         (f"{_PIPELINE}test_releases_of_one_turn_are_one_call_of_which_each_has_its_own_answer",),
@@ -628,7 +628,7 @@ RUN = [
     Mutant(
         "releases of two rooms become one call",
         "LEASE-4",
-        "scripting/signatures.py",
+        "slotkeeper/redis/signatures.py",
         "(id(self.target), self.args[: rows.begin])",
         "self.args[: rows.begin]",
         (f"{_PIPELINE}test_what_is_joined_is_of_one_room_in_the_order_asked_and_not_too_much",),
@@ -647,7 +647,7 @@ RUN = [
     Mutant(
         "the loop waits for the room of all workers",
         "LEASE-3",
-        "routing/workers.py",
+        "routing/queue/workers.py",
         "        if self._refresh is None:",
         "        if self._refresh is not None:",
         ("tests/lua/test_leases.py::test_who_has_the_room_refreshed_by_somebody_else_never_waits_for_it",),
@@ -691,7 +691,7 @@ RUN = [
     Mutant(
         "a slot is free though its server tells that the run goes on",
         "SLOT-1",
-        "upkeep/draining.py",
+        "routing/maintenance/draining.py",
         "elif not report.tells_what_runs and not _is_told_to_run(dispatcher, row):",
         "else:",
         (f"{DRAINING}test_a_slot_whose_server_tells_that_the_run_goes_on_is_withheld_for_longer_than_runs_take",),
@@ -699,7 +699,7 @@ RUN = [
     Mutant(
         "where nothing tells the end of a run its slot waits for the longest time of all",
         "SLOT-2",
-        "upkeep/draining.py",
+        "routing/maintenance/draining.py",
         "    _shorten(dispatcher, untold)\n",
         "",
         (f"{DRAINING}test_where_nothing_tells_the_end_of_a_run_its_slot_is_withheld_for_three_times_what_runs_take",),
@@ -731,7 +731,7 @@ RUN = [
     Mutant(
         "a health answer that tells that a place is free frees no slot",
         "SLOT-2",
-        "upkeep/draining.py",
+        "routing/maintenance/draining.py",
         "if report.is_idle and server.slots == 1 else",
         "if False else",
         ("tests/faults/test_draining.py::test_an_idle_server_of_one_slot_runs_nothing",),
@@ -740,7 +740,7 @@ RUN = [
     Mutant(
         "a server of several slots that has a free place is taken for one that runs nothing",
         "SLOT-1",
-        "upkeep/draining.py",
+        "routing/maintenance/draining.py",
         "if report.is_idle and server.slots == 1 else",
         "if report.is_idle else",
         ("tests/faults/test_draining.py::test_an_idle_server_of_several_slots_may_run_in_the_others",),
@@ -749,7 +749,7 @@ RUN = [
     Mutant(
         "a server at a wrong address is told as one for which there is no work",
         "operators",
-        "insight/idle.py",
+        "routing/queries/idle.py",
         "[*_in_record(server, catalog), *_misconfigured(dispatcher, server)]",
         "[*_in_record(server, catalog)]",
         ("tests/contracts/test_api_presets.py::test_a_server_whose_runs_find_nothing_at_its_address_says_so",),

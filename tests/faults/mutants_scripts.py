@@ -11,7 +11,7 @@ SCRIPTS = [
     Mutant(
         "a full Redis refuses what frees memory",
         "SLOT-2",
-        "scripting/scripts.py",
+        "slotkeeper/redis/scripts.py",
         'return [] if _REFUSED.search(source(name)) else ["allow-oom"]',
         "return []",
         (f"{_FULL}test_a_full_redis_refuses_what_brings_in_new_work_and_nothing_else",),
@@ -20,7 +20,7 @@ SCRIPTS = [
     Mutant(
         "a full Redis that does not know a script is asked no further",
         "SLOT-2",
-        "scripting/scripts.py",
+        "slotkeeper/redis/scripts.py",
         "        except OutOfMemoryError:\n            return False\n",
         "        except OutOfMemoryError:\n            return True\n",
         (f"{_FULL}test_a_full_redis_that_loads_no_function_runs_the_scripts_that_free_memory",),
@@ -29,7 +29,7 @@ SCRIPTS = [
     Mutant(
         "Celery's messages do not go through a full Redis",
         "SLOT-2",
-        "scripting/full.py",
+        "slotkeeper/redis/full.py",
         "            if args[0] not in _GO_ON:\n",
         "            if True:\n",
         (
@@ -41,7 +41,7 @@ SCRIPTS = [
     Mutant(
         "a room that Redis cannot hold whole never opens",
         "SLOT-2",
-        "upkeep/reconcile/room.py",
+        "routing/maintenance/reconcile/room.py",
         "seen.filling.keys() | full)",
         "seen.filling.keys())",
         (f"{_FULL_ROOM}test_a_room_that_redis_cannot_hold_whole_opens_with_the_jobs_that_it_holds",),
@@ -50,7 +50,7 @@ SCRIPTS = [
     Mutant(
         "an answer that nobody heard is the next one's",
         "ORDER-1",
-        "scripting/scripts.py",
+        "slotkeeper/redis/scripts.py",
         "        if self._asked is not None:\n",
         "        if False:\n",
         ("tests/lua/test_scripts.py::test_an_answer_that_nobody_heard_is_not_taken_for_the_next",),
@@ -59,7 +59,7 @@ SCRIPTS = [
     Mutant(
         "a process starts whose calls are not what the headers say",
         "LEASE-4",
-        "scripting/signatures.py",
+        "slotkeeper/redis/signatures.py",
         "        if said != meant:\n",
         "        if said is None:\n",
         (f"{_HEADERS}test_a_header_that_says_otherwise_than_python_is_refused_before_anything_is_called",),
@@ -68,7 +68,7 @@ SCRIPTS = [
     Mutant(
         "a list runs into the next one",
         "SLOT-2",
-        "scripting/signatures.py",
+        "slotkeeper/redis/signatures.py",
         'count = f"len({name}), " if counted else ""',
         'count = ""',
         (f"{_HEADERS}test_what_is_sent_is_what_the_header_says_in_its_order",),

@@ -35,7 +35,7 @@ SECRETS = [
     Mutant(
         "a rotated secret is signed with for ever",
         "keys",
-        "registry/rotations.py",
+        "slotkeeper/registry/rotations.py",
         "overlaps = self.number > 0 and now_ms < self.former_until_ms",
         "overlaps = self.number > 0",
         (f"{KEYRING}test_a_rotated_secret_overlaps_with_the_one_before_for_a_day_and_no_longer",),
@@ -44,7 +44,7 @@ SECRETS = [
     Mutant(
         "a tenant inherits the webhook secret of one that was removed",
         "keys",
-        "registry/tenants.py",
+        "slotkeeper/registry/tenants.py",
         "            raise_number(tx, name, now_ms=0)  # Another tenant of this name shall not have its secret.\n",
         "",
         (f"{WEBHOOK_SECRETS}test_a_tenant_of_the_same_name_does_not_inherit_the_secret",),
@@ -102,7 +102,7 @@ SECRETS = [
     Mutant(
         "what an error says is logged whatever it is",
         "logs",
-        "foundation/logs.py",
+        "slotkeeper/logs.py",
         "if isinstance(error, _SPEAK_OF_CODE) or _is_verbose() else",
         "if error else",
         (f"{LOGS}test_an_error_is_one_line_of_kind_and_places_without_its_text_or_locals",),
@@ -111,7 +111,7 @@ SECRETS = [
     Mutant(
         "arguments and results of tasks are logged",
         "logs",
-        "foundation/logs.py",
+        "slotkeeper/logs.py",
         "    if isinstance(record.args, Mapping):",
         "    if False:",
         (f"{LOGS}test_what_celery_tells_of_a_task_has_neither_arguments_nor_results",),
@@ -120,7 +120,7 @@ SECRETS = [
     Mutant(
         "a line is as long as it likes",
         "logs",
-        "foundation/logs.py",
+        "slotkeeper/logs.py",
         "return text if len(text) <= most else",
         "return text if text else",
         (f"{LOGS}test_what_is_long_or_unprintable_is_cut_and_shown_harmlessly",),
@@ -130,7 +130,7 @@ SECRETS = [
     Mutant(
         "SQLite makes its files by the umask",
         "home",
-        "database/engines.py",
+        "slotkeeper/db/engines.py",
         "        private_file(file)\n",
         "",
         (f"{HOME}test_a_record_and_what_sqlite_makes_beside_it_are_the_owners_only",),
@@ -139,7 +139,7 @@ SECRETS = [
     Mutant(
         "a folder of somebody else is believed",
         "home",
-        "foundation/home.py",
+        "slotkeeper/home.py",
         "if found.st_uid not in (os.geteuid(), _ROOT):",
         "if found.st_uid < 0:",
         (f"{HOME}test_a_folder_of_somebody_else_is_refused_however_private_it_is",),
@@ -148,7 +148,7 @@ SECRETS = [
     Mutant(
         "a folder that is too open stays so",
         "home",
-        "foundation/home.py",
+        "slotkeeper/home.py",
         "        path.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS)\n    elif",
         "        pass\n    elif",
         (f"{HOME}test_whoever_comes_first_makes_it_private", f"{HOME}test_what_an_older_release_left_open_is_closed"),
@@ -157,7 +157,7 @@ SECRETS = [
     Mutant(
         "a shared folder is closed to those who share it",
         "home",
-        "foundation/home.py",
+        "slotkeeper/home.py",
         "    if found.st_mode & stat.S_ISVTX:\n        return False\n",
         "",
         (f"{HOME}test_a_sticky_folder_is_never_ours",),
@@ -166,7 +166,7 @@ SECRETS = [
     Mutant(
         "the embedded Valkey serves everybody on the machine",
         "home",
-        "local/valkey.py",
+        "app/up/valkey.py",
         '        "requirepass": password,\n',
         "",
         (f"{HOME}test_the_embedded_valkey_serves_who_has_the_password_and_nobody_else",),
@@ -176,7 +176,7 @@ SECRETS = [
     Mutant(
         "what is said is said as it came",
         "terminal",
-        "client/terminal.py",
+        "app/terminal.py",
         "    click.echo(plain(text), err=err)",
         "    click.echo(text, err=err)",
         (f"{TERMINAL}test_what_a_command_prints_is_text_and_nothing_else",),
@@ -185,7 +185,7 @@ SECRETS = [
     Mutant(
         "what stands in a table is markup",
         "terminal",
-        "client/terminal.py",
+        "app/terminal.py",
         "return Text(plain(text), style, justify",
         "return Text.from_markup(text, style=style, justify",
         (f"{TERMINAL}test_a_text_is_shown_with_visible_escapes",),
@@ -194,7 +194,7 @@ SECRETS = [
     Mutant(
         "a refusal is said as it came",
         "terminal",
-        "client/terminal.py",
+        "app/terminal.py",
         "error.message = plain(str(error.message))",
         "error.message = str(error.message)",
         (f"{TERMINAL}test_a_refusal_is_text_too",),
@@ -203,7 +203,7 @@ SECRETS = [
     Mutant(
         "JSON holds controls of eight bits",
         "terminal",
-        "client/terminal.py",
+        "app/terminal.py",
         'ch if _is_plain(ch) or ch == "\\n" else _json_escape(ch)',
         "ch",
         (f"{TERMINAL}test_json_text_is_the_same_value",),

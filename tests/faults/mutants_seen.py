@@ -9,7 +9,7 @@ SEEN = [
     Mutant(
         "a stream outlives its key",
         "tenants",
-        "app/web/application.py",
+        "app/server/application.py",
         "if not self._owners.is_still(request.owner, request.environ):",
         "if False:",
         (f"{STREAMS}test_a_stream_ends_when_its_key_is_removed_and_no_other_does",),
@@ -18,7 +18,7 @@ SEEN = [
     Mutant(
         "who administers no more goes on following all",
         "tenants",
-        "app/web/owners.py",
+        "app/server/owners.py",
         "return found is not None and (found.kind is Kind.OPERATOR or owner.kind is not Kind.OPERATOR)",
         "return found is not None",
         (f"{STREAMS}test_who_may_stay_is_known_by_the_keys_that_were_read_last",),
@@ -27,7 +27,7 @@ SEEN = [
     Mutant(
         "the cursor skips what somebody wants who has just joined",
         "HOOK-1",
-        "outbox/spreading.py",
+        "slotkeeper/outbox/spreading.py",
         "return self._database.write(lambda tx: _skip(tx, here))",
         "return self._database.write(lambda tx: first if _moves(tx, here, first) else None)",
         (f"{RECORD}test_who_joins_the_others_while_a_new_one_has_the_cursor_skip_misses_nothing",),
@@ -36,7 +36,7 @@ SEEN = [
     Mutant(
         "who falls behind forgets a replay that has begun",
         "HOOK-1",
-        "outbox/spreading.py",
+        "slotkeeper/outbox/spreading.py",
         "which = receivers.c.id.in_(late) & receivers.c.behind.is_(None)",
         "which = receivers.c.id.in_(late)",
         (f"{RECORD}test_a_replay_that_begins_while_its_receiver_falls_behind_is_not_forgotten",),
@@ -46,7 +46,7 @@ SEEN = [
     Mutant(
         "one tenant's replays take all of a step",
         "bounds",
-        "outbox/spreading.py",
+        "slotkeeper/outbox/spreading.py",
         "            if time.monotonic() >= until:\n                break\n        return made",
         "        return made",
         (f"{RECORD}test_one_tenants_replays_take_a_small_part_of_a_step",),
@@ -55,7 +55,7 @@ SEEN = [
     Mutant(
         "an address that is gone disables the one that has taken its place",
         "HOOK-1",
-        "outbox/receivers.py",
+        "slotkeeper/outbox/receivers.py",
         "receivers.c.id == receiver_id, receivers.c.url == url).values(url=url)",
         "receivers.c.id == receiver_id).values(url=url)",
         (f"{RECORD}test_an_address_that_is_gone_disables_no_other",),

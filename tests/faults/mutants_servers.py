@@ -12,7 +12,7 @@ REFERENCE_SERVER = [
     Mutant(
         "any page may send to the reference server",
         "origins",
-        "reference_server/guard.py",
+        "slotkeeper/serve/guard.py",
         'if (origin is not None and origin.partition("://")[2] != host) or site not in ("none", "same-origin"):',
         "if False:",
         (LET_IN,),
@@ -21,7 +21,7 @@ REFERENCE_SERVER = [
     Mutant(
         "any name is the reference server's",
         "origins",
-        "reference_server/guard.py",
+        "slotkeeper/serve/guard.py",
         "return name in self._names or _is_address(name)",
         "return True",
         (LET_IN, NAMES),
@@ -30,7 +30,7 @@ REFERENCE_SERVER = [
     Mutant(
         "the reference server takes text",
         "origins",
-        "reference_server/guard.py",
+        "slotkeeper/serve/guard.py",
         'if request.method == "POST" and request.body and kind != _JSON:',
         "if False:",
         (LET_IN,),
@@ -39,7 +39,7 @@ REFERENCE_SERVER = [
     Mutant(
         "the reference server's guard is not asked",
         "origins",
-        "reference_server/server.py",
+        "slotkeeper/serve/server.py",
         "lambda request: self._guard.refusal(request) or self._door.handle(request)",
         "lambda request: self._door.handle(request)",
         (f"{GUARD}test_the_guard_stands_before_everything",),
@@ -48,7 +48,7 @@ REFERENCE_SERVER = [
     Mutant(
         "a head is read in one of two ways",
         "framing",
-        "reference_server/http_server.py",
+        "slotkeeper/serve/http_server.py",
         "if any(len(self.headers.get_all(name, ())) > 1 for name in _ONCE) or self.headers.defects:",
         "if False:",
         (f"{REFUSED}test_a_request_that_cannot_be_read_is_refused_in_json_and_ends_the_connection",),
@@ -57,7 +57,7 @@ REFERENCE_SERVER = [
     Mutant(
         "the reference server rounds",
         "numbers",
-        "reference_server/exact.py",
+        "slotkeeper/serve/exact.py",
         "if not _LONG.search(text):",
         "if True:",
         (f"{EXACT}test_whole_numbers_are_the_same_both_ways", f"{EXACT}test_a_function_gets_and_gives_long_numbers"),
@@ -66,7 +66,7 @@ REFERENCE_SERVER = [
     Mutant(
         "the reference server logs payloads",
         "logs",
-        "reference_server/logs.py",
+        "slotkeeper/serve/logs.py",
         "exc_info=error if in_full else None",
         "exc_info=error",
         (f"{EXACT}test_the_text_of_an_error_is_logged_only_for_who_asks",),

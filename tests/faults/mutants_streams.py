@@ -11,7 +11,7 @@ STREAMS = [
     Mutant(
         "a number that commits late is passed over",
         "no event is passed over",
-        "outbox/tail.py",
+        "slotkeeper/outbox/tail.py",
         "        if self._doubt.writers:\n            return rows[:sure]",
         "        if False:\n            return rows[:sure]",
         (f"{TAIL}test_a_number_whose_transaction_commits_late_is_waited_for",),
@@ -21,7 +21,7 @@ STREAMS = [
     Mutant(
         "whoever writes now is waited for, too",
         "no event is held up",
-        "outbox/tail.py",
+        "slotkeeper/outbox/tail.py",
         "self._doubt.writers &= self._writers(connection)",
         "self._doubt.writers = self._writers(connection)",
         (f"{TAIL}test_who_writes_after_a_number_was_missed_holds_nothing_up",),
@@ -31,7 +31,7 @@ STREAMS = [
     Mutant(
         "reading begins while somebody writes",
         "no event is passed over",
-        "outbox/tail.py",
+        "slotkeeper/outbox/tail.py",
         "            while writing:",
         "            while False:",
         (f"{TAIL}test_reading_begins_when_those_have_ended_that_were_writing",),
@@ -41,7 +41,7 @@ STREAMS = [
     Mutant(
         "an id that there never was is one",
         "a gap is told",
-        "outbox/tail.py",
+        "slotkeeper/outbox/tail.py",
         "return removed <= after <= max(last, removed)",
         "return removed <= after",
         (f"{STREAM}test_of_a_record_that_was_restored_a_later_id_is_a_gap",),
@@ -59,7 +59,7 @@ STREAMS = [
     Mutant(
         "what is seen before its turn is told before its turn",
         "no event is passed over",
-        "app/web/stream.py",
+        "app/server/stream.py",
         "it for it in events if it.number <= target and",
         "it for it in events if",
         (f"{STREAM}test_what_is_seen_before_its_turn_is_not_told_before_its_turn",),
@@ -69,7 +69,7 @@ STREAMS = [
     Mutant(
         "what happened while the record was read is forgotten",
         "no event is passed over",
-        "app/web/stream.py",
+        "app/server/stream.py",
         "        self._target = None\n        yield await self._kept_text()",
         "        self._target = None\n        self._kept = []",
         (f"{STREAM}test_what_happens_while_the_record_is_read_is_told_once_and_in_order",),
@@ -78,7 +78,7 @@ STREAMS = [
     Mutant(
         "streams have no bound",
         "bounds",
-        "app/web/application.py",
+        "app/server/application.py",
         "free = self.taken.total() < self.most and self.taken[account] < self.share",
         "free = True",
         (f"{STREAM}test_a_tenant_and_all_have_so_many_streams_and_who_leaves_frees_its_own",),
@@ -87,7 +87,7 @@ STREAMS = [
     Mutant(
         "who does not read is sent more and more",
         "bounds",
-        "app/web/stream.py",
+        "app/server/stream.py",
         "if self._target is None and self._unsent > _MOST_UNSENT:",
         "if False:",
         (f"{STREAM}test_who_does_not_read_is_closed_and_others_are_not_kept",),
@@ -96,7 +96,7 @@ STREAMS = [
     Mutant(
         "who leaves keeps its place",
         "bounds",
-        "app/web/application.py",
+        "app/server/application.py",
         "            self.taken[account] -= free\n",
         "            pass\n",
         (
@@ -108,7 +108,7 @@ STREAMS = [
     Mutant(
         "a job that ended before anybody waited is waited for",
         "waiting ends with the job",
-        "app/web/feed.py",
+        "app/server/feed.py",
         "        self._asked.add(job_id)\n",
         "",
         (f"{STREAM}test_a_job_that_ended_just_before_is_not_waited_for",),

@@ -49,7 +49,7 @@ TOKENS = [
     Mutant(
         "who begins to watch while Redis is being connected to hears nothing",
         "told",
-        "insight/said.py",
+        "routing/queries/said.py",
         "                await channel.subscribe(*began)",
         "                pass",
         (f"{SAID}test_who_begins_to_watch_while_another_has_redis_connected_to_hears_too",),
@@ -58,7 +58,7 @@ TOKENS = [
     Mutant(
         "what is said while the past is read is told before it",
         "order",
-        "insight/said.py",
+        "routing/queries/said.py",
         "        if self.kept is not None:\n            self.kept.append(said)\n        elif",
         "        if",
         (f"{SAID}test_what_is_said_while_the_past_is_read_waits_for_it",),
@@ -76,7 +76,7 @@ TOKENS = [
     Mutant(
         "a job's end is told before its last words",
         "order",
-        "app/web/stream.py",
+        "app/server/stream.py",
         "if it.ends and self._watcher is not None:",
         "if False:",
         (f"{WATCHED}test_all_that_was_said_is_told_before_the_end",),

@@ -14,7 +14,7 @@ TRACES = [
     Mutant(
         "a traceparent without a trace is taken",
         "what the standard wants ignored is ignored",
-        "foundation/traces.py",
+        "slotkeeper/traces.py",
         " or not int(trace, 16) or not int(span, 16):",
         ":",
         (f"{_TRACES}test_what_is_no_traceparent_is_ignored",),
@@ -23,7 +23,7 @@ TRACES = [
     Mutant(
         "a traceparent of this version may say more",
         "what the standard wants ignored is ignored",
-        "foundation/traces.py",
+        "slotkeeper/traces.py",
         'if version == "00" and more is not None:',
         "if False:",
         (f"{_TRACES}test_what_is_no_traceparent_is_ignored",),
@@ -32,7 +32,7 @@ TRACES = [
     Mutant(
         "what its client does not want sampled is told",
         "a client decides on its trace",
-        "insight/spans.py",
+        "routing/queries/spans.py",
         "    return trace_of(trail.job_id, trail.traceparent).sampled\n",
         "    return True\n",
         (f"{_SPANS}test_a_trace_that_its_client_does_not_want_sampled_is_not_told",),
@@ -41,7 +41,7 @@ TRACES = [
     Mutant(
         "a traceparent of the forbidden version is taken",
         "what the standard wants ignored is ignored",
-        "foundation/traces.py",
+        "slotkeeper/traces.py",
         "if version == _FORBIDDEN_VERSION or ",
         "if ",
         (_IGNORED,),
@@ -50,7 +50,7 @@ TRACES = [
     Mutant(
         "something may stand before or behind a traceparent",
         "what the standard wants ignored is ignored",
-        "foundation/traces.py",
+        "slotkeeper/traces.py",
         '    found = _FORM.fullmatch(given or "")\n',
         '    found = _FORM.search(given or "")\n',
         (_IGNORED,),
@@ -59,7 +59,7 @@ TRACES = [
     Mutant(
         "flags that nobody knows are told on",
         "what is told is of our version",
-        "foundation/traces.py",
+        "slotkeeper/traces.py",
         "{int(flags, 16) & _KNOWN_FLAGS:02x}",
         "{int(flags, 16):02x}",
         (f"{_TRACES}test_flags_that_are_not_known_are_not_told_on",),
@@ -68,7 +68,7 @@ TRACES = [
     Mutant(
         "what came as a traceparent is kept unseen",
         "a bad traceparent is ignored",
-        "admission/submission.py",
+        "routing/admission/submission.py",
         "traceparent=traces.checked(asked.traceparent)",
         "traceparent=asked.traceparent",
         (_TAKEN, f"{_DOORS}test_infer_refuses_nothing_for_a_traceparent_that_is_none"),
@@ -77,7 +77,7 @@ TRACES = [
     Mutant(
         "a life that has not ended is told",
         "no span is told otherwise than before",
-        "insight/spans.py",
+        "routing/queries/spans.py",
         "            yield life\n            life = []\n",
         "            yield life\n            life = []\n    if life:\n        yield life\n",
         (f"{_SPANS}test_a_job_that_was_revived_is_told_as_it_went_on_and_what_was_told_before_stays_as_it_was",),
@@ -86,7 +86,7 @@ TRACES = [
     Mutant(
         "all webhooks of a job have one span",
         "a span is one thing",
-        "insight/spans.py",
+        "routing/queries/spans.py",
         '    return f"{WEBHOOK}/{message_id}"\n',
         "    return WEBHOOK\n",
         (f"{_SPANS}test_each_end_of_a_job_has_a_webhook_of_its_own",),
@@ -95,7 +95,7 @@ TRACES = [
     Mutant(
         "a trace is as long as its job's trail",
         "spans are bounded",
-        "insight/spans.py",
+        "routing/queries/spans.py",
         "if len(life) <= _MOST else",
         "if True else",
         (f"{_SPANS}test_a_job_that_was_tried_without_end_has_a_trace_that_ends",),
@@ -149,7 +149,7 @@ TRACES = [
     Mutant(
         "a traceparent that was spoiled in the record ends its run",
         "traces cost no job anything",
-        "foundation/traces.py",
+        "slotkeeper/traces.py",
         "    found = checked(given)\n    if found is None:\n        return Trace(",
         "    found = given\n    if found is None:\n        return Trace(",
         (f"{_TRACES}test_a_traceparent_that_was_spoiled_in_the_record_counts_for_none",),

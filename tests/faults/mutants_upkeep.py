@@ -17,7 +17,7 @@ UPKEEP = [
     Mutant(
         "one fleet's error is everybody's",
         "SLOT-2",
-        "upkeep/each.py",
+        "routing/maintenance/each.py",
         """    except Exception as error:
         log.error""",
         """    except ZeroDivisionError as error:
@@ -30,7 +30,7 @@ UPKEEP = [
     Mutant(
         "what was queued since the last sweep is not looked for",
         "QUEUE-1",
-        "upkeep/reconcile/room.py",
+        "routing/maintenance/reconcile/room.py",
         "    while batch := forward.queued_between(database, after, last, _CHUNK):",
         "    while batch := forward.queued_between(database, last, last, _CHUNK):",
         (
@@ -42,7 +42,7 @@ UPKEEP = [
     Mutant(
         "an event that becomes visible late is missed",
         "QUEUE-1",
-        "upkeep/seen.py",
+        "routing/maintenance/seen.py",
         "self.looks[1][0] <= now - late_s",
         "self.looks[1][0] <= now",
         (f"{_UPKEEP}test_what_becomes_visible_late_is_swept_all_the_same",),
@@ -50,7 +50,7 @@ UPKEEP = [
     Mutant(
         "a room that lost a job is not filled",
         "QUEUE-1",
-        "upkeep/reconcile/room.py",
+        "routing/maintenance/reconcile/room.py",
         "            seen.filling[fleet] = 0\n\n\ndef short_rooms",
         "            pass\n\n\ndef short_rooms",
         (f"{_UPKEEP}test_a_job_that_only_its_room_has_lost_is_found_by_counting",),
@@ -58,7 +58,7 @@ UPKEEP = [
     Mutant(
         "a room is filled as often as it looks short",
         "SLOT-2",
-        "upkeep/reconcile/room.py",
+        "routing/maintenance/reconcile/room.py",
         "doubt.looks >= 2 and now >= doubt.until and",
         "doubt.looks >= 2 and",
         (f"{_UPKEEP}test_a_room_that_only_looked_short_is_not_read_again_and_again",),
@@ -66,7 +66,7 @@ UPKEEP = [
     Mutant(
         "one step of offers is all of them",
         "SLOT-2",
-        "routing/queues.py",
+        "routing/queue/queues.py",
         "            if len(more) < limit:\n",
         "            if more is not None:\n",
         (f"{_UPKEEP}test_slot_2_a_thousand_slots_fill_in_one_sweep",),
@@ -82,7 +82,7 @@ UPKEEP = [
     Mutant(
         "a step of Redis' clock kills living workers' leases",
         "LEASE-4",
-        "upkeep/reconcile/reaper.py",
+        "routing/maintenance/reconcile/reaper.py",
         "        if self._clock_was_set(redis_s - now_s, redis_s - asked_s):",
         "        if self._clock_was_set(redis_s - now_s, redis_s - asked_s) and pause_s < 0:",
         (
@@ -94,7 +94,7 @@ UPKEEP = [
     Mutant(
         "a lease lasts as long as the clock was set back",
         "LEASE-1",
-        "upkeep/reconcile/reaper.py",
+        "routing/maintenance/reconcile/reaper.py",
         "        if span.last_ms > span.now_ms + rooms.longest_ms(dispatcher.settings):",
         "        if span.last_ms < 0:",
         (f"{_OUTAGES}test_a_dead_holders_lease_does_not_last_as_long_as_redis_clock_was_set_back",),
@@ -110,7 +110,7 @@ UPKEEP = [
     Mutant(
         "deadlines have all the time they want",
         "time",
-        "upkeep/reconcile/timekeeping.py",
+        "routing/maintenance/reconcile/timekeeping.py",
         """        done += len(batch)
         if time.monotonic() >= until:""",
         """        done += len(batch)
@@ -128,7 +128,7 @@ UPKEEP = [
     Mutant(
         "the leases of a dead worker are reaped one after another",
         "LEASE-1",
-        "upkeep/reconcile/reaper.py",
+        "routing/maintenance/reconcile/reaper.py",
         'ThreadPoolExecutor(_AT_ONCE, "reap")',
         'ThreadPoolExecutor(1, "reap")',
         (f"{_UPKEEP}test_the_leases_of_a_worker_that_died_are_reaped_some_at_a_time",),
@@ -144,7 +144,7 @@ UPKEEP = [
     Mutant(
         "a reset remembers that slots were busy",
         "SLOT-2",
-        "upkeep/lua/reset.lua",
+        "routing/lua/reset.lua",
         'if string.match(count, "^busy:") then',
         'if count == "" then',
         (f"{_STANDING}test_a_reset_wakes_slots_that_rest_because_they_were_busy",),
@@ -152,7 +152,7 @@ UPKEEP = [
     Mutant(
         "offers that nobody starts are seen by nobody",
         "SLOT-2",
-        "upkeep/seen.py",
+        "routing/maintenance/seen.py",
         "        times = times + 1 if known == attempt else 1",
         "        times = 1",
         (
@@ -163,7 +163,7 @@ UPKEEP = [
     Mutant(
         "workers are woken again and again where there are none",
         "SLOT-2",
-        "upkeep/reconcile/reaper.py",
+        "routing/maintenance/reconcile/reaper.py",
         "if times == OFTEN and dispatcher.queues.room():",
         "if times == OFTEN:",
         (f"{_INVARIANTS}test_nobody_is_woken_once_more_while_no_worker_has_room",),
@@ -171,7 +171,7 @@ UPKEEP = [
     Mutant(
         "a room that is gone is forgotten with its leases",
         "LEASE-1",
-        "upkeep/rooms.py",
+        "routing/maintenance/rooms.py",
         "    empty = [fleet for fleet in gone if fleet not in holding]",
         "    empty = gone",
         (f"{_UPKEEP}test_the_keys_of_a_fleet_that_is_gone_stay_while_it_holds_a_lease",),
@@ -216,7 +216,7 @@ UPKEEP = [
     Mutant(
         "each idle fleet's leases are read",
         "SLOT-2",
-        "routing/leases.py",
+        "routing/queue/leases.py",
         '        holding = self.scripts.existing("leases", fleets)',
         "        holding = list(fleets)",
         (f"{_UPKEEP}test_however_many_fleets_are_idle_their_leases_are_not_read",),
@@ -224,7 +224,7 @@ UPKEEP = [
     Mutant(
         "a report is as young as the look at it",
         "SLOT-2",
-        "upkeep/identity.py",
+        "routing/maintenance/identity.py",
         "    return now_ms if report.asked_ms is None else report.asked_ms",
         "    return now_ms",
         (
@@ -300,7 +300,7 @@ UPKEEP = [
     Mutant(
         "a report costs as many looks as it names runs",
         "SLOT-2",
-        "upkeep/reconcile/servers.py",
+        "routing/maintenance/reconcile/servers.py",
         "if foreign >= server.slots:",
         "if foreign < 0:",
         (
@@ -312,7 +312,7 @@ UPKEEP = [
     Mutant(
         "a step of the time of day is followed at once",
         "time",
-        "registry/steady_time.py",
+        "slotkeeper/registry/steady_time.py",
         "elif steady_s - self._apart_since >= _FOLLOWED_AFTER_S:",
         "elif True:",
         ("tests/unit/jobs/test_steady_time.py::test_a_step_of_the_time_of_day_that_does_not_last_changes_nothing",),
@@ -321,7 +321,7 @@ UPKEEP = [
     Mutant(
         "the steady clock of another run of the machine is believed",
         "time",
-        "registry/steady_time.py",
+        "slotkeeper/registry/steady_time.py",
         'self.name = f"{_PREFIX}{boot()}"',
         'self.name = f"{_PREFIX}x"',
         ("tests/unit/jobs/test_steady_time.py::test_between_two_runs_of_the_machine_nothing_is_carried_over",),
@@ -338,7 +338,7 @@ UPKEEP = [
     Mutant(
         "each host goes by its own clock",
         "time",
-        "foundation/clock.py",
+        "slotkeeper/clock.py",
         "        return round(time.monotonic() * 1000 + self._ahead_ms)",
         "        return time.time_ns() // 1_000_000",
         (f"{_CLOCK}test_a_host_whose_clock_is_wrong_goes_by_the_common_one",),
@@ -347,7 +347,7 @@ UPKEEP = [
     Mutant(
         "a common clock that was set is followed late",
         "time",
-        "foundation/clock.py",
+        "slotkeeper/clock.py",
         "            self._measured.clear()",
         "            pass",
         (f"{_CLOCK}test_a_common_clock_that_was_set_is_followed_at_once",),

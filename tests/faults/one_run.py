@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from dispatch.outcome import Outcome
-from insight.said import Telling
-from jobs.record import Job
-from routing.workers import Workers
+from routing.dispatch.outcome import Outcome
+from routing.queries.said import Telling
+from routing.queue.workers import Workers
+from slotkeeper.jobs.record import Job
 from tasks.aside import Aside
 from tasks.servers import DEFAULT, Call, Health, HealthKind
 from tasks.worker import calls, patient_io, runner

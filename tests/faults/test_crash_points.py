@@ -27,22 +27,22 @@ from typing import cast
 import pytest
 from sqlalchemy import select
 
-from database.db import Database
-from foundation.crash import POINTS
-from insight import listing
-from jobs import owed as ends
-from jobs.events import TRANSITIONS as STEPS
-from jobs.events import TYPES
-from jobs.models import events, jobs, messages
-from jobs.record import Event, Job
-from jobs.states import FINAL, TRANSITIONS, Budget, State, Why
-from jobs.store import Store
-from outbox.messages import message_id
-from outbox.tables import receivers
+from routing.maintenance import ledger
+from routing.queries import listing
+from slotkeeper.crash import POINTS
+from slotkeeper.db.db import Database
+from slotkeeper.jobs import owed as ends
+from slotkeeper.jobs.events import TRANSITIONS as STEPS
+from slotkeeper.jobs.events import TYPES
+from slotkeeper.jobs.models import events, jobs, messages
+from slotkeeper.jobs.record import Event, Job
+from slotkeeper.jobs.states import FINAL, TRANSITIONS, Budget, State, Why
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox.messages import message_id
+from slotkeeper.outbox.tables import receivers
 from tests.faults.lanes import Aftermath, Lane, Oracle, ended
 from tests.faults.life import SLOTS, read_lines
 from tests.support.stack import REPO
-from upkeep import ledger
 
 Case = tuple[str, ...]
 _ENDS = {TYPES[state]: state for state in FINAL}

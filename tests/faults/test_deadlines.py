@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from dispatch.dispatcher import ActiveRun
-from insight import listing
-from jobs.record import Job
-from jobs.states import State
-from routing.leases import Renewal
+from routing.dispatch.dispatcher import ActiveRun
+from routing.maintenance import reconcile
+from routing.queries import listing
+from routing.queue.leases import Renewal
+from slotkeeper.jobs.record import Job
+from slotkeeper.jobs.states import State
 from tests.support.builders import at_once
 from tests.support.ends import hand_back
 from tests.support.stack import eventually
 from tests.support.stage import OFFER_MS, SECOND, YEAR, Stage
 from tests.support.town import Town
-from upkeep import reconcile
 
 _FINAL_EVENTS = {"job.completed", "job.failed", "job.expired", "job.canceled", "job.dlq"}
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from database.db import Database
-from foundation.errors import RecordUnavailable
-from jobs.models import messages as rows
-from jobs.record import NewJob, now_ms
-from jobs.states import Why
-from jobs.store import Store
-from outbox.callbacks import Callbacks
-from outbox.messages import Message, Messages
-from outbox.receivers import Receiver
+from slotkeeper.db.db import Database
+from slotkeeper.errors import RecordUnavailable
+from slotkeeper.jobs.models import messages as rows
+from slotkeeper.jobs.record import NewJob, now_ms
+from slotkeeper.jobs.states import Why
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox.callbacks import Callbacks
+from slotkeeper.outbox.messages import Message, Messages
+from slotkeeper.outbox.receivers import Receiver
 from tasks import receivers as source
 from tasks import webhooks
 from tasks.lines import host_of

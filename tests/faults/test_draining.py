@@ -8,21 +8,21 @@ from collections.abc import Callable
 
 import pytest
 
-from dispatch.decision import decide
-from dispatch.dispatcher import DRAINING, ActiveRun
-from dispatch.outcome import Kind, Outcome
-from dispatch.steps import Steps
-from insight import invariants
-from jobs import withheld
-from jobs.record import now_ms
-from jobs.states import State, Why
-from jobs.store import Moved
-from routing.leases import Renewal
+from routing.dispatch.decision import decide
+from routing.dispatch.dispatcher import DRAINING, ActiveRun
+from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.steps import Steps
+from routing.maintenance import draining, reconcile, runs
+from routing.maintenance.identity import YOUNG_MS, ServerReport
+from routing.queries import invariants
+from routing.queue.leases import Renewal
+from slotkeeper.jobs import withheld
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Moved
 from tasks.retries import decide_end
 from tests.support.ends import end_in_order, hand_back
 from tests.support.stage import DOWN, LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
-from upkeep import draining, reconcile, runs
-from upkeep.identity import YOUNG_MS, ServerReport
 
 MOST_MS = SETTINGS.withhold_max_ms
 

@@ -13,12 +13,12 @@ from typing import Any
 import psycopg
 import pytest
 
-from insight import listing
-from local.errors import UpError
-from local.ports import free_port
+from app.up.errors import UpError
+from app.up.ports import free_port
+from routing.queries import listing
 from tests.support.stack import eventually
 from tests.support.town import Town, started_town
-from trials.drill import postgres
+from tools.drill import postgres
 
 pytestmark = [pytest.mark.e2e, pytest.mark.postgres, pytest.mark.timeout(240)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from insight import listing
+from routing.queries import listing
 from tests.support.stack import eventually
 from tests.support.town import Town, started_town
 

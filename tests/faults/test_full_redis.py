@@ -6,13 +6,13 @@ from contextlib import contextmanager
 import pytest
 from redis.exceptions import OutOfMemoryError
 
-from jobs.record import Waiting
+from routing.maintenance import reconcile
+from routing.maintenance.reconcile import room
+from routing.maintenance.rooms import depths
+from slotkeeper.jobs.record import Waiting
 from tests.support.stack import eventually
 from tests.support.stage import Stage
 from tests.support.town import Town
-from upkeep import reconcile
-from upkeep.reconcile import room
-from upkeep.rooms import depths
 
 
 @contextmanager

@@ -9,16 +9,16 @@ import pytest
 from redis.exceptions import RedisError
 from sqlalchemy import update
 
-from jobs.models import jobs
-from jobs.states import State
-from routing.leases import Renewal
-from scripting.scripts import connect
+from routing.maintenance import ledger, reconcile
+from routing.queue.leases import Renewal
+from slotkeeper.jobs.models import jobs
+from slotkeeper.jobs.states import State
+from slotkeeper.redis.scripts import connect
 from tasks.worker import runner
 from tasks.worker.heartbeat import Watch
 from tests.support.room import a
 from tests.support.stack import eventually
 from tests.support.stage import LEASE_MS, SECOND, YEAR
-from upkeep import ledger, reconcile
 
 MINUTE = 60 * SECOND
 

@@ -5,12 +5,12 @@ match · stale lease · unknown run (ours, another's) · silence; and servers th
 
 import pytest
 
-from jobs.states import State, Why
-from routing.leases import Renewal
+from routing.maintenance import reconcile
+from routing.maintenance.identity import YOUNG_MS, ServerReport
+from routing.queue.leases import Renewal
+from slotkeeper.jobs.states import State, Why
 from tests.support.ends import hand_back
 from tests.support.stage import DOWN, LEASE_MS, UP_AND_IDLE, Stage
-from upkeep import reconcile
-from upkeep.identity import YOUNG_MS, ServerReport
 
 SILENT_MS = YOUNG_MS + 1  # also longer than two renewals
 WITHHELD_MS = 12_000

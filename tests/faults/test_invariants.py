@@ -8,19 +8,19 @@ from contextlib import closing
 import pytest
 from sqlalchemy import text
 
-from dispatch.outcome import Kind
-from insight import invariants
-from insight.invariants import Check, Finding
-from jobs.states import State, Why
-from jobs.store import Store
+from routing.dispatch.outcome import Kind
+from routing.maintenance import ledger, reconcile
+from routing.maintenance.identity import ServerReport
+from routing.maintenance.reconcile.reaper import OFTEN
+from routing.queries import invariants
+from routing.queries.invariants import Check, Finding
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
 from tasks import maintenance
 from tests.support.builders import an_ended_job
 from tests.support.ends import store_end
 from tests.support.stage import LEASE_MS, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage
 from tests.support.starts import claim_offer
-from upkeep import ledger, reconcile
-from upkeep.identity import ServerReport
-from upkeep.reconcile.reaper import OFTEN
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_a_difference_that_the_second_look_does_not_see_was_a_job_on_its_way(wat
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 def test_the_ledger_reads_an_index_and_not_the_jobs(store: Store):
-    """Measured with 1,000,000 jobs: `python -m benchmarks.recovery ledger`; here a tenth of that, on a busy machine."""
+    """Measured with 1,000,000 jobs: `python -m tools.benchmarks.recovery ledger`; here a tenth of that, on a busy machine."""
     path = store.database.url.removeprefix("sqlite:///")
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute(

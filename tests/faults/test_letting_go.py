@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from dispatch.decision import decide
-from dispatch.dispatcher import ActiveRun
-from dispatch.outcome import Kind, Outcome, StopReason
-from jobs import withheld
-from jobs.states import State, Why
+from routing.dispatch.decision import decide
+from routing.dispatch.dispatcher import ActiveRun
+from routing.dispatch.outcome import Kind, Outcome, StopReason
+from routing.maintenance import draining, reconcile
+from routing.maintenance.identity import YOUNG_MS, ServerReport
+from slotkeeper.jobs import withheld
+from slotkeeper.jobs.states import State, Why
 from tasks import maintenance
 from tasks.descriptions import server_for
 from tasks.servers import Description, Live, Wires
@@ -27,8 +29,6 @@ from tests.support.scripted import refused_url
 from tests.support.stack import eventually
 from tests.support.stage import Stage
 from tests.support.starts import store_remote_id
-from upkeep import draining, reconcile
-from upkeep.identity import YOUNG_MS, ServerReport
 
 _TELLS_NOTHING = ServerReport(True)
 sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)

@@ -16,15 +16,15 @@ from typing import NamedTuple
 import pytest
 from redis import Redis
 
-from jobs.record import Waiting
-from registry.catalog import Snapshot
-from registry.values import Server
-from routing import leases as routed
-from routing.leases import Leases, Renewal
-from routing.queues import Offer, Queues
-from routing.slots import Slots
-from scripting.keys import Keys
-from scripting.scripts import Scripts, source
+from routing.queue import leases as routed
+from routing.queue.leases import Leases, Renewal
+from routing.queue.queues import Offer, Queues
+from routing.queue.slots import Slots
+from slotkeeper.jobs.record import Waiting
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.scripts import Scripts, source
+from slotkeeper.registry.catalog import Snapshot
+from slotkeeper.registry.values import Server
 from tests.support.ends import release
 from tests.support.stage import SETTINGS
 from tests.support.starts import claim_offer

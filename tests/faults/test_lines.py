@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from dispatch.outcome import Kind, Outcome
-from foundation import logs
-from foundation.traces import trace_of
-from insight.history import Historian
-from jobs.states import State, Why
+from routing.dispatch.outcome import Kind, Outcome
+from routing.queries.history import Historian
+from slotkeeper import logs
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.traces import trace_of
 from tasks.ends import log_end
 from tasks.worker import executor
 from tests.faults.one_run import run

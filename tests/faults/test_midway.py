@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from redis.exceptions import RedisError, ResponseError
 
-from database.db import Database
-from dispatch.dispatcher import Dispatcher
-from insight import listing
-from jobs.states import State, Why
-from scripting.scripts import connect
+from routing.dispatch.dispatcher import Dispatcher
+from routing.maintenance import reconcile
+from routing.queries import listing
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.redis.scripts import connect
 from tests.support import stage as stages
 from tests.support.ends import end_run
 from tests.support.room import CLOCK, FRAGMENTS
@@ -19,7 +20,6 @@ from tests.support.stack import eventually
 from tests.support.stage import LEASE_MS, Stage
 from tests.support.starts import begin_run
 from tests.support.valkey import Valkey
-from upkeep import reconcile
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 

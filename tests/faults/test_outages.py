@@ -18,16 +18,18 @@ from redis import Redis
 from redis.exceptions import RedisError
 from sqlalchemy import make_url
 
-from database.db import Database
-from dispatch.outcome import Kind
-from foundation.errors import RecordUnavailable, TooMany
-from insight import listing
-from jobs.record import now_ms
-from jobs.states import State, Why
-from routing import queues
-from routing.leases import Renewal
-from scripting.keys import Keys
-from scripting.scripts import Call, connect
+from routing.dispatch.outcome import Kind
+from routing.maintenance import pulse, reconcile, rooms
+from routing.maintenance.identity import ServerReport
+from routing.queries import listing
+from routing.queue import queues
+from routing.queue.leases import Renewal
+from slotkeeper.db.db import Database
+from slotkeeper.errors import RecordUnavailable, TooMany
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.scripts import Call, connect
 from tasks import maintenance
 from tests.support.ends import cool_down
 from tests.support.postgres import Postgres
@@ -35,8 +37,6 @@ from tests.support.stack import eventually
 from tests.support.stage import LEASE_MS, OFFER_MS, Stage
 from tests.support.town import LEASE_S, Town, started_town
 from tests.support.valkey import Valkey
-from upkeep import pulse, reconcile, rooms
-from upkeep.identity import ServerReport
 
 # Two seconds are promised; twice that is for a machine that has much else to do.
 _FREE_WITHIN_MS = 4_000
@@ -248,7 +248,9 @@ def test_after_a_look_that_failed_living_workers_renew_before_anything_is_reaped
 def test_after_redis_was_away_a_renewal_has_its_time_out_and_is_sent_again_before_anything_is_reaped(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("upkeep.reconcile.reaper.time", SimpleNamespace(monotonic=lambda: stage.now / 1000))
+    monkeypatch.setattr(
+        "routing.maintenance.reconcile.reaper.time", SimpleNamespace(monotonic=lambda: stage.now / 1000)
+    )
     patience, settings = reconcile.Patience(), stage.dispatcher.settings
     stage.register()
     stage.submit()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from local.ports import free_port
+from app.up.ports import free_port
 from tests.support.gated import Gate
 from tests.support.stack import REPO, eventually
 from tests.support.town import Town

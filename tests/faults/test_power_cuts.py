@@ -7,14 +7,14 @@ whose client was never answered; and a disk that fails leaves one of which nobod
 import pytest
 from sqlalchemy import delete
 
-from foundation.errors import RecordUncertain
-from jobs.models import events, jobs
-from jobs.states import State
+from routing.maintenance import reconcile
+from routing.maintenance.identity import ServerReport
+from slotkeeper.errors import RecordUncertain
+from slotkeeper.jobs.models import events, jobs
+from slotkeeper.jobs.states import State
 from tasks.worker.process import Worker
 from tests.faults.one_run import FakeServer, take_up
 from tests.support.stage import LEASE_MS, OFFER_MS, UP_AND_IDLE, Stage
-from upkeep import reconcile
-from upkeep.identity import ServerReport
 
 
 def _lose(stage: Stage, job_id: str) -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from jobs.states import FINAL
+from slotkeeper.jobs.states import FINAL
 from tests.support.stack import eventually
 from tests.support.town import Town
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from sqlalchemy import insert, select
 
-from database.db import Database, Transaction
-from foundation.traces import span_of
-from jobs.models import events
-from jobs.models import messages as rows
-from jobs.record import NewJob, now_ms
-from jobs.states import Why
-from jobs.store import Store
-from outbox.messages import Message, Messages
-from outbox.receivers import FAILURES_TO_OPEN, Receiver, Receivers, new_id
-from outbox.tables import receivers as table
+from slotkeeper.db.db import Database, Transaction
+from slotkeeper.jobs.models import events
+from slotkeeper.jobs.models import messages as rows
+from slotkeeper.jobs.record import NewJob, now_ms
+from slotkeeper.jobs.states import Why
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox.messages import Message, Messages
+from slotkeeper.outbox.receivers import FAILURES_TO_OPEN, Receiver, Receivers, new_id
+from slotkeeper.outbox.tables import receivers as table
+from slotkeeper.traces import span_of
 from tasks import receivers as source
 from tasks import webhooks
 from tasks.berths import MOST, Part

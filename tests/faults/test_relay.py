@@ -15,16 +15,16 @@ import pytest
 from cloudevents.core.bindings.http import HTTPMessage, from_structured
 from cloudevents.core.formats.json import JSONFormat
 
-from database.db import Database
-from database.lookout import Lookout
-from jobs.record import Error
-from jobs.states import State, Why
-from jobs.store import Store
-from outbox.relays import Relays
-from outbox.tail import Tail
-from registry.catalog import Catalog
-from scripting.keys import Keys
-from scripting.scripts import Scripts
+from slotkeeper.db.db import Database
+from slotkeeper.db.lookout import Lookout
+from slotkeeper.jobs.record import Error
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox.relays import Relays
+from slotkeeper.outbox.tail import Tail
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.scripts import Scripts
+from slotkeeper.registry.catalog import Catalog
 from tasks import cloudevents
 from tasks import relay as relays
 from tasks.relay import Relay
@@ -312,7 +312,7 @@ def test_sinks_come_on_apart_from_one_another(database, store):
 
 _PROCESS = """
 import sys
-from database.db import Database
+from slotkeeper.db.db import Database
 from tests.faults.test_relay import a_relay
 from tests.support.valkey import Valkey
 

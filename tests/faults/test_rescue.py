@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs.states import Why
+from slotkeeper.jobs.states import Why
 from tests.support.stack import eventually
 from tests.support.town import Town
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as Broken
 
-from dispatch.dispatcher import active_run
-from dispatch.outcome import Kind, Outcome
-from dispatch.steps import Steps
-from jobs.states import State
-from routing.leases import Lease
+from routing.dispatch.dispatcher import active_run
+from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.steps import Steps
+from routing.maintenance import reconcile, runs
+from routing.queue.leases import Lease
+from slotkeeper.jobs.states import State
 from tasks.servers import Health
 from tasks.worker import executor
 from tasks.worker.heartbeat import Watch
@@ -23,7 +24,6 @@ from tests.support.ends import free
 from tests.support.stack import Process, eventually
 from tests.support.stage import LEASE_MS, SETTINGS, Stage
 from tests.support.town import Town, started_town, thaw
-from upkeep import reconcile, runs
 
 _STOPPED_MS = 2 * LEASE_MS
 

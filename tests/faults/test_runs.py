@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from database.db import Write
-from dispatch.dispatcher import ActiveRun
-from dispatch.outcome import Kind, Outcome, StopReason
-from foundation import exact, large_json
-from foundation.errors import RecordUnavailable
-from jobs.states import State, Why
-from routing.leases import Renewal
+from routing.dispatch.dispatcher import ActiveRun
+from routing.dispatch.outcome import Kind, Outcome, StopReason
+from routing.maintenance import reconcile, runs
+from routing.queue.leases import Renewal
+from slotkeeper import exact, large_json
+from slotkeeper.db.db import Write
+from slotkeeper.errors import RecordUnavailable
+from slotkeeper.jobs.states import State, Why
 from tasks.inference import infer
 from tasks.servers import FILED_FROM
 from tasks.worker import inquiry, patient_io, runner
@@ -31,7 +32,6 @@ from tests.support.builders import eventually
 from tests.support.ends import hand_back, release, store_end
 from tests.support.stage import LEASE_MS, SECOND, SETTINGS, Stage
 from tests.support.starts import begin_run, claim_offer
-from upkeep import reconcile, runs
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 

@@ -15,10 +15,10 @@ from typing import Any
 import orjson
 import pytest
 
-from database.db import Database
-from jobs.store import Store
-from local.ports import free_port
-from outbox.relays import Relays
+from app.up.ports import free_port
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox.relays import Relays
 from tasks.relay import Relay
 from tasks.sinks.sink import SinkAway
 from tests.support.builders import T0, a_queued_job, an_ended_job

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from database.db import Database
-from jobs.record import Error
-from jobs.states import State, Why
-from jobs.store import Store
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.record import Error
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
 from tasks.relay import Relay
 from tasks.sinks.sink import SinkAway
 from tasks.sinks.task_events import CLIENT, TaskEvents

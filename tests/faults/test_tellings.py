@@ -10,12 +10,12 @@ from celery import Celery, chain, chord, group
 from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 
-from database.db import Database
-from jobs.owed import FIRST_MS
-from jobs.record import Error
-from jobs.states import State, Why
-from jobs.store import Store
-from outbox.tellings import Telling, Tellings
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.owed import FIRST_MS
+from slotkeeper.jobs.record import Error
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox.tellings import Telling, Tellings
 from tasks.telling import Teller
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, an_ended_job
 from tests.support.ends import store_end

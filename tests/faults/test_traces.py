@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from foundation.traces import span_of, trace_of
-from insight import spans
-from jobs.models import events
-from jobs.record import Error, Job
-from jobs.states import State, Why
-from local.ports import free_port
-from outbox import trails
-from outbox.relays import Relays
-from outbox.tail import Tail
+from app.up.ports import free_port
+from routing.queries import spans
+from slotkeeper.jobs.models import events
+from slotkeeper.jobs.record import Error, Job
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.outbox import trails
+from slotkeeper.outbox.relays import Relays
+from slotkeeper.outbox.tail import Tail
+from slotkeeper.traces import span_of, trace_of
 from tasks.config import EventSettings
 from tasks.relay import Relay
 from tasks.sinks.sink import Published

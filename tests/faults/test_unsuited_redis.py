@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from redis import Redis, RedisError
 
-from local.errors import UpError
-from local.ports import free_port
-from local.valkey import check_remote
-from scripting.scripts import connect
-from scripting.suitability import UnsuitedRedis, unsuited
+from app.up.errors import UpError
+from app.up.ports import free_port
+from app.up.valkey import check_remote
+from slotkeeper.redis.scripts import connect
+from slotkeeper.redis.suitability import UnsuitedRedis, unsuited
 from tasks import startup
 from tests.support.api import clear_wiring
 from tests.support.stack import REPO
@@ -28,13 +28,13 @@ REMEDIES = {
     "evicting": "set maxmemory-policy noeviction",
 }
 PROCESSES = {
-    "web": ("-m", "app.web"),
+    "web": ("-m", "app.server"),
     "worker": ("-m", "tasks", "worker", "-Q", "celery", "-n", "w@%h", "--without-mingle", "--without-gossip"),
     "maintenance": ("-m", "tasks", "worker", "-Q", "maintenance", "-n", "m@%h", "--pool", "threads"),
     "beat": ("-m", "tasks", "beat"),
     "webhooks": ("-m", "tasks.webhooks"),
     "relay": ("-m", "tasks.relay"),
-    "up": ("-m", "cli", "up", "--no-demo"),
+    "up": ("-m", "app.cli", "up", "--no-demo"),
 }
 
 

@@ -11,14 +11,17 @@ from redis.client import Pipeline
 from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 from sqlalchemy import event
 
-from dispatch.outcome import Kind
-from insight import invariants, listing
-from jobs.states import State, Why
-from registry.values import Server
-from routing import queues
-from scripting.keys import Keys
-from scripting.scripts import Scripts
-from scripting.signatures import Command
+from routing.dispatch.outcome import Kind
+from routing.maintenance import draining, reconcile, runs
+from routing.maintenance.identity import ServerReport
+from routing.maintenance.rooms import depths, depths_of
+from routing.queries import invariants, listing
+from routing.queue import queues
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.scripts import Scripts
+from slotkeeper.redis.signatures import Command
+from slotkeeper.registry.values import Server
 from tasks import maintenance, rounds
 from tasks.rounds import Rounds
 from tests.support.builders import at_once
@@ -26,9 +29,6 @@ from tests.support.ends import free, store_end
 from tests.support.stack import eventually
 from tests.support.stage import LEASE_MS, OFFER_MS, Stage
 from tests.support.threads import no_thread_left
-from upkeep import draining, reconcile, runs
-from upkeep.identity import ServerReport
-from upkeep.rooms import depths, depths_of
 
 # -- one fleet's error is no other's ---------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ _UPKEEPS: dict[str, Callable[[Stage], object]] = {
 @pytest.mark.parametrize("act", _UPKEEPS)
 def test_however_many_fleets_are_idle_they_cost_no_round_trip_of_their_own(stage, crowd, monkeypatch, act) -> None:
     for name in ("_COUNTING_SHARE", "_READS_S", "_SYNC_EVERY_S"):  # What depends on how fast this machine is.
-        monkeypatch.setattr(f"upkeep.reconcile.room.{name}", 1e9)
+        monkeypatch.setattr(f"routing.maintenance.reconcile.room.{name}", 1e9)
     needed = []
     for count in (2, 40):
         crowd(count)
@@ -234,7 +234,7 @@ def test_a_job_whose_promoter_died_is_swept(stage) -> None:
 
 def test_what_becomes_visible_late_is_swept_all_the_same(stage, monkeypatch) -> None:
     """On PostgreSQL a transaction may commit after one that began later."""
-    monkeypatch.setattr("upkeep.reconcile.room._VISIBLE_WITHIN_S", {"sqlite": 10.0, "postgresql": 10.0})
+    monkeypatch.setattr("routing.maintenance.reconcile.room._VISIBLE_WITHIN_S", {"sqlite": 10.0, "postgresql": 10.0})
     stage.register()
     stage.submit()
     reconcile.sweep(stage.dispatcher)
@@ -252,7 +252,7 @@ def _renumber(stage: Stage, change: str) -> None:
 
 
 def test_a_job_that_only_its_room_has_lost_is_found_by_counting(stage, monkeypatch) -> None:
-    monkeypatch.setattr("upkeep.reconcile.room._COUNTING_SHARE", 1e9)
+    monkeypatch.setattr("routing.maintenance.reconcile.room._COUNTING_SHARE", 1e9)
     stage.register()
     first, lost, last = (stage.submit() for _ in range(3))
     reconcile.sweep(stage.dispatcher)
@@ -263,8 +263,8 @@ def test_a_job_that_only_its_room_has_lost_is_found_by_counting(stage, monkeypat
 
 
 def test_a_room_that_only_looked_short_is_not_read_again_and_again(stage, monkeypatch) -> None:
-    monkeypatch.setattr("upkeep.reconcile.room._COUNTING_SHARE", 1e9)
-    monkeypatch.setattr("upkeep.reconcile.room.short_rooms", lambda *_: {"zimg"})
+    monkeypatch.setattr("routing.maintenance.reconcile.room._COUNTING_SHARE", 1e9)
+    monkeypatch.setattr("routing.maintenance.reconcile.room.short_rooms", lambda *_: {"zimg"})
     stage.register()
     stage.submit()
     reconcile.sweep(stage.dispatcher)
@@ -292,8 +292,8 @@ def test_slot_2_a_batch_fills_all_slots_at_once(stage) -> None:
 
 
 def test_a_large_room_that_is_rebuilt_does_not_keep_the_others_from_their_sweeps(stage, monkeypatch) -> None:
-    monkeypatch.setattr("upkeep.reconcile.room._READS_S", 0.0)
-    monkeypatch.setattr("upkeep.reconcile.room._CHUNK", 10)
+    monkeypatch.setattr("routing.maintenance.reconcile.room._READS_S", 0.0)
+    monkeypatch.setattr("routing.maintenance.reconcile.room._CHUNK", 10)
     stage.register(model="flux", server="other")
     stage.register()
     ids = stage.submit_all([stage.a("flux") for _ in range(25)])
@@ -427,7 +427,7 @@ def test_a_job_that_is_queued_again_before_its_slot_is_freed_goes_to_its_place_t
 
 
 def test_many_deadlines_leave_the_others_their_turn(stage, monkeypatch) -> None:
-    monkeypatch.setattr("upkeep.reconcile.timekeeping._CHUNK", 10)
+    monkeypatch.setattr("routing.maintenance.reconcile.timekeeping._CHUNK", 10)
     stage.register()
     ids = stage.submit_all([stage.a(ttl_s=1) for _ in range(35)])
     stage.later(1_000)
@@ -440,7 +440,7 @@ def test_many_deadlines_leave_the_others_their_turn(stage, monkeypatch) -> None:
 
 
 def test_however_many_deadlines_pass_a_due_job_waits_for_one_batch_of_them(stage, monkeypatch) -> None:
-    monkeypatch.setattr("upkeep.reconcile.timekeeping._CHUNK", 10)
+    monkeypatch.setattr("routing.maintenance.reconcile.timekeeping._CHUNK", 10)
     monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
     stage.register()
     stage.submit_all([stage.a(ttl_s=1) for _ in range(35)])

@@ -16,18 +16,19 @@ from celery.exceptions import Reject
 from redis.exceptions import RedisError
 from structlog.testing import capture_logs
 
-from database.db import Write
-from dispatch.dispatcher import ActiveRun, Dispatcher
-from dispatch.outcome import Kind, Outcome, StopReason
-from foundation.clock import steady_s
-from foundation.errors import RecordUnavailable, RecordUncertain
-from foundation.lifetimes import Lifetimes
-from insight.said import Telling
-from jobs import withheld
-from jobs.states import State, Why
-from routing.leases import Lease, Leases, Renewal
-from routing.queues import Offer
-from routing.workers import Workers
+from routing.dispatch.dispatcher import ActiveRun, Dispatcher
+from routing.dispatch.outcome import Kind, Outcome, StopReason
+from routing.maintenance import reconcile
+from routing.queries.said import Telling
+from routing.queue.leases import Lease, Leases, Renewal
+from routing.queue.queues import Offer
+from routing.queue.workers import Workers
+from slotkeeper.clock import steady_s
+from slotkeeper.db.db import Write
+from slotkeeper.errors import RecordUnavailable, RecordUncertain
+from slotkeeper.jobs import withheld
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.lifetimes import Lifetimes
 from tasks import inference
 from tasks.aside import Aside
 from tasks.inference import infer
@@ -42,7 +43,6 @@ from tests.support.builders import eventually
 from tests.support.ends import decided, end_in_order, hand_back
 from tests.support.stage import LEASE_MS, SECOND, Stage
 from tests.support.starts import begin_run, claim_offer
-from upkeep import reconcile
 
 sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jobs.record import Job
+from slotkeeper.jobs.record import Job
 from tests.support.stack import Process, eventually
 from tests.support.town import Town, freeze, thaw
 

@@ -2,7 +2,7 @@
 
 import re
 
-from scripting.scripts import fragment, source
+from slotkeeper.redis.scripts import fragment, source
 
 FUNCTION = r"(?:local function |function \w+\.)(\w+)"  # of a fragment, or of a policy
 

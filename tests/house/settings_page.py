@@ -7,9 +7,9 @@ import textwrap
 from pydantic_settings import BaseSettings
 
 from app.config import AppSettings
-from foundation.config import Limits, RecordSettings
-from local.plan import UpSettings
-from routing.config import RoutingSettings
+from app.up.plan import UpSettings
+from routing.queue.config import RoutingSettings
+from slotkeeper.config import Limits, RecordSettings
 from tasks.config import EventSettings, TaskSettings
 from tests.house.tree import REPO
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from cli.__main__ import main
+from app.cli.__main__ import main
 from tests.support.stack import REPO
 
 _CODE = re.compile(r"<code>(slotkeeper .*?)</code>", re.DOTALL)
@@ -92,7 +92,7 @@ _ALL = sorted(set(_told()))
 
 def test_there_are_commands_in_pages_documents_and_messages() -> None:
     places = {where for where, _ in _ALL}
-    assert {"overview.html", "README.md"} <= places and any(where.startswith("cli/") for where in places)
+    assert {"overview.html", "README.md"} <= places and any(where.startswith("app/cli/") for where in places)
 
 
 @pytest.mark.parametrize(("where", "command"), _ALL, ids=[f"{where}: {command[:60]}" for where, command in _ALL])

@@ -12,29 +12,21 @@ import hiredis
 import pytest
 from redis import Redis
 
-from admission.questions import QuestionScripts
-from insight.forecasts import ForecastScripts
-from insight.processes import ProcessScripts
-from insight.said import SaidScripts
-from insight.servers import ServerScripts
-from routing.leases import LeaseScripts
-from routing.queues import QueueScripts
-from routing.slots import SlotScripts
-from routing.workers import WorkerScripts
-from scripting.keys import FLEET_KEYS, Keys
-from scripting.scripts import (
-    Command,
-    Scripts,
-    assemble,
-    fragment,
-    names,
-    signature_of,
-    source,
-)
-from scripting.signatures import Target, caller, joined, locals_of, signature
+from routing.admission.questions import QuestionScripts
+from routing.maintenance.rooms import RoomScripts
+from routing.queries.forecasts import ForecastScripts
+from routing.queries.processes import ProcessScripts
+from routing.queries.said import SaidScripts
+from routing.queries.servers import ServerScripts
+from routing.queue.leases import LeaseScripts
+from routing.queue.queues import QueueScripts
+from routing.queue.slots import SlotScripts
+from routing.queue.workers import WorkerScripts
+from slotkeeper.redis.keys import FLEET_KEYS, Keys
+from slotkeeper.redis.scripts import Command, Scripts, assemble, fragment, names, signature_of, source
+from slotkeeper.redis.signatures import Target, caller, joined, locals_of, signature
 from tasks.sinks.event_stream import StreamScripts
 from tests.house.lua_text import FUNCTION, body, called_functions, header, included
-from upkeep.rooms import RoomScripts
 
 # Every other command counts as writing.
 READS = {

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from registry.policies import DEFAULT, POLICIES
-from scripting.scripts import names, source
+from slotkeeper.redis.scripts import names, source
+from slotkeeper.registry.policies import DEFAULT, POLICIES
 from tests.house.tree import REPO, name_of, product_files, python_files
 
 FOLDER = REPO / "routing" / "lua" / "lib" / "policies"
-TABLE = "registry/policies.py"
+TABLE = "slotkeeper/registry/policies.py"
 # What a job says of itself has the name of a policy.
 FIELDS = {"priority"}
 
@@ -76,7 +76,7 @@ def test_a_row_is_enough_for_what_may_be_configured_and_what_the_interface_says(
         "from registry import policies\n"
         "policies.POLICIES['mine'] = policies.Policy('mine', 'mine', lambda at, step_s: None, 'Mine {priority}.')\n"
         "from app.schemas import ConfigBody as Body\n"
-        "from insight.overtaking import longest_wait\n"
+        "from routing.queries.overtaking import longest_wait\n"
         "field = Body.model_json_schema()['properties']['policy']\n"
         "print(longest_wait(Body(policy='mine')), field['enum'][-1], '`mine`: mine' in field['description'])\n"
     )

@@ -25,7 +25,7 @@ class Allowed(NamedTuple):
 
 ALLOWED = (
     Allowed(
-        "scripting/pipeline.py",
+        "slotkeeper/redis/pipeline.py",
         ("self._connection._writer",),
         "redis-py connects and shakes hands, but gives nobody its transport",
         "10 of 37 us of a round trip (docs/performance.md); not measured on a workload",

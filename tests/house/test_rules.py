@@ -15,14 +15,14 @@ import pytest
 from alembic.script import ScriptDirectory
 
 import celeryconfig
-from jobs.states import TRANSITIONS, State, Why
 from migrations import migrate
+from slotkeeper.jobs.states import TRANSITIONS, State, Why
 from tasks.celery_app import celery
 from tests.house.tree import PACKAGES, REPO, name_of, product_files, python_files
 
 LONGEST_FUNCTION, LONGEST_FILE, LONGEST_LINE = 60, 600, 120
 # Written for people at a terminal; everything else logs.
-MAY_PRINT = ("cli/",)
+MAY_PRINT = ("app/cli/",)
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -168,7 +168,7 @@ def test_lines_of_scripts_fit_the_page():
 
 
 def _performer(by: str) -> object:
-    """What `dispatch.dispatcher.settle` names: a function of the module, or a method of its one class."""
+    """What `routing.dispatch.dispatcher.settle` names: a function of the module, or a method of its one class."""
     module_name, _, function = by.rpartition(".")
     module = importlib.import_module(module_name)
     places = [module, *(it for _, it in inspect.getmembers(module, inspect.isclass) if it.__module__ == module_name)]

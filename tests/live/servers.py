@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import requests
 
-from dispatch.outcome import Kind
-from foundation.home import private_folder
-from local.ports import free_port
+from app.up.ports import free_port
+from routing.dispatch.outcome import Kind
+from slotkeeper.home import private_folder
 from tasks.servers.probe import GENERIC
 
 REPO = Path(__file__).resolve().parents[2]

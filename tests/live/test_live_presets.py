@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Kind, Outcome
 from tasks.servers import Call, Description, HealthKind, Server, presets
 from tasks.servers.live import in_own_loop
 from tasks.servers.probe import recognize

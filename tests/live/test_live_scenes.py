@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import requests
 
-from local.ports import free_port
+from app.up.ports import free_port
 from tests.live.servers import SCENE, WORDS, Live, installed, launch, prompt, stop, wait_until_ready, wanted
 from tests.support.stack import eventually
 from tests.support.town import Town

@@ -3,11 +3,11 @@
 import pytest
 from redis import Redis
 
-from admission import questions
-from routing.config import RoutingSettings
-from routing.queues import Queues
-from scripting.keys import Keys
-from scripting.scripts import Scripts
+from routing.admission import questions
+from routing.queue.config import RoutingSettings
+from routing.queue.queues import Queues
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.scripts import Scripts
 from tests.support.room import FRAGMENTS, START_MS
 
 KEY = "test:rate:acme"

@@ -8,16 +8,16 @@ import pytest
 from redis import Redis
 from redis.exceptions import ResponseError
 
-from admission import questions
-from insight.forecasts import Forecasts
-from insight.processes import Processes
-from insight.said import Place, Telling
-from routing.config import RoutingSettings
-from routing.queues import Queues
-from routing.workers import Workers
-from scripting.keys import FLEET_KEYS, Keys
-from scripting.scripts import Scripts, assemble, names
-from scripting.signatures import Target
+from routing.admission import questions
+from routing.queries.forecasts import Forecasts
+from routing.queries.processes import Processes
+from routing.queries.said import Place, Telling
+from routing.queue.config import RoutingSettings
+from routing.queue.queues import Queues
+from routing.queue.workers import Workers
+from slotkeeper.redis.keys import FLEET_KEYS, Keys
+from slotkeeper.redis.scripts import Scripts, assemble, names
+from slotkeeper.redis.signatures import Target
 from tasks.sinks.event_stream import Entry, EventStream
 from tests.support.room import Job, Room, Server, a
 from tests.support.valkey import NoValkey, Valkey

@@ -7,11 +7,11 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-from insight import forecasts
-from insight.forecasts import Forecasts
-from insight.interval import KEPT, MOST, Estimate, Memory, Promise, Seen
-from scripting.keys import Keys
-from scripting.scripts import Scripts
+from routing.queries import forecasts
+from routing.queries.forecasts import Forecasts
+from routing.queries.interval import KEPT, MOST, Estimate, Memory, Promise, Seen
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.scripts import Scripts
 from tests.support.learning import learn
 from tests.support.queueing import DAY, Load, lognormal, simulate, swing
 from tests.support.room import START_MS

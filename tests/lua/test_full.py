@@ -10,13 +10,13 @@ from kombu import Connection
 from redis import Redis
 from redis.exceptions import OutOfMemoryError
 
-from insight.tallies import Tallies
-from scripting.keys import Keys
-from scripting.pipeline import Pipeline
-from scripting.scripts import Command, Scripts, connect, function, names, source
+from routing.maintenance import pulse
+from routing.queries.tallies import Tallies
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.pipeline import Pipeline
+from slotkeeper.redis.scripts import Command, Scripts, connect, function, names, source
 from tasks.broker import Transport
 from tests.support.valkey import Valkey
-from upkeep import pulse
 
 BRING_IN_NEW_WORK = {"admit", "enqueue", "enter"}
 ADD_TO_STREAMS = {"relay", "tell"}  # The database keeps the events, and nobody needs the progress entries to go on.

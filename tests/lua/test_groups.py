@@ -2,7 +2,7 @@
 
 import pytest
 
-from admission.questions import asked_class
+from routing.admission.questions import asked_class
 from tests.support.room import RECORD, Room, Server, a
 
 SMALL, LARGE = Server("small", attributes={"memory": 40}), Server("large", attributes={"memory": 80})

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from routing.workers import Workers
-from scripting.scripts import Command
+from routing.queue.workers import Workers
+from slotkeeper.redis.scripts import Command
 from tests.support.room import LEASE_MS, OFFER_MS, START_MS, Offered, Room, Server, a
 
 

@@ -17,9 +17,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from redis import Redis, exceptions
 
-from scripting.keys import Keys
-from scripting.pipeline import Pipeline
-from scripting.scripts import Command, Scripts
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.pipeline import Pipeline
+from slotkeeper.redis.scripts import Command, Scripts
 from tests.support.valkey import Valkey
 
 KEYS = Keys("test")

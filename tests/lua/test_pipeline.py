@@ -14,12 +14,12 @@ from redis.exceptions import ConnectionError as Broken
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as Silent
 
-from routing.config import RoutingSettings
-from routing.leases import Lease, Leases
-from scripting.keys import Keys
-from scripting.pipeline import Pipeline, _Line
-from scripting.scripts import Command, Scripts
-from scripting.signatures import pack
+from routing.queue.config import RoutingSettings
+from routing.queue.leases import Lease, Leases
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.pipeline import Pipeline, _Line
+from slotkeeper.redis.scripts import Command, Scripts
+from slotkeeper.redis.signatures import pack
 from tests.support.room import Room, a
 from tests.support.valkey import Valkey
 

@@ -5,9 +5,9 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from insight.overtaking import longest_overtaking_s
-from registry.config import ModelConfig
-from registry.policies import POLICIES
+from routing.queries.overtaking import longest_overtaking_s
+from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.policies import POLICIES
 from tests.lua import policies
 from tests.support.room import START_MS, Job, Offered, Room, Server, a, a_config
 

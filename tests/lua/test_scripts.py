@@ -9,23 +9,15 @@ from redis import Redis
 from redis.asyncio import connection as live
 from redis.exceptions import ResponseError
 
-from routing.config import RoutingSettings
-from routing.queues import Queues
-from routing.workers import Workers
-from scripting.keys import FORMAT, Keys
-from scripting.scripts import (
-    Call,
-    Scripts,
-    assemble,
-    connect,
-    connection_for,
-    names,
-    source,
-)
+from routing.maintenance.rooms import depths, depths_of
+from routing.queue.config import RoutingSettings
+from routing.queue.queues import Queues
+from routing.queue.workers import Workers
+from slotkeeper.redis.keys import FORMAT, Keys
+from slotkeeper.redis.scripts import Call, Scripts, assemble, connect, connection_for, names, source
 from tests.house.lua_text import called_functions
 from tests.support.room import CLOCK, FRAGMENTS, Room, a
 from tests.support.valkey import Valkey
-from upkeep.rooms import depths, depths_of
 
 
 @pytest.fixture

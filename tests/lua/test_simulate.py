@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 import pytest
 from redis import Redis
 
-from jobs.record import Waiting
-from routing.config import RoutingSettings
-from routing.leases import Lease, Leases
-from routing.queues import Offer, Queues
-from routing.slots import Slots
-from scripting.keys import Keys
-from scripting.scripts import Scripts
+from app.simulate import Scenario, run
+from routing.queue.config import RoutingSettings
+from routing.queue.leases import Lease, Leases
+from routing.queue.queues import Offer, Queues
+from routing.queue.slots import Slots
+from slotkeeper.jobs.record import Waiting
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.scripts import Scripts
 from tests.support.ends import release
 from tests.support.room import FRAGMENTS
 from tests.support.starts import claim_offer
 from tests.unit.simulate.scenarios import POLICIES, T0, a_catalog, a_scenario, poisson
-from trials.simulate import Scenario, run
 
 FLEET = "zimg"
 

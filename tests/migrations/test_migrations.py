@@ -1,4 +1,4 @@
-"""The migrations lead to exactly the tables of jobs.models, on both databases, whoever runs them and how often."""
+"""The migrations lead to exactly the tables of slotkeeper.jobs.models, on both databases, whoever runs them and how often."""
 
 import ast
 import shutil
@@ -18,12 +18,12 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, create_engine, inspect, make_url, text
 
-import audit.protected  # noqa: F401  Its triggers are of the same record.
-from database.db import Database
-from foundation.errors import Conflict, RecordUnavailable
-from jobs.store import Store
+import slotkeeper.audit.protected  # noqa: F401  Its triggers are of the same record.
 from migrations import current, migrate
-from registry.tables import metadata
+from slotkeeper.db.db import Database
+from slotkeeper.errors import Conflict, RecordUnavailable
+from slotkeeper.jobs.store import Store
+from slotkeeper.registry.tables import metadata
 from tests.house.tree import PACKAGES
 from tests.migrations.schema import schema_of
 from tests.support.builders import a_queued_job, at_once, row_of
@@ -365,7 +365,10 @@ def test_migrations_import_of_the_product_only_its_tables():
         for node in ast.walk(ast.parse(path.read_text()))
         for name in _modules(node)
     }
-    assert {name for name in imported if name.split(".")[0] in PACKAGES} == {"registry.tables", "outbox.tables"}
+    assert {name for name in imported if name.split(".")[0] in PACKAGES} == {
+        "slotkeeper.registry.tables",
+        "slotkeeper.outbox.tables",
+    }
 
 
 def _modules(node: ast.AST) -> list[str]:

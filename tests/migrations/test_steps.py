@@ -8,20 +8,20 @@ import pytest
 from alembic import command, op
 from sqlalchemy import Connection, Engine, create_engine, text
 
-from database.db import Database
-from jobs.owed import message_id
-from jobs.states import State
-from jobs.store import Store
 from migrations import migrate
-from outbox.callbacks import Callbacks
-from outbox.messages import Key, Messages
-from registry.catalog import Catalog
-from registry.config import ModelConfig
-from registry.secrets import Secret
-from registry.tenants import Tenants
+from routing.maintenance import ledger
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.owed import message_id
+from slotkeeper.jobs.states import State
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox.callbacks import Callbacks
+from slotkeeper.outbox.messages import Key, Messages
+from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.secrets import Secret
+from slotkeeper.registry.tenants import Tenants
 from tests.migrations.schema import schema_of
 from tests.support.builders import T0, a_queued_job
-from upkeep import ledger
 
 # As the first release wrote them: (table, rows).
 _FIRST: list[tuple[str, list[dict[str, Any]]]] = [

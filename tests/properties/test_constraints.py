@@ -1,4 +1,4 @@
-"""What a server meets: the offer script and admission/placement.py agree on whatever can be declared and asked for."""
+"""What a server meets: the offer script and routing/admission/placement.py agree on whatever can be declared and asked for."""
 
 import os
 import string
@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
-from admission.placement import meets, read_attributes, read_constraints
-from foundation.errors import InvalidJob
-from registry.values import Server as CatalogServer
+from routing.admission.placement import meets, read_attributes, read_constraints
+from slotkeeper.errors import InvalidJob
+from slotkeeper.registry.values import Server as CatalogServer
 from tests.support.room import Room, Server, a
 
 ASKED_FOR = os.environ.get("SLOTKEEPER_TEST_EXAMPLES")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis import Redis
 
-from registry.policies import POLICIES
+from slotkeeper.registry.policies import POLICIES
 from tests.properties.search import search
 from tests.support.room import LEASE_MS, OFFER_MS, ROOM, Job, Offered, Room, Server
 

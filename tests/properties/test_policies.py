@@ -22,9 +22,9 @@ from hypothesis.stateful import (
 )
 from redis import Redis
 
-from admission.placement import meets
-from registry.values import Server as CatalogServer
-from scripting.keys import FLEET_KEYS
+from routing.admission.placement import meets
+from slotkeeper.redis.keys import FLEET_KEYS
+from slotkeeper.registry.values import Server as CatalogServer
 from tests.properties.search import search
 from tests.support.room import Job, Offered, Room, Server
 

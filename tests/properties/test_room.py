@@ -22,9 +22,9 @@ from hypothesis.stateful import (
 )
 from redis import Redis
 
-from registry.catalog import Model as CatalogModel
-from registry.config import ModelConfig
-from routing.slots import model_rules
+from routing.queue.slots import model_rules
+from slotkeeper.registry.catalog import Model as CatalogModel
+from slotkeeper.registry.config import ModelConfig
 from tests.properties.search import search
 from tests.support.room import LEASE_MS, OFFER_MS, START_MS, Job, Offered, Room, Server
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from trials.conform.gate import Gate
-from trials.conform.reference import GATED, started
-from trials.conform.stage import Served, Stage, until
+from slotkeeper.conform.gate import Gate
+from slotkeeper.conform.reference import GATED, started
+from slotkeeper.conform.stage import Served, Stage, until
 
 
 @pytest.fixture(scope="session", params=["sync", "async"])

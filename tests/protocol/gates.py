@@ -1,4 +1,4 @@
-"""Functions that the reference server serves in its own tests, beside reference_server.gated."""
+"""Functions that the reference server serves in its own tests, beside slotkeeper.serve.gated."""
 
 from typing import Any
 

@@ -9,12 +9,12 @@ import pytest
 import requests
 from click.testing import CliRunner
 
-from cli.__main__ import main
-from reference_server import ReferenceServer, ServeConfig, gated
+from app.cli.__main__ import main
+from slotkeeper.conform.checks import CHECKS, Check
+from slotkeeper.conform.run import Ended, Unfit, Verdict, conform, judge
+from slotkeeper.conform.stage import Served
+from slotkeeper.serve import ReferenceServer, ServeConfig, gated
 from tests.support.scripted import Scripted, Seen, answer
-from trials.conform.checks import CHECKS, Check
-from trials.conform.run import Ended, Unfit, Verdict, conform, judge
-from trials.conform.stage import Served
 
 Edit = Callable[[str, int, dict[str, Any]], tuple[int, dict[str, Any]]]
 
@@ -99,7 +99,7 @@ def test_a_server_that_cannot_be_put_to_it_is_told_so_before_anything_is_tried(l
 
 
 def test_a_server_that_does_not_wrap_the_model_is_unfit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("trials.conform.gate.ARRIVAL_S", 0.5)
+    monkeypatch.setattr("slotkeeper.conform.gate.ARRIVAL_S", 0.5)
     with (
         ReferenceServer(lambda payload: {"echo": payload}, ServeConfig(port=0)) as server,
         pytest.raises(Unfit, match="must wrap the model"),

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from reference_server.engine import (
+from slotkeeper.serve.engine import (
     Busy,
     Call,
     Callback,

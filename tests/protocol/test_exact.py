@@ -5,8 +5,8 @@ import logging
 import pytest
 import requests
 
-from reference_server.exact import Unwritable, dumps, loads
-from reference_server.server import ReferenceServer, ServeConfig
+from slotkeeper.serve.exact import Unwritable, dumps, loads
+from slotkeeper.serve.server import ReferenceServer, ServeConfig
 
 
 @pytest.mark.parametrize("number", [2**53 + 1, 2**63, 2**64, -(2**63) - 1, 7**1000])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import requests
 
-from reference_server import ReferenceServer, ServeConfig
+from slotkeeper.serve import ReferenceServer, ServeConfig
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from reference_server.guard import Guard
-from reference_server.http_server import Request
-from reference_server.server import ReferenceServer, ServeConfig
+from slotkeeper.serve.guard import Guard
+from slotkeeper.serve.http_server import Request
+from slotkeeper.serve.server import ReferenceServer, ServeConfig
 
 JSON = "application/json"
 # Host, Origin, Sec-Fetch-Site, Content-Type -> status; None: let in

@@ -2,9 +2,9 @@
 
 import pytest
 
-from trials.conform.checks import CHECKS, Check
-from trials.conform.run import Ended, judge
-from trials.conform.stage import Served
+from slotkeeper.conform.checks import CHECKS, Check
+from slotkeeper.conform.run import Ended, judge
+from slotkeeper.conform.stage import Served
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=[check.name for check in CHECKS])

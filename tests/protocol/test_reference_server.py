@@ -14,13 +14,13 @@ import pytest
 import requests
 from pytest_httpserver import HTTPServer
 
-from reference_server import ReferenceServer, ServeConfig, ServeError, gated
-from reference_server.demo import flux, zimg
-from reference_server.model import TargetError, load
+from slotkeeper.conform.gate import Gate
+from slotkeeper.conform.reference import started as process
+from slotkeeper.conform.stage import Served, Stage, until
+from slotkeeper.serve import ReferenceServer, ServeConfig, ServeError, gated
+from slotkeeper.serve.demo import flux, zimg
+from slotkeeper.serve.model import TargetError, load
 from tests.protocol import gates
-from trials.conform.gate import Gate
-from trials.conform.reference import started as process
-from trials.conform.stage import Served, Stage, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ def embedded(function: Callable, **options) -> Iterator[Served]:
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "reference_server", *arguments]
+    command = [sys.executable, "-m", "slotkeeper.serve", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
 
 
@@ -43,7 +43,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_port_that_is_taken_is_one_line_with_its_number():
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = str(taken.getsockname()[1])
-        ended = run_command("reference_server.demo:zimg", "--port", port)
+        ended = run_command("slotkeeper.serve.demo:zimg", "--port", port)
     assert ended.returncode == 1
     assert f"port {port} of 127.0.0.1" in ended.stderr
     assert ended.stderr.count("\n") == 1
@@ -52,11 +52,11 @@ def test_a_port_that_is_taken_is_one_line_with_its_number():
 @pytest.mark.parametrize(
     ("target", "why"),
     [
-        ("reference_server.demo", "package.module:function"),
+        ("slotkeeper.serve.demo", "package.module:function"),
         ("no_such_module:function", "no module 'no_such_module'"),
-        ("reference_server.nowhere:function", "no module 'reference_server.nowhere'"),
-        ("reference_server.demo:nobody", "no function 'nobody'"),
-        ("reference_server.demo:__doc__", "no function '__doc__'"),
+        ("slotkeeper.serve.nowhere:function", "no module 'reference_server.nowhere'"),
+        ("slotkeeper.serve.demo:nobody", "no function 'nobody'"),
+        ("slotkeeper.serve.demo:__doc__", "no function '__doc__'"),
     ],
 )
 def test_a_target_that_cannot_be_served_is_refused_with_the_reason(target: str, why: str):
@@ -95,7 +95,7 @@ def test_a_journal_that_cannot_be_written_is_refused(tmp_path: Path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_idle_server_ends_cleanly_at_a_signal(number: int):
-    with process("reference_server.gated:model") as started:
+    with process("slotkeeper.serve.gated:model") as started:
         requests.get(started.served.url + "/health", timeout=5)
         started.child.send_signal(number)
         assert started.child.wait(timeout=5) == 0
@@ -103,7 +103,7 @@ def test_an_idle_server_ends_cleanly_at_a_signal(number: int):
 
 
 def test_a_stopping_server_finishes_what_runs_and_starts_nothing():
-    with closing(Gate()) as gate, process("reference_server.gated:model", "--slots", "2") as started:
+    with closing(Gate()) as gate, process("slotkeeper.serve.gated:model", "--slots", "2") as started:
         stage = Stage(started.served, gate)
         run = stage.begin()
         started.child.terminate()
@@ -115,7 +115,7 @@ def test_a_stopping_server_finishes_what_runs_and_starts_nothing():
 
 
 def test_after_the_grace_runs_are_canceled():
-    with closing(Gate()) as gate, process("reference_server.gated:model", "--grace", "0") as started:
+    with closing(Gate()) as gate, process("slotkeeper.serve.gated:model", "--grace", "0") as started:
         run = Stage(started.served, gate).begin()
         started.child.terminate()
         assert run.outcome()["status"] == "canceled"
@@ -123,7 +123,7 @@ def test_after_the_grace_runs_are_canceled():
 
 
 def test_a_second_signal_ends_it_at_once():
-    with closing(Gate()) as gate, process("reference_server.gated:deaf") as started:
+    with closing(Gate()) as gate, process("slotkeeper.serve.gated:deaf") as started:
         stage = Stage(started.served, gate)
         stage.later(lambda: stage.served.dispatch(stage.payload()))
         gate.arrival()
@@ -138,7 +138,7 @@ def test_a_second_signal_ends_it_at_once():
 
 def test_the_journal_has_a_line_per_run_and_no_overlap_in_a_slot(tmp_path: Path):
     journal = tmp_path / "journal"
-    with process("reference_server.gated:model", "--slots", "2", "--journal", str(journal)) as started:
+    with process("slotkeeper.serve.gated:model", "--slots", "2", "--journal", str(journal)) as started:
         served = started.served
         answers = [served.threads.submit(served.generate, {"n": n}) for n in range(12)]
         accepted = [a.result(10).json() for a in answers if a.result(10).status_code == 200]
@@ -243,7 +243,7 @@ def test_a_demo_model_fails_for_as_many_attempts_as_told():
 
 
 def test_a_demo_model_takes_the_server_down_when_told_to():
-    with process("reference_server.demo:zimg") as started:
+    with process("slotkeeper.serve.demo:zimg") as started:
         with pytest.raises(requests.ConnectionError):
             started.served.dispatch({"seconds": 0, "fail": "crash"})
         assert started.child.wait(timeout=5) == 3

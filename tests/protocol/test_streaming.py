@@ -9,7 +9,7 @@ import orjson
 import pytest
 import requests
 
-from reference_server import Context, ReferenceServer, ServeConfig
+from slotkeeper.serve import Context, ReferenceServer, ServeConfig
 
 DISPATCHER = {"X-Source": "dispatcher", "X-Job-Id": "j", "X-Attempt": "1", "Idempotency-Key": "j"}
 STREAM = {"Accept": "text/event-stream, application/json"}

@@ -25,15 +25,15 @@ from werkzeug.routing import RequestRedirect
 from werkzeug.test import TestResponse
 
 from app.openapi import document
-from database.db import Database
-from dispatch.dispatcher import ActiveRun, Announcer, Dispatcher
-from foundation.once import Once
-from jobs.models import events, idempotency_keys, jobs, messages
-from jobs.record import Error, Job, Waiting, now_ms
-from jobs.states import Why
-from jobs.store import Moved
-from registry.tenants import Tenant, Tenants
-from routing.queues import Offer
+from routing.dispatch.dispatcher import ActiveRun, Announcer, Dispatcher
+from routing.queue.queues import Offer
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.models import events, idempotency_keys, jobs, messages
+from slotkeeper.jobs.record import Error, Job, Waiting, now_ms
+from slotkeeper.jobs.states import Why
+from slotkeeper.jobs.store import Moved
+from slotkeeper.once import Once
+from slotkeeper.registry.tenants import Tenant, Tenants
 from tests.support.ends import end_run
 from tests.support.starts import begin_run
 from tests.support.valkey import Valkey

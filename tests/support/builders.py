@@ -11,11 +11,11 @@ from typing import Any
 
 from sqlalchemy import Table, func, select
 
-from database.db import Database
-from jobs.models import jobs
-from jobs.record import Error, Job, NewJob, Run, new_job_id
-from jobs.states import State, Why
-from jobs.store import Store
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.models import jobs
+from slotkeeper.jobs.record import Error, Job, NewJob, Run, new_job_id
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
 from tests.support.ends import store_end
 from tests.support.starts import store_start
 

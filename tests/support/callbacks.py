@@ -1,11 +1,11 @@
 """Messages to jobs' `callback_url` for tests, by the writes with which the webhook process sends them."""
 
-from database.db import Database
-from jobs.owed import end_of, message_id, number_of_end
-from jobs.store import Store
-from outbox.callbacks import Callbacks
-from outbox.messages import Answered, Key, Message, Messages
-from outbox.receivers import subscription_of
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.owed import end_of, message_id, number_of_end
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox.callbacks import Callbacks
+from slotkeeper.outbox.messages import Answered, Key, Message, Messages
+from slotkeeper.outbox.receivers import subscription_of
 
 
 def due_ids(database: Database, now_ms: int, limit: int = 1000) -> list[str]:

@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dispatch.decision import Decision
-from dispatch.dispatcher import ActiveRun, Dispatcher
-from dispatch.outcome import Outcome, StopReason
-from dispatch.steps import BlockingIo, Postponed, Steps, blocking, settle, wait
-from dispatch.verdict import Verdict
-from jobs.record import Error, Withholding, now_ms
-from jobs.states import Why
-from jobs.store import Moved, Store
-from routing.leases import Lease, Leases, Released
-from routing.queues import Offer
+from routing.dispatch.decision import Decision
+from routing.dispatch.dispatcher import ActiveRun, Dispatcher
+from routing.dispatch.outcome import Outcome, StopReason
+from routing.dispatch.steps import BlockingIo, Postponed, Steps, blocking, settle, wait
+from routing.dispatch.verdict import Verdict
+from routing.queue.leases import Lease, Leases, Released
+from routing.queue.queues import Offer
+from slotkeeper.jobs.record import Error, Withholding, now_ms
+from slotkeeper.jobs.states import Why
+from slotkeeper.jobs.store import Moved, Store
 from tasks import retries
 from tasks.worker.executor import finish
 

@@ -2,16 +2,10 @@
 
 from collections.abc import Iterable
 
-from admission import questions
-from admission.gates.gate import (
-    Asks,
-    Gate,
-    Known,
-    Question,
-    Submit,
-)
-from admission.questions import Backlog
-from foundation.errors import TooMany
+from routing.admission import questions
+from routing.admission.gates.gate import Asks, Gate, Known, Question, Submit
+from routing.admission.questions import Backlog
+from slotkeeper.errors import TooMany
 
 
 def _check(submit: Submit, known: Known) -> Iterable[Question]:

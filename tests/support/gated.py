@@ -10,8 +10,8 @@ So what a test does to a run that is under way is done before its end, on the sl
 from pathlib import Path
 from typing import Any
 
-from reference_server.demo import zimg
-from reference_server.model import Context
+from slotkeeper.serve.demo import zimg
+from slotkeeper.serve.model import Context
 
 _LOOK_EVERY_S = 0.01
 

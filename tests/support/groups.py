@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from database.db import Database, Transaction
+from slotkeeper.db.db import Database, Transaction
 from tests.support.builders import eventually
 
 Act = Callable[[], Any]

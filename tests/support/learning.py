@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from insight.interval import HEAVIEST, KEPT, MOST, PARTS, SIZES, UNIT, Memory, Promise
+from routing.queries.interval import HEAVIEST, KEPT, MOST, PARTS, SIZES, UNIT, Memory, Promise
 
 MISSED, HELD = 19, -1  # what an outcome adds to the balance of a side, in twentieths: it sums to 0 at 5 %
 

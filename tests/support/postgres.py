@@ -20,8 +20,8 @@ from typing import Any
 import psycopg
 from sqlalchemy import URL, make_url
 
-from local.errors import UpError
-from trials.drill import postgres
+from app.up.errors import UpError
+from tools.drill import postgres
 
 ENVIRONMENT = "SLOTKEEPER_TEST_POSTGRES_URL"
 _START_S = 30

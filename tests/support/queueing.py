@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from insight.interval import Estimate
+from routing.queries.interval import Estimate
 
 SECOND, MINUTE, HOUR, DAY = 1000, 60_000, 3_600_000, 86_400_000
 _LATEST = 200  # runs whose mean is the measured slot time …
@@ -36,7 +36,7 @@ class Forecaster(Protocol):
 class Load:
     """What comes, and what serves it.  `peak`: an upper bound of `rate`; `slots`: (from when, how many), …
 
-    A job's order key is `priority × step + number`, as in routing/order.py: a large step is strict priority,
+    A job's order key is `priority × step + number`, as in routing/queue/order.py: a large step is strict priority,
     a small one lets a job overtake those that came up to so many numbers before it.
     """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from local.ports import free_port
+from app.up.ports import free_port
 from tests.support.stack import eventually, listens
 
 _PROGRAMS = "/usr/lib/rabbitmq/lib/rabbitmq_server-*/sbin"  # Those on PATH change the user.

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple, Self
 
 from redis import Redis
 
-from jobs.record import Waiting
-from registry.catalog import Model
-from registry.config import ModelConfig
-from registry.policies import DEFAULT
-from registry.values import Server as CatalogServer
-from routing import order
-from routing.slots import entry, model_rules
-from scripting.keys import FLEET_KEYS, Keys
-from scripting.scripts import Command, Scripts
+from routing.queue import order
+from routing.queue.slots import entry, model_rules
+from slotkeeper.jobs.record import Waiting
+from slotkeeper.redis.keys import FLEET_KEYS, Keys
+from slotkeeper.redis.scripts import Command, Scripts
+from slotkeeper.registry.catalog import Model
+from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.policies import DEFAULT
+from slotkeeper.registry.values import Server as CatalogServer
 
 START_MS = 1_800_000_000_000
 OFFER_MS, LEASE_MS = 10_000, 8_000

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import event
 
-from jobs.store import Store
+from slotkeeper.jobs.store import Store
 
 
 @contextmanager

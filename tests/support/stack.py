@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import requests
 
-from local.ports import free_port
+from app.up.ports import free_port
 from tests.support.valkey import Valkey
 
 REPO = Path(__file__).resolve().parents[2]
@@ -128,10 +128,10 @@ class Stack:
         self.processes[name] = Process(name, command, self.env, self.home)
         return self.processes[name]
 
-    def server(self, name: str, slots: int, *options: str, function: str = "reference_server.demo:zimg") -> "RefServer":
+    def server(self, name: str, slots: int, *options: str, function: str = "slotkeeper.serve.demo:zimg") -> "RefServer":
         """A reference server; answers once it listens."""
         port = free_port()
-        command = [sys.executable, "-m", "reference_server", function, "--slots", str(slots), "--port", str(port)]
+        command = [sys.executable, "-m", "slotkeeper.serve", function, "--slots", str(slots), "--port", str(port)]
         journal = self.home / f"{name}.journal"
         process = self.start(name, [*command, "--journal", str(journal), *options])
         server = RefServer(name, port, slots, journal, process)
@@ -155,7 +155,7 @@ class Stack:
         return self.start("beat", self.celery("beat"))
 
     def web(self) -> Process:
-        process = self.start("web", [sys.executable, "-m", "app.web"])
+        process = self.start("web", [sys.executable, "-m", "app.server"])
         process.shows(lambda: self.answers("/health/live"), "it answers")
         return process
 
@@ -178,7 +178,7 @@ class RefServer:
 
 
 _MIGRATE = (
-    "from foundation.config import *; from migrations.migrate import upgrade; upgrade(RecordSettings().record_url)"
+    "from slotkeeper.config import *; from migrations.migrate import upgrade; upgrade(RecordSettings().record_url)"
 )
 
 

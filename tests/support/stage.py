@@ -10,35 +10,35 @@ from typing import Any, cast
 import pytest
 from redis import Redis
 
-from admission.admission import Admission
-from admission.submission import Submission
-from database.db import Database
-from dispatch.dispatcher import ActiveRun, Dispatcher
-from dispatch.outcome import Kind, Outcome
-from dispatch.steps import Postponed
-from insight.estimates import Estimates
-from insight.explain import explain
-from insight.forecasts import Forecasts
-from jobs.record import Job, Waiting
-from jobs.states import State
-from jobs.store import Moved, Store
-from local.ports import free_port
-from registry.cache import CatalogCache
-from registry.catalog import Catalog
-from registry.tenants import Tenant
-from routing.config import RoutingSettings
-from routing.leases import Leases, Renewal
-from routing.queues import Offer, Queues
-from routing.slots import Slots
-from scripting.keys import Keys
-from scripting.scripts import Scripts, connect
+from app.up.ports import free_port
+from routing.admission.admission import Admission
+from routing.admission.submission import Submission
+from routing.dispatch.dispatcher import ActiveRun, Dispatcher
+from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.steps import Postponed
+from routing.maintenance import reconcile
+from routing.maintenance.identity import ServerReport
+from routing.maintenance.rooms import depths
+from routing.queries.estimates import Estimates
+from routing.queries.explain import explain
+from routing.queries.forecasts import Forecasts
+from routing.queue.config import RoutingSettings
+from routing.queue.leases import Leases, Renewal
+from routing.queue.queues import Offer, Queues
+from routing.queue.slots import Slots
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.record import Job, Waiting
+from slotkeeper.jobs.states import State
+from slotkeeper.jobs.store import Moved, Store
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.scripts import Scripts, connect
+from slotkeeper.registry.cache import CatalogCache
+from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.tenants import Tenant
 from tests.support.builders import T0
 from tests.support.ends import Settled, decided, end_in_order
 from tests.support.room import FRAGMENTS, Room
 from tests.support.starts import begin_run, store_remote_id
-from upkeep import reconcile
-from upkeep.identity import ServerReport
-from upkeep.rooms import depths
 
 SETTINGS = RoutingSettings.model_construct(**{n: f.default for n, f in RoutingSettings.model_fields.items()})
 LEASE_MS, OFFER_MS = SETTINGS.lease_ms, SETTINGS.offer_ms
@@ -84,16 +84,16 @@ class Stage:
         self._names = iter(f"j{n}" for n in range(10_000))
         self.set_clock(T0)
         for module in (
-            "dispatch.dispatcher",
-            "dispatch.steps",
-            "upkeep.reconcile.reaper",
-            "upkeep.reconcile.servers",
-            "upkeep.reconcile.timekeeping",
-            "upkeep.reconcile.removal",
-            "insight.invariants",
-            "insight.estimates",
-            "upkeep.draining",
-            "upkeep.runs",
+            "routing.dispatch.dispatcher",
+            "routing.dispatch.steps",
+            "routing.maintenance.reconcile.reaper",
+            "routing.maintenance.reconcile.servers",
+            "routing.maintenance.reconcile.timekeeping",
+            "routing.maintenance.reconcile.removal",
+            "routing.queries.invariants",
+            "routing.queries.estimates",
+            "routing.maintenance.draining",
+            "routing.maintenance.runs",
             "tasks.retries",
             "tests.support.ends",
         ):

@@ -1,11 +1,11 @@
 """Claims and starts for tests, by the commands and writes with which a worker claims and starts."""
 
-from dispatch.dispatcher import ActiveRun, Dispatcher
-from dispatch.steps import blocking, wait
-from jobs.record import Run
-from jobs.store import Store
-from routing.leases import Lease, Leases
-from routing.queues import Offer
+from routing.dispatch.dispatcher import ActiveRun, Dispatcher
+from routing.dispatch.steps import blocking, wait
+from routing.queue.leases import Lease, Leases
+from routing.queue.queues import Offer
+from slotkeeper.jobs.record import Run
+from slotkeeper.jobs.store import Store
 
 
 def claim_offer(leases: Leases, offer: Offer, owner: str) -> Offer | None:

@@ -18,12 +18,12 @@ import pytest
 import requests
 from redis import Redis
 
-from database.db import Database
-from jobs.record import Job
-from jobs.store import Store
-from routing.workers import Workers
-from scripting.keys import FLEET_KEYS, Keys
-from scripting.scripts import Scripts
+from routing.queue.workers import Workers
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.record import Job
+from slotkeeper.jobs.store import Store
+from slotkeeper.redis.keys import FLEET_KEYS, Keys
+from slotkeeper.redis.scripts import Scripts
 from tests.support.gated import Gate
 from tests.support.http_api import HttpApi
 from tests.support.stack import Process, RefServer, Stack, eventually

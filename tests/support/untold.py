@@ -2,9 +2,9 @@
 
 from sqlalchemy import func, select
 
-from database.db import Database
-from outbox.receivers import cursor, last_event
-from outbox.tables import receivers
+from slotkeeper.db.db import Database
+from slotkeeper.outbox.receivers import cursor, last_event
+from slotkeeper.outbox.tables import receivers
 
 
 def untold_events(database: Database) -> int:

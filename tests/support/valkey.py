@@ -19,9 +19,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from local.errors import UpError
-from local.ports import free_port
-from local.valkey import find
+from app.up.errors import UpError
+from app.up.ports import free_port
+from app.up.valkey import find
 
 _START_S = 10.0
 _STOP_S = 10.0

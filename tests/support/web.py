@@ -10,9 +10,9 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from app.web.__main__ import configuration, serve
-from app.web.application import Application
-from app.web.connection import Connection
+from app.server.__main__ import configuration, serve
+from app.server.application import Application
+from app.server.connection import Connection
 from tests.support.stack import eventually
 
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foundation.errors import InvalidRequest
-from jobs.record import Event
-from jobs.states import State
-from outbox.messages import Message
-from outbox.receivers import ENDS, Receiver
-from outbox.tail import Entry
+from slotkeeper.errors import InvalidRequest
+from slotkeeper.jobs.record import Event
+from slotkeeper.jobs.states import State
+from slotkeeper.outbox.messages import Message
+from slotkeeper.outbox.receivers import ENDS, Receiver
+from slotkeeper.outbox.tail import Entry
 from tasks import bodies
 from tasks.bodies import FIELDS, LONGEST_VALUE, MOST_NAMES, MOST_TEMPLATE_BYTES, body, checked_template, told_of_event
 

@@ -7,7 +7,7 @@ from celery import Celery
 from kombu import Connection, Queue
 from redis import Redis
 
-from routing.queues import Offer
+from routing.queue.queues import Offer
 from tasks import messages
 from tasks.broker import Transport
 from tasks.wake_up import HEADER

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from dispatch.decision import decide
-from dispatch.dispatcher import ActiveRun
-from dispatch.outcome import Kind, Outcome, StopReason
-from foundation import exact
-from jobs.record import Run, Waiting, now_ms
-from registry.config import ModelConfig
-from routing.leases import Lease
+from routing.dispatch.decision import decide
+from routing.dispatch.dispatcher import ActiveRun
+from routing.dispatch.outcome import Kind, Outcome, StopReason
+from routing.queue.leases import Lease
+from slotkeeper import exact
+from slotkeeper.jobs.record import Run, Waiting, now_ms
+from slotkeeper.registry.config import ModelConfig
 from tasks.servers import Call, Description, Health, HealthKind
 from tasks.worker import runner
 from tasks.worker.heartbeat import Watch

@@ -9,11 +9,11 @@ import pytest
 from celery import beat as celerys
 from celery.worker import state
 
+from routing.maintenance import pulse
 from tasks import beat, maintenance
 from tasks.beat import EVERY_S, Every
 from tasks.celery_app import celery
 from tasks.embedded_beat import Beat, EmbeddedBeat
-from upkeep import pulse
 
 
 class FakeService:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from database.db import Batch, Write
-from foundation import logs
-from foundation.errors import RecordUnavailable
+from slotkeeper import logs
+from slotkeeper.db.db import Batch, Write
+from slotkeeper.errors import RecordUnavailable
 from tasks.worker import engine
 from tasks.worker.engine import Commits, Engine
 

@@ -10,7 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from registry.rotations import OVERLAP_MS, Rotation
+from slotkeeper.registry.rotations import OVERLAP_MS, Rotation
 from tasks import callbacks, keyring
 from tasks.keyring import Purpose, derive, webhook_secrets
 

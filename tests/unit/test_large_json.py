@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from foundation import exact, large_json
-from foundation.exact import Unparsed
+from slotkeeper import exact, large_json
+from slotkeeper.exact import Unparsed
 from tasks.servers import pointers
 from tests.support.stack import REPO
 
@@ -70,7 +70,7 @@ def test_a_large_text_that_is_no_json_is_refused(end: bytes) -> None:
 
 
 def _elsewhere(text: bytes, pointer: list[str]) -> "subprocess.CompletedProcess[bytes]":
-    command = [sys.executable, "-m", "foundation.large_json", json.dumps([pointer])]
+    command = [sys.executable, "-m", "slotkeeper.large_json", json.dumps([pointer])]
     return subprocess.run(command, input=text, capture_output=True, cwd=REPO, timeout=60)
 
 

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from foundation import lifetimes as lifetimes_module
-from foundation.home import HomeNotPrivate
-from foundation.lifetimes import Lifetimes
+from slotkeeper import lifetimes as lifetimes_module
+from slotkeeper.home import HomeNotPrivate
+from slotkeeper.lifetimes import Lifetimes
 from tests.support.stack import REPO, eventually
 
 NAME = "worker/00c0ffee"
 _BEGIN = """
 import os, sys
 from pathlib import Path
-from foundation.lifetimes import Lifetimes
+from slotkeeper.lifetimes import Lifetimes
 Lifetimes(Path(sys.argv[1])).begin(sys.argv[2])
 child = os.fork() if "forks" in sys.argv else 1
 print(os.getpid() if child == 0 else 0, flush=True) if "forks" not in sys.argv or child == 0 else None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import structlog
 
-from foundation import logs
+from slotkeeper import logs
 from tests.house.tree import PACKAGES
 
 PLANTED = "sk-PLANTED-0123456789"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from celery.worker import control, state, strategy
 
-from routing.queues import Offer
+from routing.queue.queues import Offer
 from tasks import active, messages
 from tasks.consumer import Consumer
 from tasks.inference import InferRequest, infer

@@ -13,28 +13,28 @@ import pytest
 from redis import Redis
 from redis.exceptions import AuthenticationError
 
-from database.db import Database
-from foundation import home
-from foundation.config import RecordSettings
-from foundation.home import HomeNotPrivate, kept_text, private_file, private_folder
-from local import valkey
-from local.errors import UpError
-from local.home import Home, flower_password, redis_password
-from local.launcher import _without_password
-from local.ports import free_port
+from app.up import valkey
+from app.up.errors import UpError
+from app.up.home import Home, flower_password, redis_password
+from app.up.launcher import _without_password
+from app.up.ports import free_port
 from migrations import migrate
-from routing.config import RoutingSettings
+from routing.queue.config import RoutingSettings
+from slotkeeper import home
+from slotkeeper.config import RecordSettings
+from slotkeeper.db.db import Database
+from slotkeeper.home import HomeNotPrivate, kept_text, private_file, private_folder
 
 FIRST = {
-    "migrate": ["-m", "cli", "migrate"],
-    "tenants": ["-m", "cli", "tenants", "list"],
+    "migrate": ["-m", "app.cli", "migrate"],
+    "tenants": ["-m", "app.cli", "tenants", "list"],
     "a worker's secret": ["-c", "from tasks.keyring import fingerprints; fingerprints()"],
     "a database": ["-c", "from tasks.wiring import database; database().read().__enter__()"],
     "web": ["-c", "from app.factory import create_app; create_app()"],
     "beat": ["-c", "from tasks import signals; signals._begin()"],
     "Flower's password": [
         "-c",
-        "from pathlib import Path; from local.home import flower_password as f; import os;"
+        "from pathlib import Path; from app.up.home import flower_password as f; import os;"
         'f(Path(os.environ["SLOTKEEPER_HOME"]))',
     ],
 }

@@ -7,9 +7,9 @@ import pytest
 from celery.exceptions import Reject
 from celery.utils.time import get_exponential_backoff_interval
 
-from dispatch.outcome import Kind, Outcome
-from jobs.states import State, Why
-from registry.config import ModelConfig
+from routing.dispatch.outcome import Kind, Outcome
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.registry.config import ModelConfig
 from tasks import retries
 from tasks.inference import infer
 from tasks.retries import ServerFault, countdown_s

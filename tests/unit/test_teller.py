@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from celery.signals import worker_shutdown
 
-from outbox.tellings import Telling
+from slotkeeper.outbox.tellings import Telling
 from tasks import telling
 from tests.support.threads import no_thread_left
 

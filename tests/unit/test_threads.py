@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from database.db import Write
-from routing.leases import Lease
+from routing.queue.leases import Lease
+from slotkeeper.db.db import Write
 from tasks import threads
 from tasks.aside import Aside
 from tasks.worker.engine import Commits

@@ -2,7 +2,7 @@
 
 import pytest
 
-from foundation.traces import checked, of_process, span_of, trace_of, traceparent, under_way
+from slotkeeper.traces import checked, of_process, span_of, trace_of, traceparent, under_way
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 GOOD = f"00-{TRACE}-{SPAN}-01"

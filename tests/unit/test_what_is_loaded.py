@@ -8,11 +8,11 @@ import pytest
 
 # The module with which each process begins, and with what it does first.
 PROCESSES = {
-    "web": "import app.web.__main__; from migrations import migrate; migrate.check('sqlite:///none.db')",
+    "web": "import app.server.__main__; from migrations import migrate; migrate.check('sqlite:///none.db')",
     "worker": "from tasks.__main__ import program; program('worker'); import tasks.maintenance, tasks.worker.process",
     "webhooks": "import tasks.webhooks",
-    "flower": "import cli.__main__; from tasks.__main__ import program; program('flower'); import tasks.signals",
-    "supervisor": "import cli.__main__, local.launcher; local.launcher.read_plan(False).migration()",
+    "flower": "import app.cli.__main__; from tasks.__main__ import program; program('flower'); import tasks.signals",
+    "supervisor": "import app.cli.__main__, app.up.launcher; app.up.launcher.read_plan(False).migration()",
 }
 
 ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -28,7 +28,7 @@ def loaded(code: str, home: Path) -> set[str]:
 @pytest.mark.parametrize("process", PROCESSES)
 def test_without_postgresql_nobody_loads_its_driver(process: str, tmp_path: Path) -> None:
     made = "make(RecordSettings().record_url, Limits())"
-    engine = f"from foundation.config import *; from database.engines import make; {made}"
+    engine = f"from slotkeeper.config import *; from slotkeeper.db.engines import make; {made}"
     assert not {"psycopg", "psycopg_binary"} & loaded(f"{PROCESSES[process]}; {engine}", tmp_path)
 
 

@@ -7,8 +7,8 @@ from importlib.resources import files
 
 import pytest
 
-from registry import policies
-from registry.policies import Policy
+from slotkeeper.registry import policies
+from slotkeeper.registry.policies import Policy
 from tests.support.room import FRAGMENTS
 
 ROWS = (

@@ -1,7 +1,7 @@
 import pytest
 
-from jobs.record import Job
-from jobs.states import State, Why
+from slotkeeper.jobs.record import Job
+from slotkeeper.jobs.states import State, Why
 from tests.support.builders import T0
 
 

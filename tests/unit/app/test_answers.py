@@ -5,14 +5,14 @@ from typing import Annotated, NamedTuple
 import pytest
 from pydantic import Field
 
-from admission.placement import read_attributes
 from app.answers import GIVEN, Answer, Read, Time, time
 from app.job_answers import error, outlook
 from app.paging import after, before
 from app.registry_answers import plain
-from foundation.errors import InvalidRequest
-from insight.places import Place
-from jobs.states import State, Why
+from routing.admission.placement import read_attributes
+from routing.queries.places import Place
+from slotkeeper.errors import InvalidRequest
+from slotkeeper.jobs.states import State, Why
 from tests.support.builders import T0
 
 

@@ -1,5 +1,5 @@
 from app.auth import _MOST_CACHED, Keys
-from registry.tenants import Tenant, hash_key
+from slotkeeper.registry.tenants import Tenant, hash_key
 
 ACME = Tenant("acme", admin=False)
 

@@ -4,14 +4,8 @@ import pytest
 from flask import Flask
 
 from app import errors
-from foundation import errors as job_errors
-from foundation.errors import (
-    Conflict,
-    InvalidRequest,
-    JobNotFound,
-    SlotkeeperError,
-    TooMany,
-)
+from slotkeeper import errors as job_errors
+from slotkeeper.errors import Conflict, InvalidRequest, JobNotFound, SlotkeeperError, TooMany
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 
 from app.errors import ProblemError
 from app.reading import _first_twice, elements, parse
-from foundation import exact
+from slotkeeper import exact
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from local.children import Role
-from local.supervisor import Supervisor
+from app.up.children import Role
+from app.up.supervisor import Supervisor
 
 
 class Bench:

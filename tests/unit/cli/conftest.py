@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from local.guardian import Guardian
-from local.signals import Signals
-from local.supervisor import Supervisor
+from app.up.guardian import Guardian
+from app.up.signals import Signals
+from app.up.supervisor import Supervisor
 from tests.unit.cli.bench import Bench
 
 

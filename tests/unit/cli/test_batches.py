@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 from pytest_httpserver import HTTPServer
 
-from cli.__main__ import main
+from app.cli.__main__ import main
 
 ID = "01a205c4-b6d1-7190-8b8b-b3fbb4ae3540"
 BATCH: dict[str, Any] = {

@@ -12,16 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from cli.common import client
-from local import home as home_module
-from local import valkey
-from local.demo import mixed_jobs
-from local.errors import UpError
-from local.home import Home, flower_password, note_where
-from local.launcher import _welcome
-from local.plan import procfile, read_plan, read_settings
-from local.ports import Port, check, free_port, is_open
-from routing.config import RoutingSettings
+from app.cli.common import client
+from app.up import home as home_module
+from app.up import valkey
+from app.up.demo import mixed_jobs
+from app.up.errors import UpError
+from app.up.home import Home, flower_password, note_where
+from app.up.launcher import _welcome
+from app.up.plan import procfile, read_plan, read_settings
+from app.up.ports import Port, check, free_port, is_open
+from routing.queue.config import RoutingSettings
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def test_a_free_port_is_no_obstacle() -> None:
 
 def test_no_port_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     few = sorted(free_port() for _ in range(3))
-    monkeypatch.setattr("local.ports._given", set())
-    monkeypatch.setattr("local.ports.random.SystemRandom", lambda: _Turns(few))
+    monkeypatch.setattr("app.up.ports._given", set())
+    monkeypatch.setattr("app.up.ports.random.SystemRandom", lambda: _Turns(few))
     assert [free_port() for _ in range(3)] == few
     with pytest.raises(UpError, match="No port from 10240 to 32767 is free"):
         free_port()

@@ -11,9 +11,9 @@ from click.testing import CliRunner, Result
 from pytest_httpserver import HTTPServer
 from werkzeug import Request, Response
 
-from cli.__main__ import main
-from client.api import Client, Refused, Unreachable
-from local.ports import free_port
+from app.cli.__main__ import main
+from app.up.ports import free_port
+from slotkeeper.client import Client, Refused, Unreachable
 
 PROBLEM = "application/problem+json"
 
@@ -21,7 +21,7 @@ PROBLEM = "application/problem+json"
 @pytest.fixture
 def api(httpserver: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> HTTPServer:
     monkeypatch.setenv("SLOTKEEPER_URL", httpserver.url_for(""))
-    monkeypatch.setattr("client.api.time.sleep", lambda _: None)
+    monkeypatch.setattr("slotkeeper.client.time.sleep", lambda _: None)
     return httpserver
 
 
@@ -113,7 +113,7 @@ def test_a_payload_that_is_no_json_is_wrong_usage(payload: str) -> None:
 
 def test_busy_is_waited_out_as_long_as_the_api_says(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("client.api.time.sleep", slept.append)
+    monkeypatch.setattr("slotkeeper.client.time.sleep", slept.append)
     answers = iter([Response("{}", 503, {"Retry-After": "3"}), Response("{}", 429), Response('{"ok": 1}')])
     api.expect_request("/x").respond_with_handler(lambda _: next(answers))
     client = Client(api.url_for(""))

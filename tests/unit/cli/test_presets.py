@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 from pytest_httpserver import HTTPServer
 
-from cli.__main__ import main
+from app.cli.__main__ import main
 
 PRESET = {
     "name": "cog",

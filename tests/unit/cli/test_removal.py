@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner, Result
 from pytest_httpserver import HTTPServer
 
-from cli.__main__ import main
+from app.cli.__main__ import main
 
 DONE: dict[str, Any] = {"name": "zimg", "state": "done", "left": {}, "withheld": 0, "lost": [], "idle": []}
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from local import launcher
-from local.children import Role
-from local.errors import Stopped, UpError
-from local.launcher import start_in_turn
-from local.ports import free_port, is_open
-from local.supervisor import how_it_ended, restart_delay_s
+from app.up import launcher
+from app.up.children import Role
+from app.up.errors import Stopped, UpError
+from app.up.launcher import start_in_turn
+from app.up.ports import free_port, is_open
+from app.up.supervisor import how_it_ended, restart_delay_s
 from tasks import touched
 from tests.unit.cli.bench import Bench, lives, until
 
@@ -209,7 +209,7 @@ def test_work_beside_it_does_not_delay_a_stop(bench: Bench) -> None:
 def test_a_second_signal_asks_for_haste_but_what_keeps_state_gets_its_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("local.supervisor._HASTE_AFTER_S", 0.1)
+    monkeypatch.setattr("app.up.supervisor._HASTE_AFTER_S", 0.1)
     bench.start("worker", DEAF.format("worker"), turn=1, stop_s=60)
     bench.start("valkey", STAYS.format("valkey"), turn=2, keeps_state=True)
     bench.until(lambda: pids(bench, "worker") and pids(bench, "valkey"))
@@ -219,8 +219,8 @@ def test_a_second_signal_asks_for_haste_but_what_keeps_state_gets_its_time(
 
 
 def test_a_log_does_not_grow_without_bound(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("local.children._LARGEST_LOG", 1000)
-    monkeypatch.setattr("local.supervisor._LOGS_EVERY_S", 0.05)
+    monkeypatch.setattr("app.up.children._LARGEST_LOG", 1000)
+    monkeypatch.setattr("app.up.supervisor._LOGS_EVERY_S", 0.05)
     bench.start("talks", "while :; do echo a line of a log; sleep 0.001; done")
     bench.until(lambda: (bench.folder / "logs" / "talks.log.1").exists())
     bench.until(lambda: (bench.folder / "logs" / "talks.log").stat().st_size < 1000)
@@ -243,10 +243,10 @@ def test_a_stop_that_comes_while_a_thread_begins_is_no_error_of_the_thread(monke
 def test_children_end_even_when_the_parent_is_killed(tmp_path: Path) -> None:
     program = f"""
 import os, pathlib, time
-from local.children import Role
-from local.guardian import Guardian
-from local.signals import Signals
-from local.supervisor import Supervisor
+from app.up.children import Role
+from app.up.guardian import Guardian
+from app.up.signals import Signals
+from app.up.supervisor import Supervisor
 with Signals() as signals, Guardian() as guardian:
     folder = pathlib.Path({str(tmp_path)!r})
     supervisor = Supervisor(signals, guardian, os.environ, folder, folder, print)

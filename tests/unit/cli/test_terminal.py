@@ -11,10 +11,10 @@ from pytest_httpserver import HTTPServer
 from rich.console import Console
 from werkzeug import Request, Response
 
-from cli.__main__ import main
-from client.terminal import console, json_text, one_line, plain
-from local import demo
-from trials.drill.card import Card
+from app.cli.__main__ import main
+from app.terminal import console, json_text, one_line, plain
+from app.up import demo
+from tools.drill.card import Card
 
 HOSTILE = {
     "an escape": "\x1b[31mred\x1b[2J",
@@ -185,8 +185,8 @@ def test_a_refused_line_of_a_file_is_text_too(api: HTTPServer) -> None:
 
 
 def test_the_live_picture_is_text_too(api: HTTPServer) -> None:
-    from cli.admin import _picture
-    from client.api import Client
+    from app.cli.admin import _picture
+    from slotkeeper.client import Client
 
     for path, body in {
         "/admin/servers": {"servers": [SERVER], "fleets": [FLEET]},

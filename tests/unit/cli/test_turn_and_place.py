@@ -9,8 +9,8 @@ from click.testing import CliRunner, Result
 from pytest_httpserver import HTTPServer
 from werkzeug import Request, Response
 
-from cli.__main__ import main
-from cli.conditions import plain, read_attributes, read_constraints
+from app.cli.__main__ import main
+from app.cli.conditions import plain, read_attributes, read_constraints
 from tests.support.api import clear_wiring
 
 RECEIPT = {"job_id": "j-1", "status": "queued", "outlook": "waiting", "position": 3, "notice": None}
@@ -225,7 +225,7 @@ def test_a_server_is_shown_with_the_parts_of_its_score(api: HTTPServer) -> None:
 
 
 def test_tenants_are_listed_with_how_they_stand(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from registry.tenants import Tenant, Tenants
+    from slotkeeper.registry.tenants import Tenant, Tenants
     from tasks import wiring
 
     monkeypatch.setenv("SLOTKEEPER_DATABASE_URL", sqlite_url)

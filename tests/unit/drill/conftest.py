@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.drill.sockets import Listener
-from trials.drill.proxy import Proxy
+from tools.drill.proxy import Proxy
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from jobs.record import Event
-from jobs.states import State, Why
-from trials.drill.accounts import (
+from slotkeeper.jobs.record import Event
+from slotkeeper.jobs.states import State, Why
+from tools.drill.accounts import (
     Conduct,
     Limit,
     Owed,
@@ -19,8 +19,8 @@ from trials.drill.accounts import (
     undue_retries,
     webhooks,
 )
-from trials.drill.checker import Run
-from trials.drill.receivers import Delivery
+from tools.drill.checker import Run
+from tools.drill.receivers import Delivery
 
 S = 1_000_000_000
 

@@ -15,17 +15,17 @@ from redis import Redis
 from redis.exceptions import OutOfMemoryError, ReadOnlyError
 from werkzeug import Request, Response
 
-from local.guardian import Guardian
+from app.up.guardian import Guardian
 from tests.support.valkey import Valkey
 from tests.unit.drill.sockets import Listener, hears_nothing
-from trials.drill import acts
-from trials.drill.acts import ACTS, NotNow
-from trials.drill.faults import Saboteur, Struck
-from trials.drill.limits import limits
-from trials.drill.proxy import Proxy
-from trials.drill.schedule import BOTH, DEAD, SLOW, Change, Fault, Kind
-from trials.drill.setting import Setting
-from trials.drill.stack import ServerPlan, Stack
+from tools.drill import acts
+from tools.drill.acts import ACTS, NotNow
+from tools.drill.faults import Saboteur, Struck
+from tools.drill.limits import limits
+from tools.drill.proxy import Proxy
+from tools.drill.schedule import BOTH, DEAD, SLOW, Change, Fault, Kind
+from tools.drill.setting import Setting
+from tools.drill.stack import ServerPlan, Stack
 
 S = 1_000_000_000
 SERVER = ServerPlan("a", "zimg", 4, 9001, False)

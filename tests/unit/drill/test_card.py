@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jobs.states import State
-from trials.drill.accounts import Conduct
-from trials.drill.card import Card
-from trials.drill.checker import Findings, Overlap, Overtaken, Run
+from slotkeeper.jobs.states import State
+from tools.drill.accounts import Conduct
+from tools.drill.card import Card
+from tools.drill.checker import Findings, Overlap, Overtaken, Run
 
 RUN = Run("j", 1, "a", 0, 0, 10)
 CLEAN = Card(

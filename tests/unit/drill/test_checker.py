@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from jobs.states import State
-from trials.drill.checker import (
+from slotkeeper.jobs.states import State
+from tools.drill.checker import (
     Disturbance,
     Evidence,
     Findings,

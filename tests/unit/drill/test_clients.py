@@ -8,9 +8,9 @@ import pytest
 from pytest_httpserver import HTTPServer
 from werkzeug import Request, Response
 
-from trials.drill import clients
-from trials.drill.clients import Clients
-from trials.drill.jobs import Order
+from tools.drill import clients
+from tools.drill.clients import Clients
+from tools.drill.jobs import Order
 
 ORDER = Order(0, 0.0, "zimg", 5, {"number": 0, "seconds": 0.1})
 GONE = {"title": "The database cannot be reached", "detail": "Nothing was stored, try again."}

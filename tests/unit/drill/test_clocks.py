@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trials.drill import clocks
+from tools.drill import clocks
 
 # At each line that it reads it tells the time of day, and how long it has slept.
 TELLS = """

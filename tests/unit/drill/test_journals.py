@@ -3,16 +3,16 @@ from pathlib import Path
 import orjson
 import pytest
 
-from database.db import Database
-from jobs.models import messages
-from jobs.record import Event
-from jobs.states import State
-from jobs.store import Store
+from routing.maintenance import ledger
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.models import messages
+from slotkeeper.jobs.record import Event
+from slotkeeper.jobs.states import State
+from slotkeeper.jobs.store import Store
 from tests.support.builders import an_ended_job
-from trials.drill.accounts import Owed
-from trials.drill.checker import Run
-from trials.drill.journals import owed, recorded, server_runs, trails
-from upkeep import ledger
+from tools.drill.accounts import Owed
+from tools.drill.checker import Run
+from tools.drill.journals import owed, recorded, server_runs, trails
 
 
 def write(path: Path, *lines: dict[str, object], torn: bytes = b"") -> Path:

@@ -4,7 +4,7 @@ import time
 import pytest
 
 from tests.unit.drill.sockets import Listener, hears_nothing
-from trials.drill.proxy import Cut, Door, Later, Proxy, Way
+from tools.drill.proxy import Cut, Door, Later, Proxy, Way
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import requests
 
-from trials.drill.proxy import Proxy
-from trials.drill.receivers import Receiver
+from tools.drill.proxy import Proxy
+from tools.drill.receivers import Receiver
 
 
 def test_a_receiver_notes_what_it_is_told(proxy: Proxy) -> None:

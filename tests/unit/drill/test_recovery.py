@@ -1,9 +1,9 @@
-from jobs.record import Event
-from trials.drill.checker import Receipt, Run
-from trials.drill.faults import Struck
-from trials.drill.recovery import placed, rerun_after, slot_recovery, summary
-from trials.drill.schedule import Fault, Kind
-from trials.drill.stack import ServerPlan
+from slotkeeper.jobs.record import Event
+from tools.drill.checker import Receipt, Run
+from tools.drill.faults import Struck
+from tools.drill.recovery import placed, rerun_after, slot_recovery, summary
+from tools.drill.schedule import Fault, Kind
+from tools.drill.stack import ServerPlan
 
 S = 1_000_000_000
 SERVERS = [ServerPlan("a", "zimg", 1, 0, False), ServerPlan("b", "zimg", 1, 0, False)]

@@ -4,16 +4,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cli.drill import drill
-from local import ports
-from local.errors import Stopped
-from trials.drill import clocks, launcher
-from trials.drill.jobs import masses, orders
-from trials.drill.launcher import Wishes
-from trials.drill.proxy import Proxy
-from trials.drill.schedule import Change, Kind, schedule, targets
-from trials.drill.setting import Setting, hindrance
-from trials.drill.stack import Stack
+from app.cli.drill import drill
+from app.up import ports
+from app.up.errors import Stopped
+from tools.drill import clocks, launcher
+from tools.drill.jobs import masses, orders
+from tools.drill.launcher import Wishes
+from tools.drill.proxy import Proxy
+from tools.drill.schedule import Change, Kind, schedule, targets
+from tools.drill.setting import Setting, hindrance
+from tools.drill.stack import Stack
 
 AMONG = targets(
     ["worker-1", "worker-2"], ["a", "b", "c"], ["zimg", "flux"], doors=["redis", "broker", "database", "a", "b", "c"]
@@ -69,7 +69,7 @@ def test_only_what_was_asked_for_happens() -> None:
 
 
 def test_a_worker_is_stopped_for_longer_than_a_lease() -> None:
-    from routing.config import RoutingSettings
+    from routing.queue.config import RoutingSettings
 
     lease_s = RoutingSettings.model_fields["lease_ms"].default / 1000
     stops = schedule(1, (Kind.STOP,), AMONG, 600, 5)
@@ -105,7 +105,7 @@ def test_a_proxy_stands_between_only_where_a_fault_needs_one() -> None:
 
 
 def test_a_drill_has_the_workers_and_slots_that_were_asked_for(tmp_path: Path) -> None:
-    from local.guardian import Guardian
+    from app.up.guardian import Guardian
 
     with Guardian() as guardian, Proxy() as proxy:
         stack = Stack(tmp_path, guardian, proxy, Setting(workers=4, slots=18))

@@ -14,13 +14,13 @@ from redis import Redis
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
 
-from local import ports
-from local.children import Child
-from local.errors import UpError
+from app.up import ports
+from app.up.children import Child
+from app.up.errors import UpError
 from tests.support.valkey import Valkey
-from trials.drill import postgres
-from trials.drill.proxy import Cut, Proxy, Way
-from trials.drill.wire import LostCommits, Mail, Twist
+from tools.drill import postgres
+from tools.drill.proxy import Cut, Proxy, Way
+from tools.drill.wire import LostCommits, Mail, Twist
 
 # -- PostgreSQL --------------------------------------------------------------------------------------------
 

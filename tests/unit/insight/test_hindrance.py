@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from insight.servers import ServerStatus, SlotUse, hindrance, use_of
+from routing.queries.servers import ServerStatus, SlotUse, hindrance, use_of
 
 _FREE: dict[str, Any] = {
     "server": "gpu1",

@@ -2,13 +2,13 @@
 
 import pytest
 
-from database.db import Database
-from insight import history
-from insight.history import BOUNDS_S, OTHER, Historian
-from jobs.record import Error
-from jobs.states import State, Why
-from jobs.store import Store
-from outbox import removal
+from routing.queries import history
+from routing.queries.history import BOUNDS_S, OTHER, Historian
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.record import Error
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox import removal
 from tests.support.builders import SECOND, T0, a_delayed_job, a_queued_job, a_start, an_ended_job
 from tests.support.ends import store_end
 

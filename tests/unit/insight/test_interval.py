@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from insight import interval
-from insight.interval import KEPT, MOST, Estimate, Memory, Promise, Seen
+from routing.queries import interval
+from routing.queries.interval import KEPT, MOST, Estimate, Memory, Promise, Seen
 from tests.support.learning import HELD, MISSED, learn
 from tests.support.queueing import (
     DAY,
@@ -32,7 +32,7 @@ CACHED_MS = 1000  # a process reads the memory again after so long
 
 
 class Remembering:
-    """The pure functions in the order in which insight/forecasts.py calls them, without a bound on promises."""
+    """The pure functions in the order in which routing/queries/forecasts.py calls them, without a bound on promises."""
 
     def __init__(self) -> None:
         self.memory = self.read = Memory()

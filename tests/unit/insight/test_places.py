@@ -3,11 +3,11 @@ from types import SimpleNamespace
 import pytest
 from redis.exceptions import ConnectionError, TimeoutError
 
-from admission import questions
-from admission.questions import Position
-from insight.interval import Estimate
-from insight.places import Place, Places
-from jobs.record import Waiting
+from routing.admission import questions
+from routing.admission.questions import Position
+from routing.queries.interval import Estimate
+from routing.queries.places import Place, Places
+from slotkeeper.jobs.record import Waiting
 
 JOB = Waiting("j", 1, "zimg", 5, "default")
 SOON = Estimate(2000, 1000, 4000)

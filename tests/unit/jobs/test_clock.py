@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from foundation import clock as clocks
-from foundation.clock import Clock
+from slotkeeper import clock as clocks
+from slotkeeper.clock import Clock
 
 COMMON = 1_800_000_000_000
 
@@ -75,7 +75,7 @@ def test_a_host_that_is_far_off_says_so_now_and_then(host: Host, capsys: pytest.
 
 
 def test_all_of_the_product_goes_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jobs.record import now_ms
+    from slotkeeper.jobs.record import now_ms
 
     monkeypatch.setattr(clocks.clock, "_ahead_ms", 5_000.0)
     assert abs(now_ms() - 5_000 - time.monotonic() * 1000) < 1_000

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from foundation.config import RecordSettings
-from registry.config import ModelConfig, understood
+from slotkeeper.config import RecordSettings
+from slotkeeper.registry.config import ModelConfig, understood
 
 NAN, INFINITE = float("nan"), float("inf")
 

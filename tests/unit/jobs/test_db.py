@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from database import connections, db, engines, postgresql, writer
-from database.db import Batch, Database, Write, _reason, _Ticket
-from database.prepared import run
-from foundation.config import Limits
-from foundation.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
+from slotkeeper.config import Limits
+from slotkeeper.db import connections, db, engines, postgresql, writer
+from slotkeeper.db.db import Batch, Database, Write, _reason, _Ticket
+from slotkeeper.db.prepared import run
+from slotkeeper.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
 from tests.support.builders import eventually
 
 

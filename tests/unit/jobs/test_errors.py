@@ -2,14 +2,8 @@
 
 import inspect
 
-from foundation import errors
-from foundation.errors import (
-    Conflict,
-    InvalidJob,
-    RecordUnavailable,
-    SlotkeeperError,
-    TooMany,
-)
+from slotkeeper import errors
+from slotkeeper.errors import Conflict, InvalidJob, RecordUnavailable, SlotkeeperError, TooMany
 
 ALL = [
     found

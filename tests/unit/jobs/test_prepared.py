@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy import Boolean, Column, Integer, MetaData, Table, Text, bindparam, event, insert, select, update
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from database.prepared import Each, Prepared, Rows, run, say
+from slotkeeper.db.prepared import Each, Prepared, Rows, run, say
 
 things = Table(
     "things",

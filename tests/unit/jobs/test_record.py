@@ -4,10 +4,10 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from insight.attempts import attempts
-from jobs.models import jobs
-from jobs.record import Event, Job, NewJob, Waiting, new_job_id, now_ms
-from jobs.states import State, Why
+from routing.queries.attempts import attempts
+from slotkeeper.jobs.models import jobs
+from slotkeeper.jobs.record import Event, Job, NewJob, Waiting, new_job_id, now_ms
+from slotkeeper.jobs.states import State, Why
 from tests.support.builders import T0, a_job
 
 

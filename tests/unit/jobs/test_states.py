@@ -2,10 +2,10 @@
 
 import pytest
 
-from jobs import states
-from jobs.events import TYPES
-from jobs.models import jobs
-from jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, State, Why, edge
+from slotkeeper.jobs import states
+from slotkeeper.jobs.events import TYPES
+from slotkeeper.jobs.models import jobs
+from slotkeeper.jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, State, Why, edge
 
 
 def test_job_1_no_edge_leads_out_of_a_final_state_but_a_persons_retry_out_of_dead():

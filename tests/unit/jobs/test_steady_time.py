@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from database.db import Database
-from foundation.clock import Clock
 from migrations import migrate
-from registry import steady_time
-from registry.catalog import Catalog
+from slotkeeper.clock import Clock
+from slotkeeper.db.db import Database
+from slotkeeper.registry import steady_time
+from slotkeeper.registry.catalog import Catalog
 
 START_MS = 1_800_000_000_000
 MINUTE_S = 61.0

@@ -1,4 +1,4 @@
-from registry.tenants import LOCAL, hash_key
+from slotkeeper.registry.tenants import LOCAL, hash_key
 
 
 def test_a_key_is_kept_as_its_sha_256():

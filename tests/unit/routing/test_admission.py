@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from admission import bounds
+from routing.admission import bounds
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from foundation.errors import RecordUnavailable, UnknownModel
-from registry.cache import CatalogCache
-from registry.catalog import Model, Snapshot
-from registry.config import ModelConfig
+from slotkeeper.errors import RecordUnavailable, UnknownModel
+from slotkeeper.registry.cache import CatalogCache
+from slotkeeper.registry.catalog import Model, Snapshot
+from slotkeeper.registry.config import ModelConfig
 from tests.support.builders import at_once
 
 

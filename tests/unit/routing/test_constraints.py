@@ -6,15 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from admission.placement import (
-    meets,
-    read_attributes,
-    read_constraints,
-    read_of_model,
-    show_constraints,
-)
-from foundation.errors import InvalidJob
-from registry.values import Server
+from routing.admission.placement import meets, read_attributes, read_constraints, read_of_model, show_constraints
+from slotkeeper.errors import InvalidJob
+from slotkeeper.registry.values import Server
 
 NAMES = st.from_regex(r"[A-Za-z][A-Za-z0-9_.-]{0,10}", fullmatch=True)
 NUMBERS = st.one_of(st.integers(-(10**14), 10**14), st.floats(-1e14, 1e14, allow_nan=False))

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from foundation import exact
+from slotkeeper import exact
 
 NUMBERS = [0, -1, 2**53 + 1, 2**63 - 1, -(2**63), 2**64 - 1, 2**64, -(2**63) - 1, 2**70, 10**300]
 

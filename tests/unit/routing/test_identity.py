@@ -4,13 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upkeep.identity import (
-    YOUNG_MS,
-    Comparison,
-    LeaseView,
-    ServerReport,
-    compare,
-)
+from routing.maintenance.identity import YOUNG_MS, Comparison, LeaseView, ServerReport, compare
 
 NOTHING = Comparison()
 

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 
-from admission import bounds
-from dispatch.outcome import Kind, Outcome
-from dispatch.verdict import Verdict, crashed, judge
-from jobs.record import Waiting
-from jobs.states import TRANSITIONS, Budget, State, Why
-from registry.config import ModelConfig
-from routing import order
+from routing.admission import bounds
+from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.verdict import Verdict, crashed, judge
+from routing.queue import order
+from slotkeeper.jobs.record import Waiting
+from slotkeeper.jobs.states import TRANSITIONS, Budget, State, Why
+from slotkeeper.registry.config import ModelConfig
 
 CONFIG = ModelConfig()
 LARGEST_SEQ = (1 << 49) - 1

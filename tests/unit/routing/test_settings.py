@@ -5,9 +5,9 @@ import os
 import pytest
 from pydantic import ValidationError
 
-from routing.config import RoutingSettings
-from routing.leases import Lease, Renewal
-from routing.queues import new_prefix
+from routing.queue.config import RoutingSettings
+from routing.queue.leases import Lease, Renewal
+from routing.queue.queues import new_prefix
 
 
 def test_the_defaults_stand_in_the_right_relation():

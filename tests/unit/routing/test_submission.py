@@ -6,11 +6,11 @@ from typing import Any
 import orjson
 import pytest
 
-from admission.submission import Submission, check_model_name, encode_payload, prepare
-from foundation.errors import InvalidJob
-from jobs.record import NewJob
-from registry.catalog import Model
-from registry.config import ModelConfig
+from routing.admission.submission import Submission, check_model_name, encode_payload, prepare
+from slotkeeper.errors import InvalidJob
+from slotkeeper.jobs.record import NewJob
+from slotkeeper.registry.catalog import Model
+from slotkeeper.registry.config import ModelConfig
 
 NOW = 1_800_000_000_000
 DAY_S = 86_400

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from foundation import large_json
+from slotkeeper import large_json
 from tasks.servers.body import FILED_FROM, Body
 
 _PIECE = bytes(range(256)) * 256

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dispatch.outcome import Kind, Outcome
-from foundation import exact, large_json
+from routing.dispatch.outcome import Kind, Outcome
+from slotkeeper import exact, large_json
 from tasks.servers import Call, Description, HealthKind, Live, Server, connection
 from tests.support.scripted import Scripted, always, answer, hang_up, refused_url, reset
 

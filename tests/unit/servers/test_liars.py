@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from dispatch.outcome import Kind, Outcome
-from dispatch.verdict import judge
-from jobs.states import Why
-from registry.config import ModelConfig
+from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.verdict import judge
+from slotkeeper.jobs.states import Why
+from slotkeeper.registry.config import ModelConfig
 from tasks.servers import Call, Description, HealthKind, presets
 from tests.support.scripted import Act, Seen, answer
 

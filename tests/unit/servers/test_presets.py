@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from dispatch.outcome import Kind
+from routing.dispatch.outcome import Kind
 from tasks.servers import DEFAULT, Call, Description, compile_plan, presets
 from tests.support import presets_page
 from tests.support.scripted import Seen, answer

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from dispatch.outcome import Kind
+from routing.dispatch.outcome import Kind
 from tasks.servers import Description, HealthKind, presets
 from tasks.servers.live import in_own_loop
 from tasks.servers.probe import GENERIC, Recognized, Trial, endpoint_for, recognize

@@ -3,7 +3,7 @@ from typing import Any
 import orjson
 import pytest
 
-from dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Kind, Outcome
 from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.description import DEFAULT, Description, for_model
 from tasks.servers.plan import compile_plan

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dispatch.outcome import Kind
+from routing.dispatch.outcome import Kind
 from tasks.servers import Call, Description, Live, Server
 from tasks.servers.stream import Piece
 from tests.support.scripted import Act, answer, hang_up, reset

@@ -1,6 +1,6 @@
 import pytest
 
-from dispatch.outcome import Kind
+from routing.dispatch.outcome import Kind
 from tasks.servers.call import Call
 from tasks.servers.description import JOB_SOURCES, SUBMIT_SOURCES
 from tasks.servers.templates import Body, Headers, OutputSize, Path, TemplateError, Values, to_json

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from redis import Redis
 
-from local.errors import UpError
-from trials.simulate import Outcome, Scenario, run
-from trials.simulate.valkey import private_valkey
+from app.simulate import Outcome, Scenario, run
+from app.simulate.valkey import private_valkey
+from app.up.errors import UpError
 
 Play = Callable[[Scenario], Outcome]
 

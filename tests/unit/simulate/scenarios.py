@@ -4,10 +4,10 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from registry.catalog import Model, Snapshot
-from registry.config import ModelConfig
-from registry.values import Server
-from trials.simulate import Arrival, Job, Scenario
+from app.simulate import Arrival, Job, Scenario
+from slotkeeper.registry.catalog import Model, Snapshot
+from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.values import Server
 
 T0 = 1_800_000_000_000
 SECOND = 1000

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from cli.__main__ import main
-from cli.simulate import _stoppable
-from database.db import Database
-from jobs.record import now_ms
-from jobs.states import Why
-from jobs.store import Store
-from registry.catalog import Catalog
+from app.cli.__main__ import main
+from app.cli.simulate import _stoppable
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.jobs.states import Why
+from slotkeeper.jobs.store import Store
+from slotkeeper.registry.catalog import Catalog
 from tests.support.builders import a_queued_job, a_start
 from tests.support.ends import store_end
 from tests.unit.cli.bench import until
@@ -164,7 +164,7 @@ def short_folder() -> Iterator[Path]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_whatever_ends_it_leaves_no_process_and_no_folder(short_folder, number):
-    words = [sys.executable, "-m", "cli", "simulate", "--rate", "20000", "--duration", "5h"]
+    words = [sys.executable, "-m", "app.cli", "simulate", "--rate", "20000", "--duration", "5h"]
     env = os.environ | {"TMPDIR": str(short_folder)}
     process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from registry.catalog import Model, Snapshot
-from registry.config import ModelConfig
-from registry.values import Server
+from app.simulate import Arrival, Outage, Wrong, run
+from app.simulate.scenario import Job
+from slotkeeper.registry.catalog import Model, Snapshot
+from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.values import Server
 from tests.unit.simulate.scenarios import POLICIES, SECOND, T0, a_catalog, a_scenario, at, poisson, starts
-from trials.simulate import Arrival, Outage, Wrong, run
-from trials.simulate.scenario import Job
 
 
 def overlaps(jobs: list[Job]) -> list[tuple[Job, Job]]:

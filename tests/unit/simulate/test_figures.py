@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from app.simulate import Outage, Outcome, figures, jain, plots
+from app.simulate.figures import entitlement, overtaken, percentile, slot_seconds, swaps, tenant_classes
+from app.simulate.scenario import Job, Wrong
+from app.simulate.show import line, pair, span
 from tests.unit.simulate.scenarios import SECOND, T0, a_catalog, a_scenario, poisson
-from trials.simulate import Outage, Outcome, figures, jain, plots
-from trials.simulate.figures import entitlement, overtaken, percentile, slot_seconds, swaps, tenant_classes
-from trials.simulate.scenario import Job, Wrong
-from trials.simulate.show import line, pair, span
 
 
 def a_job(number: int, arrival: float, start: float, run: float = 10, **more) -> Job:

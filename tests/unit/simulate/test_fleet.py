@@ -2,11 +2,11 @@
 
 import pytest
 
+from app.simulate import fleet
+from app.simulate.fleet import Changes
+from app.simulate.plan import Plan
+from app.simulate.scenario import Wrong
 from tests.unit.simulate.scenarios import a_catalog, at
-from trials.simulate import fleet
-from trials.simulate.fleet import Changes
-from trials.simulate.plan import Plan
-from trials.simulate.scenario import Wrong
 
 
 def slots(catalog) -> dict[str, int]:

@@ -5,9 +5,9 @@ from statistics import mean, pstdev
 
 import pytest
 
-from trials.simulate import load
-from trials.simulate.plan import Plan, read
-from trials.simulate.scenario import Wrong
+from app.simulate import load
+from app.simulate.plan import Plan, read
+from app.simulate.scenario import Wrong
 
 HOUR_MS = 3_600_000
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from app.simulate import Arrival, Job, Scenario, jain
+from app.simulate.figures import percentile, slot_seconds
 from tests.unit.simulate.scenarios import SECOND, T0, a_catalog, a_scenario, at, poisson
-from trials.simulate import Arrival, Job, Scenario, jain
-from trials.simulate.figures import percentile, slot_seconds
 
 
 def bursty(seed: int, jobs: int, span_s: float, priorities: int = 9) -> list[Arrival]:

@@ -5,14 +5,14 @@ from datetime import UTC, datetime
 
 import pytest
 
-from database.db import Database
-from jobs.states import State, Why
-from jobs.store import Store
-from registry.catalog import Catalog
+from app.simulate import Wrong, figures, recorded
+from app.simulate.scenario import Scenario
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
+from slotkeeper.registry.catalog import Catalog
 from tests.support.builders import T0, a_job, a_job_in, a_queued_job, a_start
 from tests.support.ends import store_end
-from trials.simulate import Wrong, figures, recorded
-from trials.simulate.scenario import Scenario
 
 HOUR_MS = 3_600_000
 

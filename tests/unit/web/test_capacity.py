@@ -1,7 +1,7 @@
 import pytest
 
 from app.config import AppSettings
-from app.web.connection import Capacity
+from app.server.connection import Capacity
 
 
 class Holder:

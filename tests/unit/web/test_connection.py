@@ -14,11 +14,11 @@ import pytest
 import requests
 
 from app.config import AppSettings
-from app.web.application import Application, Request
-from app.web.connection import Connection
-from app.web.owners import Owners
-from database.db import Database
-from registry.tenants import Tenant, hash_key
+from app.server.application import Application, Request
+from app.server.connection import Connection
+from app.server.owners import Owners
+from slotkeeper.db.db import Database
+from slotkeeper.registry.tenants import Tenant, hash_key
 from tests.support.certificates import self_signed
 from tests.support.stack import eventually
 from tests.support.web import Web, serving
@@ -272,7 +272,7 @@ def test_a_response_that_cannot_be_written_ends_its_connection_and_no_other(
         raise RuntimeError("planted")
 
     with monkeypatch.context() as broken:
-        broken.setattr("app.web.application.Request.start", fail)
+        broken.setattr("app.server.application.Request.start", fail)
         with suppress(ConnectionError):
             assert _talk(address, GET + CRLF, ends=False) == b""
     assert _statuses(_talk(address, GET + CRLF)) == [200]

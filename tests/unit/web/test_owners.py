@@ -2,10 +2,10 @@ import asyncio
 
 import pytest
 
-from app.web import owners as module
-from app.web.owners import Kind, Owner, Owners
-from foundation.errors import RecordUnavailable
-from registry.tenants import Tenant, hash_key
+from app.server import owners as module
+from app.server.owners import Kind, Owner, Owners
+from slotkeeper.errors import RecordUnavailable
+from slotkeeper.registry.tenants import Tenant, hash_key
 
 KNOWN = {"sk_a": Tenant("alice", False), "sk_o": Tenant("operator", True)}
 HERE = "10.0.0.1"

@@ -15,21 +15,21 @@ import pytest
 from sqlalchemy import insert
 
 from app.config import AppSettings
-from app.web import stream as streaming
-from app.web.application import Application
-from app.web.owners import Kind, Owner, Owners
-from database.db import Database
-from insight.said import Place, Watching
-from jobs.events import note
-from jobs.models import events
-from jobs.record import now_ms
-from jobs.states import State, Why
-from jobs.store import Store
-from outbox import removal
-from outbox.ageing import Ageing
-from registry.tenants import Tenants, hash_key
-from scripting.keys import Keys
-from scripting.scripts import Scripts, connect
+from app.server import stream as streaming
+from app.server.application import Application
+from app.server.owners import Kind, Owner, Owners
+from routing.queries.said import Place, Watching
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.events import note
+from slotkeeper.jobs.models import events
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.store import Store
+from slotkeeper.outbox import removal
+from slotkeeper.outbox.ageing import Ageing
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.scripts import Scripts, connect
+from slotkeeper.registry.tenants import Tenants, hash_key
 from tasks import wiring
 from tests.support.api import Api
 from tests.support.builders import T0, a_queued_job, a_running_job, an_ended_job, eventually
@@ -607,7 +607,7 @@ def test_who_waits_when_the_process_stops_is_answered(served: Served) -> None:
 def test_a_stream_ends_when_its_key_is_removed_and_no_other_does(
     served: Served, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.web.application.KEYS_EVERY_S", 0.05)
+    monkeypatch.setattr("app.server.application.KEYS_EVERY_S", 0.05)
     gone = Reader(served.ask("/stream", served.api.tenant("acme", admin=True))).until_open()
     stays = Reader(served.ask("/stream", served.api.tenant("beta", admin=True))).until_open()
     Tenants(served.api.database).remove("acme")

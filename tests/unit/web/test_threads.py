@@ -4,7 +4,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from app.web.threads import FairPool, Full, Gone
+from app.server.threads import FairPool, Full, Gone
 from tests.support.threads import no_thread_left
 
 

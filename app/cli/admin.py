@@ -1,0 +1,450 @@
+"""Commands for operators: dead jobs, servers, models, and how things stand."""
+
+import sys
+from typing import Any
+
+import click
+
+from app.cli import removal, standing
+from app.cli.common import (
+    client,
+    json_option,
+    limit_option,
+    print_facts,
+    print_json,
+    print_table,
+    quoted,
+    read_json,
+    read_setting,
+    shown,
+)
+from app.cli.conditions import read_attributes
+from app.cli.jobs import print_attempts, print_job, print_jobs
+from app.terminal import console, one_line, say
+
+_WATCH_JOBS = 12
+# Told in a sentence, or shown with the configuration.
+_NOT_OF_MODEL = ("leaving", "load", "longest_overtaking_s", "longest_wait", "model_type", "work_s")
+
+
+@click.group()
+def dlq() -> None:
+    """Dead jobs: those whose retries are used up, or under which workers died."""
+
+
+@dlq.command("list")
+@click.option("--model")
+@limit_option
+@json_option
+def list_dead(model: str | None, limit: int, as_json: bool) -> None:
+    """List dead jobs."""
+    print_jobs(list(client().pages("/admin/dlq", "jobs", limit, model=model)), as_json)
+
+
+@dlq.command("show")
+@click.argument("job_id", metavar="ID")
+@json_option
+def show_dead(job_id: str, as_json: bool) -> None:
+    """Show a dead job with all of its attempts."""
+    api = client()
+    job = api.get(f"/queue/jobs/{quoted(job_id)}")
+    found = api.get(f"/queue/jobs/{quoted(job_id)}/attempts")["attempts"]
+    if as_json:
+        print_json({**job, "attempts": found})
+        return
+    print_job(job)
+    print_attempts(found)
+
+
+@dlq.command("retry")
+@click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
+def retry_dead(job_ids: tuple[str, ...]) -> None:
+    """Queue dead jobs again, with fresh budgets."""
+    for job_id in job_ids:
+        client().post(f"/admin/dlq/{quoted(job_id)}/retry")
+        say(f"{job_id}  queued")
+
+
+@dlq.command("retry-all")
+@click.option("--model", help="Only this model's.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def retry_all_dead(model: str | None, yes: bool) -> None:
+    """Queue all dead jobs again."""
+    if not yes:
+        click.confirm(f"Queue all dead jobs{f' of {model}' if model else ''} again?", abort=True)
+    api, retried, more = client(), 0, True
+    with console(stderr=True).status("") as status:
+        while more:
+            answer = api.call("POST", "/admin/dlq/retry-all", params={"model": model})
+            retried, more = retried + answer["retried"], answer["more"]
+            status.update(f"{retried} jobs ...")
+    say(f"{retried} jobs are queued again.")
+
+
+@dlq.command("delete")
+@click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
+def delete_dead(job_ids: tuple[str, ...]) -> None:
+    """Remove dead jobs for good."""
+    for job_id in job_ids:
+        client().call("DELETE", f"/admin/dlq/{quoted(job_id)}")
+        say(f"{job_id}  deleted")
+
+
+@click.group()
+def servers() -> None:
+    """Inference servers and their slots."""
+
+
+@servers.command("list")
+@json_option
+def list_servers(as_json: bool) -> None:
+    """List servers, and the slots of each fleet at this moment."""
+    answer = client().get("/admin/servers")
+    if as_json:
+        print_json(answer)
+        return
+    _print_servers(answer["servers"])
+    if answer["fleets"]:
+        _print_fleets(answer["fleets"])
+
+
+def _print_servers(found: list[dict[str, Any]]) -> None:
+    rows = (
+        (one["server"], one["state"], one["slots"], _now(one), model, endpoint, _attributes(one["attributes"]))
+        for one in found
+        for model, endpoint in (one["models"] or {"-": "-"}).items()
+    )
+    titles = ("server", "state", "slots", "now", "model", "endpoint", "attributes")
+    print_table(titles, rows, "There are no servers: register one.")
+
+
+def _now(one: dict[str, Any]) -> str:
+    """What keeps a server from taking jobs at this moment."""
+    now, withheld = one["standing"], len(one["withheld"])
+    if now is None:
+        return "-"
+    said = []
+    if now["breaker"] != "closed":
+        said.append(f"breaker {now['breaker']} ({now['breaker_why']}) until {now['breaker_until']}")
+    if now["cooling"]:
+        said.append(f"{now['cooling']} cooling until {now['cooldown_until']}")
+    if withheld:
+        said.append(f"{withheld} withheld")
+    if now["away_since"]:
+        said.append(f"away since {now['away_since']}")
+    if said and one["running"]:
+        said.append(f"{one['running']} running")
+    return ", ".join(said) or one["hindrance"] or "well"
+
+
+def _attributes(found: dict[str, Any]) -> str:
+    return " ".join(
+        f"{name}={','.join(map(str, it)) if isinstance(it, list) else shown(it)}" for name, it in found.items()
+    )
+
+
+def _print_fleets(found: list[dict[str, Any]]) -> None:
+    names = ("fleet", "waiting", "taken", "free", "cooling")
+    print_table(names, ([one[name] for name in names] for one in found), "")
+
+
+@servers.command("show")
+@click.argument("server")
+@json_option
+def show_server(server: str, as_json: bool) -> None:
+    """Show a server: how it stands, and the parts of the score by which it is chosen (the lowest total is)."""
+    found = next((one for one in client().get("/admin/servers")["servers"] if one["server"] == server), None)
+    if found is None:
+        raise click.ClickException(f"There is no server {server!r}; `slotkeeper servers list` shows them.")
+    if as_json:
+        print_json(found)
+        return
+    now = found.pop("standing")
+    found["attributes"] = _attributes(found["attributes"]) or None
+    print_facts({**found, **(now or {})}, ("models", "scores", "withheld"))
+    for one in found["withheld"]:
+        say(one_line(one["sentence"]))
+    if now is None:
+        say("How it stands in the waiting room is not known: Redis is away.")
+        return
+    parts = ("load", "failures", "slowness", "swap", "total")
+    rows = [
+        (model, endpoint, *(_score(now["scores"], model, part) for part in parts))
+        for model, endpoint in found["models"].items()
+    ]
+    print_table(("model", "endpoint", *parts), rows, "It serves no model.")
+
+
+def _score(scores: dict[str, Any], model: str, part: str) -> str | None:
+    return f"{scores[model][part]:.3f}" if model in scores else None
+
+
+@servers.command("release")
+@click.argument("server")
+@click.option("--slot", metavar="SLOT", help="One of its slots, such as gpu1-slot0; by default all that are withheld.")
+@json_option
+def release_server(server: str, slot: str | None, as_json: bool) -> None:
+    """Use withheld slots again.
+
+    A slot is withheld while its server may still run a job that has ended here.  Say so if you know that it does not:
+    its process is dead, or you have looked.
+    """
+    answer = client().post(f"/admin/servers/{quoted(server)}/release", {"slot": slot})
+    if as_json:
+        print_json(answer)
+    else:
+        say(f"Withheld slots of {one_line(server)} are used again.")
+
+
+@servers.command("reset")
+@click.argument("server")
+@json_option
+def reset_server(server: str, as_json: bool) -> None:
+    """Say that it is well: close its breaker, end its cooldown, forget its failures."""
+    answer = client().post(f"/admin/servers/{quoted(server)}/reset")
+    if as_json:
+        print_json(answer)
+        return
+    say(one_line(f"{server} is {answer['state']}; {_now(answer)}."))
+
+
+@servers.command("register")
+@click.argument("model")
+@click.argument("server")
+@click.argument("endpoint")
+@click.option("--slots", default=1, show_default=True, type=click.IntRange(1, 1024), help="Jobs it runs at once.")
+@click.option(
+    "--attribute", "attributes", metavar="NAME=VALUE", multiple=True, help="What jobs can ask for; repeat it."
+)
+@click.option("--weight", type=click.FloatRange(0, 1000, min_open=True), help="How gladly it is chosen.  [default: 1]")
+@click.option("--model-version", metavar="TEXT", help="Of the model there.")
+@click.option("--runtime", metavar="TEXT", help="What runs the model there.")
+@click.option(
+    "--preset", metavar="NAME", help="The kind of server it is, if the model's configuration does not say it."
+)
+@click.option("--description", metavar="JSON", help="How it is spoken to for this model; @file reads it from there.")
+@json_option
+def register_server(
+    model: str,
+    server: str,
+    endpoint: str,
+    slots: int,
+    attributes: tuple[str, ...],
+    description: str | None,
+    as_json: bool,
+    **more: Any,
+) -> None:
+    """Add a server, or another model on it.  What is left out of its attributes, weight, ... stays.
+
+    \b
+    slotkeeper servers register zimg zimg-api4 http://10.0.0.4:9001/generate --slots 2
+    slotkeeper servers register ... --attribute gpu=A100 --attribute memory=80 --weight 2
+    """
+    body = {"model": model, "server": server, "endpoint": endpoint, "slots": slots}
+    body |= {name: value for name, value in more.items() if value is not None}
+    if description is not None:
+        body["description"] = read_json(description, "--description")
+    if attributes:
+        body["attributes"] = read_attributes(attributes)
+    answer = client().post("/admin/register", body)
+    if as_json:
+        print_json(answer)
+    else:
+        say(f"{server} serves {model} on {slots} slots.")
+
+
+@servers.command("remove")
+@click.argument("server")
+@click.option("--drain", is_flag=True, help="Let what runs there end first, and give it nothing new.")
+@click.option("--force", is_flag=True, help="At once: what runs there ends at no cost, and runs again elsewhere.")
+@json_option
+def remove_server(server: str, drain: bool, force: bool, as_json: bool) -> None:
+    """Forget it.  Its models stay."""
+    params = {name: "true" for name, wanted in (("drain", drain), ("force", force)) if wanted}
+    removal.say_removal(removal.remove("servers", server, params), as_json)
+
+
+servers.add_command(removal.keep_command("server"))
+
+
+@click.group()
+def models() -> None:
+    """Models and how their jobs are treated."""
+
+
+@models.command("list")
+@json_option
+def list_models(as_json: bool) -> None:
+    """List models."""
+    found = client().get("/admin/models")["models"]
+    if as_json:
+        print_json(found)
+    else:
+        _print_models(found)
+
+
+def _print_models(found: list[dict[str, Any]]) -> None:
+    rows = (
+        (
+            *(one[name] for name in ("model", "state", "model_type", "policy", "slots", "waiting")),
+            ", ".join(one["servers"]),
+        )
+        for one in found
+    )
+    titles = ("model", "state", "type", "policy", "slots", "waiting", "servers")
+    print_table(titles, rows, "There are no models yet.")
+
+
+@models.command("show")
+@click.argument("model")
+@json_option
+def show_model(model: str, as_json: bool) -> None:
+    """Show a model: how it stands, how long its jobs may wait, and its configuration; * marks what is not default."""
+    api = client()
+    found, answer = api.get(f"/admin/models/{quoted(model)}"), api.get(f"/admin/model-configs/{quoted(model)}")
+    if as_json:
+        print_json({**found, **answer})
+        return
+    _print_model(found)
+    own = answer["overrides"]
+    print_facts({f"{name} *" if name in own else name: value for name, value in answer["config"].items()})
+
+
+def _print_model(found: dict[str, Any]) -> None:
+    load = found["load"] or {}
+    print_facts({**found, **load, "servers": ", ".join(found["servers"])}, _NOT_OF_MODEL)
+    if found.get("leaving"):
+        say(one_line(f"It is being removed; left: {removal.left(found['leaving']['left'])}."))
+    say(found["longest_wait"])
+    if load.get("work_s"):
+        say(f"What waits at present is about {load['work_s']:g} s of work for its slots.")
+    say()
+
+
+@models.command("configure")
+@click.argument("model")
+@click.argument("settings", metavar="NAME=VALUE...", nargs=-1, required=True)
+@json_option
+def configure_model(model: str, settings: tuple[str, ...], as_json: bool) -> None:
+    """Change settings of a model; the others stay as they are.  Values are JSON; a bare word is a text.
+
+    \b
+    slotkeeper models configure flux model_type=async poll_interval=0.5
+    slotkeeper models configure flux preset=slot-protocol description=@flux.json
+    """
+    api, path = client(), f"/admin/model-configs/{quoted(model)}"
+    changes = dict(read_setting(one) for one in settings)
+    answer = api.call("PUT", path, body={**_overrides(api, path), **changes})
+    if as_json:
+        print_json(answer)
+        return
+    print_facts({name: answer["config"].get(name) for name in changes})
+
+
+def _overrides(api: Any, path: str) -> dict[str, Any]:
+    """Those that are set now; none for a model that is not known yet."""
+    from slotkeeper.client import Refused
+
+    try:
+        found: dict[str, Any] = api.get(path)["overrides"]
+    except Refused as error:
+        if error.status != 404:
+            raise
+        return {}
+    return found
+
+
+@models.command("reset")
+@click.argument("model")
+def reset_model(model: str) -> None:
+    """Bring all settings of a model back to their defaults."""
+    client().call("DELETE", f"/admin/model-configs/{quoted(model)}")
+    say(f"{model} has the default configuration.")
+
+
+@models.command("remove")
+@click.argument("model")
+@click.option("--drain", is_flag=True, help="Let its jobs end first, and take no new ones.")
+@json_option
+def remove_model(model: str, drain: bool, as_json: bool) -> None:
+    """Remove it with its configuration and all that was learned of it; its ended jobs stay readable."""
+    params = {"drain": "true"} if drain else {}
+    removal.say_removal(removal.remove("models", model, params), as_json)
+
+
+models.add_command(removal.keep_command("model"))
+
+
+@click.command()
+@json_option
+def ledger(as_json: bool) -> None:
+    """Count all jobs ever accepted, and check that none is missing.  Exit status 1: one is."""
+    answer = client().get("/admin/ledger")
+    if as_json:
+        print_json(answer)
+    else:
+        rows = [(state, count, answer["purged"].get(state, 0)) for state, count in answer["by_state"].items()]
+        print_table(("state", "jobs", "removed after their time"), rows, "")
+        verdict = "and all are accounted for" if answer["balanced"] else "AND THAT IS NOT WHAT THE STATES ADD UP TO"
+        say(f"{answer['accepted']} jobs were accepted, {verdict}.")
+    if not answer["balanced"]:
+        sys.exit(1)
+
+
+@click.command()
+@click.option("--every", default=1.0, show_default=True, type=click.FloatRange(0.2, 60), help="Seconds.")
+def watch(every: float) -> None:
+    """Show queues, slots and the newest jobs, live, until Ctrl-C."""
+    import time
+
+    from rich.live import Live
+
+    from slotkeeper.client import Unreachable
+
+    api = client()
+    screen = console()
+    shows = _picture(api)  # Before the screen is taken: what is wrong shall be said as usual.
+    with Live(shows, console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
+        try:
+            while True:
+                live.update(shows, refresh=True)
+                time.sleep(every)
+                try:
+                    shows = _picture(api)
+                except Unreachable as error:
+                    shows = error.message
+        except KeyboardInterrupt:
+            return
+
+
+def _picture(api: Any) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Group
+    from rich.table import Table
+
+    from app.cli.common import age
+
+    def table(title: str, *names: str) -> Table:
+        made = Table(*names, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        made.columns[0].no_wrap = True
+        return made
+
+    fleets = table("Fleets", "fleet", "waiting", "taken", "free", "cooling", "servers")
+    answer = api.get("/admin/servers")
+    for one in answer["fleets"] or []:
+        names = [f"{s['server']} ({s['state']})" for s in answer["servers"] if s["fleet"] == one["fleet"]]
+        counts = [shown(one[name]) for name in ("fleet", "waiting", "taken", "free", "cooling")]
+        fleets.add_row(*map(one_line, [*counts, ", ".join(names)]))
+    newest = table("Newest jobs", "job", "model", "status", "priority", "attempts", "slot", "age")
+    for job in api.get("/queue/jobs", limit=_WATCH_JOBS)["jobs"]:
+        facts = (job["job_id"], job["model"], job["status"], job["priority"], job["attempts"], job["slot"])
+        newest.add_row(*(one_line(shown(fact)) for fact in facts), age(job["created_at"]))
+    states = api.get("/admin/ledger")["by_state"]
+    summary = "   ".join(f"{state} {count}" for state, count in states.items() if count) or "no jobs yet"
+    return Group(f"{api.url}   {summary}\n", fleets, newest)
+
+
+standing.add_to(servers, "server")
+standing.add_to(models, "model")
+
+COMMANDS = (dlq, servers, models, ledger, watch)

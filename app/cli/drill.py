@@ -1,0 +1,149 @@
+"""The command `slotkeeper drill`."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from app.terminal import say
+
+
+class _Kinds(click.ParamType):
+    name = "kinds"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
+        from tools.drill.schedule import Kind
+
+        if isinstance(value, tuple):
+            return value
+        names = [name.strip() for name in str(value).split(",") if name.strip()]
+        if names == ["none"]:
+            return ()
+        if "all" in names:
+            return tuple(Kind)
+        wrong = [name for name in names if name not in set(Kind)]
+        if wrong:
+            self.fail(f"{wrong[0]!r} is none of all, none, {', '.join(Kind)}", param, ctx)
+        return tuple(Kind(name) for name in names)
+
+
+_HELP = """Prove on this machine that no job gets lost, whatever is killed.
+
+Starts a whole Slotkeeper in a temporary folder, submits jobs over HTTP, and meanwhile lets things fail by a seed.
+Then compares what clients were promised with what servers and receivers saw.
+
+\b
+Kinds of faults; `all` is every one that the setting allows:
+  worker, maintenance, beat, web, redis, server, database   SIGKILL, and started again
+  stop        SIGSTOP of a worker for longer than a lease, then SIGCONT
+  restarts    SIGTERM of a worker, and a start
+  flush       FLUSHALL
+  stale       Redis fails over to a replica that lacks the latest writes
+  messages    the broker's messages are doubled, delayed, lost
+  silence     connections stay and carry nothing, in one way or in both
+  cuts        connections are reset
+  delays      whatever is sent arrives late
+  commits     COMMITs are lost, or only their answers (PostgreSQL)
+  revokes     Celery's revoke of jobs that wait or run
+  clock       a process's clock is wrong by seconds or by an hour (libfaketime)
+  receivers   webhook receivers are slow, or dead
+  deadlines   many jobs have the same deadline
+  operator    slots, servers, policies and limits are changed
+
+Exit status 0: nothing was lost, nothing ran twice at once, nothing was out of order that no fault explains, nothing
+stood still, nobody paid for what was not his fault, and nobody was told what is not so.
+"""
+
+
+@click.command(help=_HELP)
+@click.option("--jobs", default=1000, show_default=True, type=click.IntRange(1, 1_000_000), help="Jobs to submit.")
+@click.option("--seconds", default=60.0, show_default=True, type=click.FloatRange(1), help="How long faults go on.")
+@click.option("--kills", type=click.IntRange(1), help="So many faults, however long that takes, instead of --seconds.")
+@click.option("--seed", type=int, help="Repeats the drill of that seed.  [default: a new one]")
+@click.option("--kill-every", default=6.0, show_default=True, type=click.FloatRange(0.5), help="Seconds, about.")
+@click.option("--faults", default="all", show_default=True, type=_Kinds(), help="Kinds, with commas; or none.")
+@click.option("--clients", default=16, show_default=True, type=click.IntRange(1, 500), help="Threads that submit.")
+@click.option(
+    "--burst", default=50, show_default=True, type=click.IntRange(0, 100), help="Percent of the jobs at once."
+)
+@click.option("--workers", default=2, show_default=True, type=click.IntRange(1, 32), help="Worker processes.")
+@click.option("--slots", default=8, show_default=True, type=click.IntRange(4, 256), help="Of all servers together.")
+@click.option(
+    "--database", default="sqlite", show_default=True, help="sqlite, postgresql, or the URL of an empty PostgreSQL."
+)
+@click.option("--keep", is_flag=True, help="Keep journals and logs.  They are kept anyway if it is not passed.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the score card there."
+)
+def drill(
+    jobs: int,
+    seconds: float,
+    kills: int | None,
+    seed: int | None,
+    kill_every: float,
+    faults: tuple[Any, ...],
+    clients: int,
+    burst: int,
+    workers: int,
+    slots: int,
+    database: str,
+    keep: bool,
+    json_file: Path | None,
+) -> None:
+    """Prove on this machine that no job gets lost, whatever fails."""
+    import secrets
+
+    from app.terminal import console
+    from app.up.errors import Stopped
+    from tools.drill.launcher import Wishes
+    from tools.drill.launcher import drill as run
+
+    faults = _possible(faults, database)
+    if kills is not None and not faults:
+        raise click.UsageError("--kills needs at least one kind of --faults.")
+    if seed is None:
+        seed = secrets.randbelow(1_000_000)
+    out = console()
+    command = _again(click.get_current_context(), seed)
+    wishes = Wishes(
+        jobs, seconds, seed, kill_every, faults, clients, burst / 100, keep, kills, workers, slots, database, command
+    )
+    try:
+        card = run(wishes, out)
+    except Stopped:
+        out.print("Stopped; nothing is left running.")
+        sys.exit(130)
+    if json_file is not None:
+        json_file.write_text(json.dumps(card.data(), indent=2) + "\n")
+    card.show(out)
+    sys.exit(0 if card.passed else 1)
+
+
+def _possible(kinds: tuple[Any, ...], database: str) -> tuple[Any, ...]:
+    """Those that can happen here; says why the others cannot."""
+    from tools.drill.setting import hindrance
+
+    hindered = {kind: why for kind in kinds if (why := hindrance(kind, database)) is not None}
+    for kind, why in hindered.items():
+        say(f"Without {kind}: {why}.", err=True)
+    return tuple(kind for kind in kinds if kind not in hindered)
+
+
+def _again(context: click.Context, seed: int) -> str:
+    """The command that repeats this drill."""
+    words = ["slotkeeper", "drill", "--seed", str(seed)]
+    for option in context.command.params:
+        name = option.name or ""
+        if name in ("seed", "keep", "json_file") or _is_default(context, name):
+            continue
+        value = context.params[name]
+        words += [option.opts[0], ",".join(value) if isinstance(value, tuple) else str(value)]
+    return shlex.join(words)
+
+
+def _is_default(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is ParameterSource.DEFAULT

@@ -1,0 +1,136 @@
+"""Commands about kinds of servers: those that are known by name, and what answers at an address."""
+
+import sys
+from typing import Any
+
+import click
+
+from app.cli.admin import servers
+from app.cli.common import client, json_option, print_facts, print_json, print_table, quoted, read_json
+from app.terminal import json_text, one_line, say
+
+
+@click.command()
+@click.argument("name", required=False)
+@json_option
+def presets(name: str | None, as_json: bool) -> None:
+    """List the kinds of inference servers that are known by name, or show one with its description.
+
+    \b
+    slotkeeper presets cog
+    slotkeeper models configure flux preset=cog
+    """
+    answer = client().get("/admin/presets" if name is None else f"/admin/presets/{quoted(name)}")
+    if as_json:
+        print_json(answer)
+    elif name is None:
+        rows = ((one["name"], one["title"], one["evidence"], one["servers"]) for one in answer["presets"])
+        print_table(("preset", "", "checked", "servers"), rows, "There are no presets.")
+        for it in answer["behind"]:
+            say(f"{one_line(it['model'])} was configured with an older form of {it['preset']}; to renew it, say again:")
+            say(f"  slotkeeper models configure {quoted(it['model'])} preset={it['preset']}")
+    else:
+        _print_preset(answer)
+
+
+def _print_preset(it: dict[str, Any]) -> None:
+    print_facts({key: it[key] for key in ("name", "title", "servers", "evidence", "checked")})
+    for note in it["notes"]:
+        say(f"- {one_line(note)}")
+    say()
+    say(json_text(it["description"], indent=2))
+    say()
+    _print_commands("MODEL", "SERVER", it["name"], it["endpoint"], it["slots"])
+    say(f"slotkeeper submit MODEL {_quoted(json_text(it['payload']))}")
+
+
+def _print_commands(model: str, server: str, preset: str, endpoint: str, slots: int) -> None:
+    say(f"slotkeeper models configure {model} preset={preset}")
+    say(f"slotkeeper servers register {model} {server} {_quoted(endpoint)} --slots {slots}")
+
+
+def _quoted(text: str) -> str:
+    import shlex
+
+    return shlex.quote(text)
+
+
+@servers.command("probe")
+@click.argument("url")
+@click.option("--preset", metavar="NAME", help="Speak to it so, whatever its answers speak for.")
+@click.option("--payload", metavar="JSON", help="Run a job there: JSON, @file, or - for standard input.")
+@click.option("--model", help="Whose secrets may be put in.")
+@click.option(
+    "--patience", default=10.0, show_default=True, type=click.FloatRange(0, 25, min_open=True), help="Seconds."
+)
+@json_option
+def probe(url: str, preset: str | None, payload: str | None, model: str | None, patience: float, as_json: bool) -> None:
+    """Ask an address what kind of inference server answers there, and try a job on it.  Nothing is registered.
+
+    Shows each exchange and which rule judged it, and ends with the commands that register the server.  Exit status 1:
+    nobody answers, or the job did not end well.
+
+    \b
+    slotkeeper servers probe http://10.0.0.4:5000 --payload '{"prompt": "a cat"}'
+    """
+    body: dict[str, Any] = {"url": url, "preset": preset, "model": model, "patience": patience}
+    body = {key: value for key, value in body.items() if value is not None}
+    if payload is not None:
+        body["payload"] = read_json(payload, "payload")
+    found = client().post("/admin/servers/probe", body)
+    if as_json:
+        print_json(found)
+    else:
+        _print_probe(found, model or "MODEL")
+    if not found["reachable"] or (found["outcome"] or {"kind": "done"})["kind"] != "done":
+        sys.exit(1)
+
+
+def _print_probe(found: dict[str, Any], model: str) -> None:
+    for one in found["exchanges"]:
+        _print_exchange(one)
+    if not found["reachable"]:
+        say("Nobody answers there.")
+        return
+    for one in found["candidates"]:
+        say(one_line(f"{one['preset']}: {one['because']} (weight {one['weight']})"))
+    if not found["candidates"]:
+        say("No preset's signs were met.  If it answers a POST at once with the result, generic-sync fits.")
+    if found["health"]:
+        said = {key: value for key, value in found["health"].items() if value not in (None, "", [])}
+        say(one_line(f"health: {json_text(said)}"))
+    if found["outcome"]:
+        say(one_line(f"the job: {json_text(found['outcome'])}"))
+    if (found["outcome"] or {"kind": "done"})["kind"] == "done":
+        say()
+        _print_commands(model, "SERVER", found["preset"], found["endpoint"], 1)
+
+
+def _print_exchange(one: dict[str, Any]) -> None:
+    answer = f"{one['status']} {one['answer']}" if one["status"] is not None else one["answer"]
+    say(one_line(f"{one['step']}  {one['request']}  {one['took_ms']} ms  ->  {answer}"))
+    if one["rule"]:
+        say(one_line(f"    {one['means']}, by {one['rule']}"))
+
+
+@servers.command("check")
+@click.argument("server")
+@json_option
+def check(server: str, as_json: bool) -> None:
+    """Say why a server gets no jobs.  Exit status 1: something keeps it from them."""
+    found = client().get(f"/admin/servers/{quoted(server)}/check")
+    if as_json:
+        print_json(found)
+    elif not found["reasons"]:
+        say(one_line(found["sentence"]))
+    else:
+        rows = ((one["code"], one["until"], one["sentence"]) for one in found["reasons"])
+        print_table(("reason", "until", ""), rows, "")
+        if found["health"]:
+            said = {key: value for key, value in found["health"].items() if value not in (None, "", [])}
+            say(one_line(f"It says of itself: {json_text(said)}"))
+    if any(one["code"] != "nothing_waits" for one in found["reasons"]):
+        sys.exit(1)
+
+
+COMMANDS = (presets,)

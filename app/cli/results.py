@@ -1,0 +1,48 @@
+"""Results that hold files: saved, and shown without their base64."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from app.terminal import one_line, say
+
+output_option = click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Save the file in the result; several as FILE-1, FILE-2, ...; a result without files as JSON.",
+)
+
+
+def save_result(job: dict[str, Any], output: Path) -> None:
+    """Write the files in a job's result, or the result as JSON, and say where.  Raises ClickException."""
+    from app.result_files import files_in
+
+    if job["status"] != "completed":
+        return
+    files = files_in(job.get("result"))
+    if not files:
+        _write(output, json.dumps(job.get("result")).encode())
+    for number, file in enumerate(files, 1):
+        place = output if len(files) == 1 else output.with_name(f"{output.stem}-{number}{output.suffix}")
+        try:
+            _write(place, file.content())
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
+
+
+def _write(place: Path, content: bytes) -> None:
+    try:
+        place.write_bytes(content)
+    except OSError as error:
+        raise click.ClickException(f"{place} cannot be written: {error.strerror}") from error
+    say(one_line(f"{place}: {len(content)} bytes"), err=True)
+
+
+def without_files(result: Any) -> Any:
+    """Return the result with the size of each file in place of its base64, to be read by people."""
+    from app.result_files import shortened
+
+    return shortened(result)

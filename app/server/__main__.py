@@ -1,0 +1,101 @@
+"""The process `web`: python -m app.server."""
+
+import asyncio
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+from typing import NoReturn
+
+import structlog
+import uvicorn
+import uvloop
+
+from app.config import AppSettings
+from app.factory import create_app
+from app.page.sessions import Visited
+from app.server.application import Application
+from app.server.connection import Connection
+from app.server.owners import Owners
+from routing.queries.said import Watching
+from slotkeeper.errors import SlotkeeperError
+from slotkeeper.garbage import collect_rarely
+from slotkeeper.registry.tenants import Tenants
+from slotkeeper.registry.visits import Visits
+from tasks import alive, wiring
+
+log = structlog.get_logger(__name__)
+
+_SPARE_FILES = 1024  # for the database, Redis, and what the process has open besides connections
+_STOP_S = 8
+_TURN_S = 0.001
+
+
+def main() -> NoReturn:
+    settings = AppSettings()
+    try:
+        flask = create_app(settings)
+    except (SlotkeeperError, OSError) as error:
+        raise SystemExit(f"Error: {error}") from error
+    sys.setswitchinterval(_TURN_S)  # No thread that parses a large body keeps the others waiting.
+    collect_rarely()
+    living = alive.begin("web", wiring.processes())
+    record = wiring.database()
+    owners = Owners(Tenants(record) if settings.require_keys else None, Visited(settings.port, Visits(record)))
+    watching = Watching(wiring.scripts())
+    web = Application(flask, settings, owners, _most_connections(settings.max_connections), record, watching)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # uvicorn has its own, and sends the signal again when it has stopped.
+    uvloop.run(serve(web, uvicorn.Server(configuration(web, settings))))
+    living.end()
+    # Threads that are still at work would be waited for; the database is consistent whenever this ends.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def configuration(web: Application, settings: AppSettings) -> uvicorn.Config:
+    return uvicorn.Config(
+        web,
+        settings.host,
+        settings.port,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        ssl_certfile=settings.tls_certificate or None,
+        ssl_keyfile=settings.tls_key or None,
+        timeout_keep_alive=settings.keep_alive_s,
+        timeout_graceful_shutdown=_STOP_S,
+    )
+
+
+async def serve(web: Application, server: uvicorn.Server) -> None:
+    """Serve until a signal says to stop."""
+    keeping_time = asyncio.create_task(web.keep_time())
+    keeping_time.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))  # Without it nothing has an end.
+    log.info("web_listens", host=server.config.host, port=server.config.port)
+    await server.serve()
+    keeping_time.cancel()
+    with suppress(asyncio.CancelledError):
+        await keeping_time
+
+
+def _most_connections(wanted: int) -> int:
+    """Connections that there are files for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = wanted + _SPARE_FILES
+    if soft < enough:
+        soft = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return min(wanted, max(soft - _SPARE_FILES, soft // 2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""What if: days of a load in seconds, on routing's own scripts.
+
+outcome = run(Scenario(arrivals, catalog, begin_ms, end_ms))
+figures(outcome).waits.p99
+
+    plan         what is asked for, in few words            scenario     what is simulated, and what came of it
+    load         arrivals by a seed                         recorded     or as they were, by history
+    fleet        models and servers, and what if they changed
+    engine       plays, in a room, on a Valkey (valkey) of its own
+    figures      what it comes to                           show, plots  for people
+"""
+
+from app.simulate.engine import run
+from app.simulate.figures import Figures, figures, jain
+from app.simulate.scenario import Arrival, Job, Outage, Outcome, Scenario, Wrong
+
+__all__ = ["Arrival", "Figures", "Job", "Outage", "Outcome", "Scenario", "Wrong", "figures", "jain", "run"]

@@ -1,0 +1,204 @@
+"""`slotkeeper up`: the order in which everything starts, and what is said about it."""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from app.up import ports, valkey
+from app.up.children import Role
+from app.up.errors import Stopped, UpError
+from app.up.guardian import Guardian
+from app.up.home import Home, flower_password, note_where, redis_password
+from app.up.plan import Plan, read_plan, short
+from app.up.signals import Signals
+from app.up.supervisor import Supervisor
+from tasks import touched
+
+_START_S = 60.0
+_HERE = "127.0.0.1"
+_LAST_TURN = 3
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the command line asks for."""
+
+    demo: bool = True
+    demo_jobs: int = 0
+    """0: one job, to show that all is well."""
+    exit_after_demo: bool = False
+
+
+def up(wishes: Wishes, say: Say) -> int:
+    """Start everything, and stay until Ctrl-C; the exit status.  Raises UpError when it cannot be started."""
+    began = time.monotonic()
+    plan = read_plan(wishes.demo)
+    program = "" if plan.redis_url else valkey.find()
+    with ExitStack() as stack:
+        home = stack.enter_context(Home(plan.home))
+        ports.check(plan.ports())
+        if plan.redis_url:
+            valkey.check_remote(plan.redis_url)
+        if plan.broker_url:
+            _check_broker(plan.broker_url)
+        stop = threading.Event()
+        signals = stack.enter_context(Signals())
+        guardian = stack.enter_context(Guardian())
+        supervisor = Supervisor(signals, guardian, plan.environment(), plan.home, home.logs, say)
+        stack.callback(_stop, supervisor, say)
+        try:
+            say("Starting ...")  # It takes seconds, and more where nothing is compiled yet.
+            _start(plan, program, supervisor)
+            say(_welcome(plan, time.monotonic() - began))
+            if wishes.demo:
+                status = supervisor.aside(lambda: _demonstrate(plan, wishes, say, stop), stop.set)
+                if wishes.exit_after_demo:
+                    return status
+            say("Ctrl-C stops everything.")
+            supervisor.watch()
+        except Stopped:
+            say("")
+            return 1 if wishes.exit_after_demo else 0
+
+
+def _start(plan: Plan, program: str, supervisor: Supervisor) -> None:
+    """Raises UpError, Stopped."""
+    note_where(plan.home, plan.url, plan.redis_port if program else None)
+    if program:
+        password = redis_password(plan.home)
+        supervisor.start(valkey.role(program, plan.redis_port, plan.home / "valkey", _LAST_TURN, password))
+    if (migration := plan.migration()) is not None:
+        supervisor.complete(migration)
+    if program:
+        supervisor.wait(lambda: valkey.answers(plan.redis_port, password), _START_S, "Valkey did not answer")
+    flower_password(plan.home)
+    start_in_turn(plan.roles(), supervisor, _processors())
+    supervisor.wait(_look_at(plan.url), _START_S, "The API did not become ready")
+    supervisor.steady = True
+
+
+def start_in_turn(roles: Sequence[Role], supervisor: Supervisor, at_once: int) -> None:
+    """Start these, and return when all have begun.  Raises UpError, Stopped.
+
+    A process that begins loads for most of a second, and keeps a processor busy meanwhile.  So no more of them do so at
+    a time than there are processors: those that come first are at work sooner, and the last not later.
+    """
+    waiting, beginning = deque(roles), list[Role]()
+
+    def has_one_begun() -> bool:
+        return any(_has_begun(role, supervisor.pid(role)) for role in beginning)
+
+    while waiting or beginning:
+        while waiting and len(beginning) < at_once:
+            beginning.append(waiting.popleft())
+            _start_new(beginning[-1], supervisor)
+        names = " and ".join(role.name for role in beginning)
+        supervisor.wait(has_one_begun, _START_S, f"{names} did not begin")
+        beginning = [role for role in beginning if not _has_begun(role, supervisor.pid(role))]
+
+
+def _start_new(role: Role, supervisor: Supervisor) -> None:
+    supervisor.start(role)
+    if (pid := supervisor.pid(role)) is not None:
+        touched.forget(role.name, pid)
+
+
+def _has_begun(role: Role, pid: int | None) -> bool:
+    if role.port is not None:
+        return ports.is_open(_HERE, role.port)
+    return pid is not None and touched.has_begun(role.name, pid)
+
+
+def _processors() -> int:
+    """How many of them this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check_broker(url: str) -> None:
+    """Raises UpError when a broker of one's own cannot be used."""
+    from kombu import Connection
+
+    try:
+        with Connection(url, connect_timeout=5) as connection:
+            connection.connect()
+    except Exception as error:  # Each transport has errors of its own.
+        said = _without_password(str(error), url)
+        raise UpError(f"SLOTKEEPER_BROKER_URL does not answer ({said}): start that broker, or unset it.") from error
+
+
+def _without_password(text: str, url: str) -> str:
+    """A text in which the URL, or the user and password in it, may stand."""
+    credentials = url.partition("://")[2].rpartition("@")[0]
+    words = [credentials, credentials.partition(":")[2]]
+    for word in filter(None, words):
+        text = text.replace(word, "***").replace(unquote(word), "***")
+    return text
+
+
+def _look_at(url: str) -> Callable[[], bool]:
+    """Whether the API is ready, each time it is asked."""
+    from slotkeeper.client import Client, ClientError  # Here: it loads while our processes do, and not before them.
+
+    client = Client(url)
+
+    def is_ready() -> bool:
+        with suppress(ClientError):
+            client.get("/health/ready")
+            return True
+        return False
+
+    return is_ready
+
+
+def _stop(supervisor: Supervisor, say: Say) -> None:
+    if not supervisor.running:
+        return
+    began = time.monotonic()
+    say("Stopping ...")
+    killed = supervisor.stop()
+    took = f"Stopped after {time.monotonic() - began:.1f} s."
+    say(f"{took}  These took too long and were killed: {', '.join(killed)}." if killed else took)
+
+
+def _welcome(plan: Plan, took_s: float) -> str:
+    home = short(plan.home)
+    lines = [
+        f"Slotkeeper is up, after {took_s:.1f} s.",
+        "",
+        f"  Page    {plan.url}/",
+        f"  API     {plan.url}  (its documentation: {plan.url}/docs)",
+        f"  Flower  {plan.flower_url}  (user slotkeeper, password in {home}/flower-password)",
+        f"  State   {home}  (logs in {home}/logs)",
+    ]
+    lines += [
+        f"  Server  {server.name}  (model {server.model}, {server.slots} slots, at {server.url})"
+        for server in plan.demo
+    ]
+    if plan.app.require_keys:
+        lines.append(f"  Keys    {plan.command()} tenants add NAME --admin  prints a key: export it as SLOTKEEPER_KEY")
+    return "\n".join([*lines, ""])
+
+
+def _demonstrate(plan: Plan, wishes: Wishes, say: Say, stop: threading.Event) -> int:
+    """Register the demo servers and run jobs on them; 0: all ended well."""
+    from app.up import demo
+    from slotkeeper.client import Client, ClientError
+
+    with demo.key_for(plan.app) as key:
+        client = Client(plan.url, key)
+        try:
+            demo.register(client, plan.demo)
+            if wishes.demo_jobs:
+                return demo.run_jobs(client, wishes.demo_jobs, stop)
+            return demo.run_first(client, plan.command(), say, stop)
+        except ClientError as error:
+            if not stop.is_set():
+                say(f"The demonstration did not work: {error}")
+            return 1

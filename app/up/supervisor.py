@@ -1,0 +1,216 @@
+"""Keeps processes running, and stops them in order.
+
+It has the main thread for itself: one loop that waits for signals, sees which children have ended, and starts
+them again.  Whatever takes time beside it runs in a thread, by `aside`.
+"""
+
+import selectors
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from itertools import groupby
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from app.up.children import Child, Role
+from app.up.errors import Stopped, UpError
+from app.up.guardian import Guardian
+from app.up.signals import STOPPING, Signals
+
+T = TypeVar("T")
+
+_TURN_S = 0.02
+_LOGS_EVERY_S = 5.0
+_MOMENT_S = 0.5
+_RESTARTS_A_MINUTE = 5
+_LONGEST_BACKOFF_S = 8.0
+_HASTE_AFTER_S = 1.0  # A signal that comes twice at once, as some parents send it, is one.
+
+
+def restart_delay_s(restarts: Sequence[float], now_s: float) -> float:
+    """How long to wait before the next restart, after these: 0.5 s, doubled each time, and at most five a minute."""
+    recent = [at for at in restarts if now_s - at < 60]
+    backoff = min(0.5 * 2 ** len(recent), _LONGEST_BACKOFF_S)
+    if len(recent) < _RESTARTS_A_MINUTE:
+        return backoff
+    return max(backoff, recent[-_RESTARTS_A_MINUTE] + 60 - now_s)
+
+
+def how_it_ended(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
+
+
+class Supervisor:
+    """Starts roles, each at most once, and looks after them.  Use it from the thread that entered `signals`."""
+
+    def __init__(
+        self,
+        signals: Signals,
+        guardian: Guardian,
+        environment: Mapping[str, str],
+        folder: Path,
+        logs: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self._signals, self._guardian = signals, guardian
+        self._environment, self._folder, self._logs = environment, folder, logs
+        self._say = say
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(signals, selectors.EVENT_READ)
+        self._children: dict[str, Child] = {}
+        self._restarts: dict[str, deque[float]] = {}
+        self._due: dict[str, float] = {}  # when to start what has ended
+        self._logs_due = 0.0
+        self._stopping = False
+        self.steady = False
+        """False: a child that ends is an error.  True: it is started again."""
+
+    @property
+    def running(self) -> list[str]:
+        return [name for name, child in self._children.items() if child.pid is not None]
+
+    def start(self, role: Role) -> None:
+        """Raises UpError when it cannot even be started."""
+        child = Child(role, self._environment, self._folder, self._logs / f"{role.name}.log")
+        child.trim_log()
+        self._children[role.name] = child
+        self._restarts[role.name] = deque(maxlen=_RESTARTS_A_MINUTE)
+        try:
+            self._guardian.add(child.start())
+        except OSError as error:
+            raise UpError(f"{role.name} cannot be started: {error.strerror}.") from error
+
+    def pid(self, role: Role) -> int | None:
+        """None: it does not run."""
+        return self._children[role.name].pid
+
+    def complete(self, role: Role) -> None:
+        """Start what ends by itself, and look after all children until it has.  Raises UpError: not well; Stopped."""
+        self.start(role)
+        while self._children[role.name].pid is not None:
+            self._turn(_TURN_S)
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Look after the children until `condition` holds.  Raises UpError after `timeout_s`, Stopped."""
+        until = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > until:
+                raise UpError(f"{what} within {timeout_s:.0f} s: see the logs in {self._logs}.")
+            self._turn(_TURN_S)
+
+    def aside(self, function: Callable[[], T], on_stop: Callable[[], object] | None = None) -> T:
+        """Run `function` in a thread and look after the children meanwhile; its result, or what it raised.
+
+        Raises Stopped when we shall stop.  Then `on_stop` tells the thread so; it has a moment to leave things tidy.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="aside", daemon=True).start()
+        try:
+            while not future.done():
+                self._turn(_TURN_S)
+        except Stopped:
+            if on_stop is not None:
+                on_stop()
+                wait([future], _MOMENT_S)
+            raise
+        return future.result()
+
+    def watch(self) -> NoReturn:
+        """Look after the children until we shall stop.  Raises Stopped."""
+        while True:
+            self._turn(min([_LOGS_EVERY_S, *(at - time.monotonic() for at in self._due.values())]))
+
+    def stop(self) -> list[str]:
+        """End all children, the lowest `Role.turn` first, and answer which of them had to be killed.
+
+        A second signal, a while after the first, asks for haste: everything but what keeps state is killed.
+        """
+        began, self._stopping, killed = time.monotonic(), True, []
+        self._due.clear()
+        running = [child for child in self._children.values() if child.pid is not None]
+        running.sort(key=lambda child: child.role.turn)
+        haste = False
+        for _, turn in groupby(running, key=lambda child: child.role.turn):
+            children = list(turn)
+            for child in children:
+                child.terminate()
+            since = time.monotonic()
+            while left := [child for child in children if child.pid is not None]:
+                if self._heard(_TURN_S) and time.monotonic() - began > _HASTE_AFTER_S:
+                    haste = True
+                self._look()
+                now = time.monotonic()
+                for child in left:
+                    late = now - since > child.role.stop_s
+                    if child.pid is not None and (late or (haste and not child.role.keeps_state)):
+                        child.kill()
+                        killed.append(child.role.name)
+        self._selector.close()
+        return sorted(set(killed))
+
+    def _turn(self, timeout_s: float) -> None:
+        """Wait for a signal, but not for long, and do what there is to do."""
+        if self._heard(timeout_s):
+            raise Stopped
+        self._look()
+        self._start_due()
+        self._trim_logs()
+
+    def _heard(self, timeout_s: float) -> bool:
+        """Whether we are asked to stop."""
+        self._selector.select(max(timeout_s, 0))
+        return bool(self._signals.read() & set(STOPPING))
+
+    def _look(self) -> None:
+        for name, child in self._children.items():
+            pid = child.pid
+            if pid is None:
+                continue
+            status = child.look()
+            if status is not None:
+                self._guardian.drop(pid)
+                self._ended(name, child, status)
+
+    def _ended(self, name: str, child: Child, status: int) -> None:
+        if self._stopping or (child.role.completes and status == 0):
+            return
+        if not self.steady:
+            raise UpError(f"{name} ended ({how_it_ended(status)}) while it started: {child.last_words()} ({child.log})")
+        now = time.monotonic()
+        delay_s = restart_delay_s(self._restarts[name], now)
+        self._due[name] = now + delay_s
+        self._say(f"{name} ended ({how_it_ended(status)}); it starts again in {delay_s:.1f} s.  Its log: {child.log}")
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for name in [name for name, at in self._due.items() if at <= now]:
+            del self._due[name]
+            self._restarts[name].append(now)
+            try:
+                self._guardian.add(self._children[name].start())
+            except OSError as error:
+                delay_s = restart_delay_s(self._restarts[name], now)
+                self._due[name] = now + delay_s
+                self._say(f"{name} cannot be started ({error.strerror}); the next try is in {delay_s:.1f} s.")
+
+    def _trim_logs(self) -> None:
+        if time.monotonic() < self._logs_due:
+            return
+        self._logs_due = time.monotonic() + _LOGS_EVERY_S
+        for child in self._children.values():
+            child.trim_log()

@@ -1,1 +1,0 @@
-"""client: the user's side of the door.  `api` speaks to it over HTTP, `terminal` prints what came, made safe."""

@@ -1,0 +1,87 @@
+"""What a gate is: one bound on submits.
+
+    GATE = Gate("name", Asks.LOOKS, check)
+
+`check` raises a refusal, which says what is wrong and what can be done: Conflict (nothing is taken now), TooMany (with
+the time to wait) or InvalidJob (it could never be accepted as it is).  What it must ask Redis first it answers instead,
+with what to make of the answer: so all gates are asked in one round trip.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cached_property
+from typing import Any, Generic, Protocol, TypeVar
+
+from routing.admission.questions import Position
+from routing.queue.config import RoutingSettings
+from routing.queue.queues import Queues
+from slotkeeper.jobs.record import NewJob
+from slotkeeper.redis.scripts import Command
+from slotkeeper.registry.cache import CatalogCache
+from slotkeeper.registry.catalog import Model
+from slotkeeper.registry.tenants import Tenant
+
+T = TypeVar("T")
+
+
+class Asks(Enum):
+    """What a gate asks of Redis, in the order in which gates stand."""
+
+    NOTHING = auto()
+    LOOKS = auto()
+    """Something that changes nothing.  Such bounds are no promises: while Redis is away everything is admitted."""
+    COUNTS = auto()
+    """Something that counts the submit; so it is asked when nothing else refuses."""
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Jobs that shall be accepted all or none.  `tenant`: who submits them, if the door knows; theirs may be others."""
+
+    jobs: Sequence[NewJob]
+    tenant: Tenant | None
+    now_ms: int
+
+    @cached_property
+    def by_account(self) -> dict[tuple[str, str], int]:
+        """(model, tenant) -> how many jobs."""
+        found: dict[tuple[str, str], int] = {}
+        for job in self.jobs:
+            account = job.model, job.tenant
+            found[account] = found.get(account, 0) + 1
+        return found
+
+
+class Outlook(Protocol):
+    """Who can say when jobs start."""
+
+    def earliest_ms(self, model: Model, position: Position, now_ms: int) -> int | None:
+        """In how many ms a job there starts if all goes well; None: it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Where a gate finds what it goes by."""
+
+    catalog: CatalogCache
+    queues: Queues
+    outlook: Outlook
+    settings: RoutingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Question(Generic[T]):
+    """`judge` raises a refusal if the command's answer is a reason for one."""
+
+    command: Command[T]
+    judge: Callable[[T], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A bound on submits."""
+
+    name: str
+    asks: Asks
+    check: Callable[[Submit, Known], Iterable[Question[Any]]]

@@ -1,0 +1,33 @@
+"""A tenant submits so many jobs a second, and so many at once."""
+
+from collections.abc import Iterable
+
+from routing.admission import questions
+from routing.admission.gates.gate import Asks, Gate, Known, Question, Submit
+from slotkeeper.errors import InvalidJob, TooMany
+from slotkeeper.registry.tenants import Tenant
+
+
+def _check(submit: Submit, known: Known) -> Iterable[Question[int]]:
+    tenant = submit.tenant
+    if tenant is not None and tenant.rate_per_s:
+        yield _question(known, tenant, tenant.rate_per_s, len(submit.jobs))
+
+
+def _question(known: Known, tenant: Tenant, rate_per_s: int, count: int) -> Question[int]:
+    burst = max(tenant.burst or rate_per_s, 1)
+    if count > burst:  # However long it waited, this would never fit.
+        raise InvalidJob("jobs", f"Tenant {tenant.name!r} may submit {burst} at once, not {count}; split them.")
+
+    def judge(wait_ms: int) -> None:
+        if wait_ms:
+            raise TooMany(
+                f"Tenant {tenant.name!r} may submit {rate_per_s} jobs a second, {burst} at once; slow down.",
+                retry_after_s=wait_ms / 1000,
+                tenant=tenant.name,
+            )
+
+    return Question(questions.rate(known.queues, tenant.name, count, 1000 / rate_per_s, burst), judge)
+
+
+GATE = Gate("rate", Asks.COUNTS, _check)

@@ -1,0 +1,29 @@
+"""A model or a tenant that is being drained or frozen takes no new jobs, nor does a model that is being removed."""
+
+from collections.abc import Iterable
+
+from routing.admission.gates.gate import Asks, Gate, Known, Question, Submit
+from slotkeeper.errors import Conflict
+from slotkeeper.jobs.names import NameClosed
+from slotkeeper.registry.values import CLOSED
+
+
+def _check(submit: Submit, known: Known) -> Iterable[Question]:
+    for job in submit.jobs:
+        model, catalog = known.catalog.model(job.model), known.catalog.snapshot()
+        tenant = catalog.tenants.get(job.tenant)
+        if catalog.is_leaving(model.name):
+            raise NameClosed(catalog.closed[model.name].refusal(), model=model.name, state="removing")
+        for kind, name, it in (("Model", job.model, model), ("Tenant", job.tenant, tenant)):
+            if it is not None and it.state in CLOSED:
+                because = f" ({it.reason})" if it.reason else ""
+                raise Conflict(
+                    f"{kind} {name!r} is {it.state}{because}: no new jobs are accepted until somebody resumes it.",
+                    model=job.model,
+                    tenant=job.tenant,
+                    state=it.state,
+                )
+    return ()
+
+
+GATE = Gate("state", Asks.NOTHING, _check)

@@ -1,0 +1,40 @@
+"""Each offer looks at the constraints that wait, so there is a bound on how many different ones do."""
+
+from collections.abc import Iterable
+
+from routing.admission import questions
+from routing.admission.bounds import too_various
+from routing.admission.gates.gate import Asks, Gate, Known, Question, Submit
+from routing.admission.questions import Variety
+from slotkeeper.errors import InvalidJob, TooMany
+from slotkeeper.registry.catalog import Model
+
+_RETRY_S = 10.0
+
+
+def _check(submit: Submit, known: Known) -> Iterable[Question[Variety]]:
+    for name, tenant in submit.by_account:
+        constraints = {
+            job.constraints for job in submit.jobs if job.constraints and (job.model, job.tenant) == (name, tenant)
+        }
+        if constraints:
+            yield _question(known, known.catalog.model(name), tenant, constraints)
+
+
+def _question(known: Known, model: Model, tenant: str, constraints: set[str]) -> Question[Variety]:
+    of_one, of_all = known.settings.most_constraints, known.settings.most_constraints_of_all
+
+    def judge(found: Variety) -> None:
+        for count, limit, whose in ((found.own, of_one, tenant), (found.everyones, of_all, None)):
+            if count <= limit:
+                continue
+            if len(constraints) > limit:  # However long it waited, this would never fit.
+                raise InvalidJob(
+                    "jobs", f"{len(constraints)} different constraints at once never fit; at most {limit} do."
+                )
+            raise TooMany(too_various(model.name, limit, whose), _RETRY_S, model=model.name)
+
+    return Question(questions.variety(known.queues, model.fleet, model.name, tenant, constraints), judge)
+
+
+GATE = Gate("variety", Asks.LOOKS, _check)

@@ -1,0 +1,153 @@
+"""What a job asks of a server, and whether a server meets it.
+
+A job's constraints come as JSON, `{"gpu": ["A100", "H100"], "memory": {"min": 40}, "region": "eu"}`, and are kept as
+text, a condition a line, in an order that makes equal constraints equal texts: `gpu=A100,H100`, `memory>=40`,
+`region=eu`.  lua/lib/placement.lua reads the same text in the offer; tests hold the two together.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from slotkeeper.errors import InvalidJob
+from slotkeeper.registry.values import Server, attribute_text, number_text
+
+NAME = "[A-Za-z][A-Za-z0-9_.-]{0,63}"
+VALUE = "[A-Za-z0-9-][A-Za-z0-9._:/+ -]{0,127}"
+_NAME, _VALUE = re.compile(NAME), re.compile(VALUE)
+_MOST_CONDITIONS, _MOST_CHOICES, _MOST_ATTRIBUTES = 20, 50, 50
+_BOUNDS = {"min": ">=", "max": "<="}
+_DECIMAL = re.compile(r"-?[0-9][0-9.]*[eE]?[-+]?[0-9]*")
+_CONDITION = re.compile(r"([^<>=]+)([<>]?=)(.*)")
+
+
+def read_constraints(constraints: Mapping[str, Any] | None) -> str:
+    """The conditions as text; "": none.  Raises InvalidJob, which says what is wrong and how it should be written."""
+    if constraints is None:
+        return ""
+    if not isinstance(constraints, Mapping) or len(constraints) > _MOST_CONDITIONS:
+        raise InvalidJob("constraints", f"constraints must be an object of at most {_MOST_CONDITIONS} names")
+    for name in constraints:
+        _check_name(name, "constraints")
+    return "\n".join(line for name in sorted(constraints) for line in _conditions(name, constraints[name]))
+
+
+def show_constraints(constraints: str) -> dict[str, Any]:
+    """Constraints that `read_constraints` would make this text of.  One value stands alone, several as a list."""
+    shown: dict[str, Any] = {}
+    for line in constraints.splitlines():
+        name, operator, wanted = _parts(line)
+        if operator == "=":
+            choices = wanted.split(",")
+            shown[name] = choices if len(choices) > 1 else wanted
+        else:
+            side = next(side for side, sign in _BOUNDS.items() if sign == operator)
+            shown.setdefault(name, {})[side] = float(wanted) if set(wanted) & set(".e") else int(wanted)
+    return shown
+
+
+def unmatched(model: str, constraints: str) -> str:
+    """That no server meets the constraints, as a part of a sentence."""
+    return f"no known server of model {model!r} meets {constraints.replace(chr(10), ', ')}"
+
+
+def _conditions(name: str, wanted: Any) -> list[str]:
+    if isinstance(wanted, Mapping):
+        return _range(name, wanted)
+    choices = wanted if isinstance(wanted, list) else [wanted]
+    if not 1 <= len(choices) <= _MOST_CHOICES:
+        raise InvalidJob("constraints", f"constraints.{name}: name 1 to {_MOST_CHOICES} values, one must be met")
+    return [f"{name}={','.join(sorted({_text(choice, f'constraints.{name}') for choice in choices}))}"]
+
+
+def _range(name: str, wanted: Mapping[str, Any]) -> list[str]:
+    if not wanted or not wanted.keys() <= _BOUNDS.keys():
+        raise InvalidJob("constraints", f"constraints.{name}: a range is {{'min': …, 'max': …}}, or one of them")
+    for bound in wanted.values():
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or not abs(bound) < 1e15:
+            raise InvalidJob("constraints", f"constraints.{name}: min and max must be numbers")
+    if "min" in wanted and "max" in wanted and wanted["min"] > wanted["max"]:
+        raise InvalidJob(
+            "constraints", f"constraints.{name}: no server can be at least {wanted['min']} and at most {wanted['max']}"
+        )
+    return [f"{name}{_BOUNDS[side]}{number_text(wanted[side])}" for side in ("max", "min") if side in wanted]
+
+
+def read_attributes(attributes: Mapping[str, Any], field: str = "attributes") -> dict[str, str | float]:
+    """What a server declares of itself, each a text, a number, or a list of texts.  Raises InvalidJob."""
+    if len(attributes) > _MOST_ATTRIBUTES:
+        raise InvalidJob(field, f"{field} must be an object of at most {_MOST_ATTRIBUTES} names")
+    read: dict[str, str | float] = {}
+    for name, value in attributes.items():
+        _check_name(name, field)
+        if isinstance(value, list):
+            if not 1 <= len(value) <= _MOST_CHOICES:
+                raise InvalidJob(field, f"{field}.{name}: list 1 to {_MOST_CHOICES} values, or leave it out")
+            read[name] = ",".join(_text(one, f"{field}.{name}") for one in value)
+        else:
+            text = _text(value, f"{field}.{name}")
+            read[name] = text if isinstance(value, str) else float(text)
+    return read
+
+
+def read_of_model(**declared: str | None) -> dict[str, str | float]:
+    """What a server declares for one model; None: it does not say.  Raises InvalidJob, which names the field."""
+    return {name: _text(value, name) for name, value in declared.items() if value is not None}
+
+
+def meets(constraints: str, server: Server, model: str) -> bool:
+    """Whether jobs of `model` with these constraints may run there.  What it does not declare it does not meet."""
+    return not unmet(constraints, server, model)
+
+
+def unmet(constraints: str, server: Server, model: str) -> list[str]:
+    """The conditions that the server does not meet."""
+    return [line for line in constraints.splitlines() if not _is_met(line, server, model)]
+
+
+def eligible(servers: Iterable[Server], model: str, constraints: str) -> list[Server]:
+    """The servers that serve the model and meet the constraints, in whatever state they are."""
+    return [it for it in servers if model in it.endpoints and meets(constraints, it, model)]
+
+
+def _is_met(condition: str, server: Server, model: str) -> bool:
+    name, operator, wanted = _parts(condition)
+    has = server.declared(model, name)
+    if has is None:
+        return False
+    if operator == "=":
+        return bool({*attribute_text(has).split(",")} & {*wanted.split(",")})
+    number, bound = _number_in(attribute_text(has)), _number_in(wanted)
+    if number is None or bound is None:
+        return False
+    return number >= bound if operator == ">=" else number <= bound
+
+
+def _number_in(text: str) -> float | None:
+    """As lua/lib/placement.lua reads it: float() alone would take 1_000 and nan for some."""
+    try:
+        return float(text) if _DECIMAL.fullmatch(text) else None
+    except ValueError:
+        return None
+
+
+def _parts(condition: str) -> tuple[str, str, str]:
+    """Name, operator, and what is wanted."""
+    found = _CONDITION.fullmatch(condition)
+    assert found is not None, condition
+    return found[1], found[2], found[3]
+
+
+def _check_name(name: Any, field: str) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidJob(field, f"{field}: a name is 1 to 64 letters, digits or _ . - and begins with a letter")
+
+
+def _text(value: Any, field: str) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15:
+        return number_text(value)
+    if not isinstance(value, str) or not _VALUE.fullmatch(value):
+        raise InvalidJob(
+            field.split(".", 1)[0], f"{field}: a value is a number, or 1 to 128 letters, digits or . _ : / + -"
+        )
+    return value

@@ -1,0 +1,185 @@
+"""What is asked of the waiting room before a job comes in, and where one stands that has.
+
+Commands, so that one round trip answers all that gates ask at once (`Queues.ask`).  Redis errors pass through.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, Self
+
+import structlog
+from redis.exceptions import RedisError
+
+from routing.queue import order
+from routing.queue.queues import Entry, Offer, Offering, Queues
+from slotkeeper.jobs.record import Waiting
+from slotkeeper.redis.scripts import Call, Command
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """`ahead`: jobs of its model that come before it.  `run_ms`: mean slot time of the model's runs; None: unknown.
+
+    `offered`: it waits no more, a slot is held for it.
+    """
+
+    ahead: int
+    run_ms: int | None
+    offered: bool = False
+
+
+OFFERED = Position(0, None, offered=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Jobs that wait for a model: of one tenant, and of all.
+
+    `run_ms`: mean slot time of its latest runs; None: unknown.  `free`: slots of its fleet that hold nothing.
+    """
+
+    own: int
+    everyones: int
+    run_ms: int | None
+    free: int
+
+
+class QueueStatus(NamedTuple):
+    """What stands between a job and its start, as lua/queue_status.lua says it."""
+
+    place: Literal["waiting", "offered", "absent"]
+    ahead: int
+    run_ms: int | None
+    obstacle: str
+    held: int
+    state: str
+    breaker: Literal["closed", "open", "half_open", "probing"]
+    open_until_ms: int
+    open_why: str
+    before: list[str]
+
+    @property
+    def position(self) -> Position | None:
+        """None: it is not in the room."""
+        if self.place == "offered":
+            return OFFERED
+        return Position(self.ahead, self.run_ms) if self.place == "waiting" else None
+
+
+class Variety(NamedTuple):
+    """How many different constraints wait: of one tenant, of all."""
+
+    own: int
+    everyones: int
+
+
+class _Entered(NamedTuple):
+    offers: list[Offer]
+    ahead: int | None
+    run_ms: int | None
+
+
+class QuestionScripts(Protocol):
+    """What lua/ asks: a script each."""
+
+    def enter(self, fleet: str, *, offering: Offering, entry: Entry) -> Command[_Entered]: ...
+    def queue_status(self, fleet: str, *, job: Waiting, lane: str, as_last: bool) -> Command[QueueStatus]: ...
+    def admit(self, key: str, *, count: int, interval_ms: float, burst: int) -> Command[int]: ...
+    def backlog(self, fleet: str, *, account: str) -> Command[Backlog]: ...
+    def variety(self, fleet: str, *, account: str, classes: Sequence[str]) -> Command[Variety]: ...
+
+
+def _scripts(queues: Queues) -> QuestionScripts:
+    found: QuestionScripts = queues.scripts.bound(QuestionScripts)
+    return found
+
+
+def backlog(queues: Queues, fleet: str, model: str, tenant: str) -> Command[Backlog]:
+    """What waits for a model, of one tenant and of all."""
+    return _scripts(queues).backlog(fleet, account=order.account(tenant, model))
+
+
+def variety(queues: Queues, fleet: str, model: str, tenant: str, constraints: Iterable[str]) -> Command[Variety]:
+    """How many different constraints would wait if jobs with these came in."""
+    classes = sorted({asked_class(model, one) for one in constraints})
+    return _scripts(queues).variety(fleet, account=order.account(tenant, model), classes=classes)
+
+
+def asked_class(model: str, constraints: str) -> str:
+    """`<digest of the constraints>|<model>`, as the scripts know jobs that the same servers can run."""
+    return f"{order.digest(constraints)}|{model}"
+
+
+def rate(queues: Queues, tenant: str, count: int, interval_ms: float, burst: int) -> Command[int]:
+    """To count a tenant's submits; the answer is in how many ms they would be admitted, 0: they are."""
+    key = queues.scripts.keys.rate(tenant)
+    return _scripts(queues).admit(key, count=count, interval_ms=interval_ms, burst=burst)
+
+
+def status(queues: Queues, fleet: str, job: Waiting, *, as_last: bool = False) -> Command[QueueStatus]:
+    """What a job waits for, or, `as_last`, would wait for if it came in now."""
+    return _scripts(queues).queue_status(fleet, job=job, lane=order.lane(job), as_last=as_last)
+
+
+def status_now(queues: Queues, fleet: str, job: Waiting) -> QueueStatus:
+    """What a job waits for."""
+    (found,) = queues.ask([status(queues, fleet, job)])
+    return found
+
+
+def position(queues: Queues, fleet: str, job: Waiting) -> Position | None:
+    """Where it waits; None: not in the room, or Redis is away."""
+    return None if queues.away else status_now(queues, fleet, job).position
+
+
+class Entering:
+    """`Queues.enqueue` of one new job, and where it stands then: one step of Redis', and two of ours, between which
+    nobody waits for it.
+
+    `asked`: the job, and the fleet whose room was asked to take it; None: none was, as Redis is away.
+    """
+
+    def __init__(self, queues: Queues) -> None:
+        self._queues = queues
+        self._call: Call | None = None
+        self._failed: RedisError | None = None
+        self.asked: tuple[str, Waiting] | None = None
+
+    def ready(self) -> Self:
+        """All that must be waited for before Redis can be asked; once is enough."""
+        if self._call is None and not self._queues.away:
+            try:
+                self._offering = self._queues.usual_offering()
+                self._call = Call(self._queues.scripts)
+            except RedisError as error:
+                self._queues.note_away()
+                log.warning("room_away", error=str(error))
+        return self
+
+    def ask(self, fleet: str, job: Waiting) -> None:
+        """Have the room of this fleet take it.  Waits for nothing, and what goes wrong is raised by `answer`."""
+        if self._call is None or self._queues.is_away(fleet):
+            return
+        self.asked = fleet, job
+        entry = Entry(order.lane(job), job)
+        try:
+            self._call.ask(_scripts(self._queues).enter(fleet, offering=self._offering, entry=entry))
+        except RedisError as error:
+            self._failed = error
+
+    def answer(self) -> tuple[list[Offer], Position]:
+        """What was offered with it, and where it stands.  Raises redis errors."""
+        if self._failed is not None:
+            raise self._failed
+        assert self.asked is not None and self._call is not None
+        fleet, job = self.asked
+        made, ahead, run_ms = self._queues.taken_in(self._call.answer())
+        made = self._queues.with_the_rest(fleet, made)
+        offered = ahead is None or any(offer.job_id == job.id for offer in made)
+        return made, OFFERED if offered or ahead is None else Position(ahead, run_ms)
+
+    def close(self) -> None:
+        if self._call is not None:
+            self._call.close()

@@ -1,0 +1,198 @@
+"""A request for a job, checked against what its model allows, made into a job that can be accepted."""
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from routing.admission.placement import read_constraints
+from slotkeeper import exact, traces
+from slotkeeper.errors import InvalidJob
+from slotkeeper.jobs.record import PRIORITY_DEFAULT, PRIORITY_LEAST_URGENT, PRIORITY_MOST_URGENT, NewJob, new_job_id
+from slotkeeper.registry.catalog import Model
+from slotkeeper.registry.tenants import SHOWN
+
+MODEL = "[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}"
+_MODEL = re.compile(MODEL)
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+LONGEST_KEY = 255
+_LONGEST_WAIT_S = 366 * 86_400
+_DEEPEST = 64  # levels of a payload
+
+UrlCheck = Callable[[str], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What a client asked for, by whichever door.
+
+    `constraints`: what its server must declare, see routing/admission/placement.py.
+    `priority`: 1 (most urgent) … 9, True for 1, None or False for the default.  `ttl_s`, `delay_s`: from now.
+    `not_before_ms`: instead of `delay_s`, where the client named a moment.
+    `traceparent`: of the trace that it belongs to; one that is not well-formed counts for none.
+    `batch`: the name under which it can be found with those that came with it.
+    `id`: chosen by the client (Celery's task id), else one is made.
+    """
+
+    model: str
+    payload: Any
+    callback_url: str | None = None
+    priority: int | bool | None = None
+    tenant: str = "default"
+    ttl_s: float | None = None
+    constraints: Mapping[str, Any] | None = None
+    delay_s: float | None = None
+    not_before_ms: int | None = None
+    idempotency_key: str | None = None
+    id: str | None = None
+    source: str = "rest"
+    envelope: str | None = None
+    traceparent: str | None = None
+    batch: str | None = None
+
+
+def check_model_name(name: str, field: str = "model") -> str:
+    """Raises InvalidJob unless `name` can name a model, a server or a queue."""
+    if not isinstance(name, str) or not _MODEL.fullmatch(name):
+        raise InvalidJob(
+            field, f"{field} must be 1 to 128 letters, digits or . _ / : @ + - and begin with a letter or digit"
+        )
+    return name
+
+
+@dataclass(slots=True)
+class naming:
+    """A refusal of one job of many says which it is, counted from 0."""
+
+    index: int
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, InvalidJob):
+            error.facts["index"] = self.index
+
+
+def prepare(asked: Submission, model: Model, check_url: UrlCheck, now_ms: int) -> NewJob:
+    """The job to accept.  Raises InvalidJob, which names the field and the remedy; nothing is stored then."""
+    payload = encode_payload(asked.payload, model.config.max_payload_bytes)
+    if asked.callback_url is not None:
+        problem = check_url(asked.callback_url)
+        if problem:
+            raise InvalidJob("callback_url", f"callback_url: {problem}")
+    delay_s = _seconds("not_before", _delay_s(asked, now_ms))
+    ttl_s = _seconds("ttl", asked.ttl_s) if asked.ttl_s is not None else model.config.default_ttl
+    if ttl_s is not None and delay_s and ttl_s <= delay_s:
+        raise InvalidJob("ttl", "ttl ends before not_before: the job would expire before it may start")
+    return NewJob(
+        id=_job_id(asked.id),
+        model=model.name,
+        payload=payload,
+        priority=_priority(asked.priority),
+        tenant=asked.tenant,
+        callback_url=asked.callback_url,
+        not_before_ms=now_ms + round(delay_s * 1000) if delay_s else None,
+        deadline_ms=now_ms + round(ttl_s * 1000) if ttl_s is not None else None,
+        idempotency_key=check_idempotency_key(asked.idempotency_key),
+        fingerprint=_fingerprint(asked, payload) if asked.idempotency_key else "",
+        source=asked.source,
+        envelope=asked.envelope,
+        constraints=read_constraints(asked.constraints),
+        traceparent=traces.checked(asked.traceparent),
+        batch=asked.batch,
+    )
+
+
+def encode_payload(payload: Any, limit: int) -> str:
+    """Compact JSON.  Raises InvalidJob for what JSON cannot hold, a NUL, or more than `limit` bytes."""
+    if not isinstance(payload, dict):
+        raise InvalidJob("payload", "payload must be a JSON object")
+    try:
+        encoded = exact.dumps(payload)
+    except (TypeError, ValueError, RecursionError) as error:
+        _refuse_unfit(payload)
+        raise InvalidJob("payload", f"payload cannot be written as JSON: {error}") from None
+    if _may_be_unfit(encoded):
+        _refuse_unfit(payload)
+    if len(encoded) > limit:
+        raise InvalidJob(
+            "payload",
+            f"payload is {len(encoded)} bytes long, this model takes {limit}; send a reference to the data instead, "
+            "or have the operator raise the model's max_payload_bytes at /admin/model-configs and, for bodies above "
+            "it, SLOTKEEPER_MAX_BODY_BYTES",
+        )
+    return encoded.decode()
+
+
+def _may_be_unfit(encoded: bytes) -> bool:
+    """Whether it pays to look at each value: most payloads hold nothing that an unfit one is written as."""
+    brackets = encoded.count(b"{") + encoded.count(b"[")
+    return brackets > _DEEPEST or b"null" in encoded or b"\\u0000" in encoded
+
+
+def _refuse_unfit(value: Any, depth: int = 0) -> None:
+    """NaN and infinities would silently become null, and a NUL cannot be stored by every database."""
+    if depth > _DEEPEST:
+        raise InvalidJob("payload", f"payload is nested deeper than {_DEEPEST} levels")
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        raise InvalidJob("payload", "payload holds NaN or an infinity, which JSON does not know; send null or a text")
+    if isinstance(value, str) and "\x00" in value:
+        raise InvalidJob("payload", "payload holds a NUL character; remove it, or encode binary data as base64")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _refuse_unfit(key, depth + 1)
+            _refuse_unfit(item, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _refuse_unfit(item, depth + 1)
+
+
+def _priority(priority: int | bool | None) -> int:
+    if priority is None or priority is False:
+        return PRIORITY_DEFAULT
+    if priority is True:
+        return PRIORITY_MOST_URGENT
+    if not isinstance(priority, int) or not PRIORITY_MOST_URGENT <= priority <= PRIORITY_LEAST_URGENT:
+        raise InvalidJob("priority", "priority must be true, or a whole number from 1 (most urgent) to 9")
+    return priority
+
+
+def _seconds(field: str, value: float | None) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST_WAIT_S:
+        raise InvalidJob(field, f"{field} must lie between now and 366 days from now")
+    return float(value)
+
+
+def _delay_s(asked: Submission, now_ms: int) -> float | None:
+    if asked.not_before_ms is None:
+        return asked.delay_s
+    return max(asked.not_before_ms - now_ms, 0) / 1000
+
+
+def _job_id(wanted: str | None) -> str:
+    if wanted is None:
+        return new_job_id()
+    if not _JOB_ID.fullmatch(wanted):
+        raise InvalidJob("id", "a job id must be 1 to 64 letters, digits or . _ -")
+    return wanted
+
+
+def check_idempotency_key(key: str | None, longest: int = LONGEST_KEY) -> str | None:
+    """Raises InvalidJob unless there is none, or one that can be shown on one line."""
+    if key is not None and (not 1 <= len(key) <= longest or not re.fullmatch(SHOWN, key)):
+        raise InvalidJob("Idempotency-Key", f"Idempotency-Key must be 1 to {longest} printable characters")
+    return key
+
+
+def _fingerprint(asked: Submission, payload: str) -> str:
+    # The moment, not how far off it is: that differs when the same request is sent again.
+    parts = [asked.model, payload, asked.callback_url, asked.priority, asked.ttl_s, asked.delay_s, asked.not_before_ms]
+    if asked.constraints:
+        parts.append(read_constraints(asked.constraints))
+    return hashlib.sha256(orjson.dumps(parts)).hexdigest()

@@ -1,0 +1,351 @@
+"""The use cases: submit, cancel, revive.  How runs start and end: routing/dispatch/steps.py.
+
+Each writes the record first and Redis after it.  If Redis fails in between, the record is right and
+routing.maintenance.reconcile brings Redis to it; nothing here waits for that.
+"""
+
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import NamedTuple, Protocol, TypeAlias
+
+import structlog
+from redis.exceptions import RedisError
+
+from routing.admission import placement
+from routing.admission.admission import Admission
+from routing.admission.gates.placed import is_matched
+from routing.admission.questions import Entering, Position
+from routing.admission.submission import Submission, UrlCheck, naming, prepare
+from routing.queue.config import RoutingSettings
+from routing.queue.leases import Lease, Leases
+from routing.queue.observer import Observer
+from routing.queue.queues import Offer, Queues
+from routing.queue.slots import Slots
+from slotkeeper.audit import acts
+from slotkeeper.crash import crash_at
+from slotkeeper.errors import Conflict, InvalidJob, JobNotFound, TooMany, UnknownModel
+from slotkeeper.jobs import run_times
+from slotkeeper.jobs.record import Accepted, Error, Job, NewJob, Run, Waiting, Withholding, now_ms
+from slotkeeper.jobs.states import FINAL, State, Why
+from slotkeeper.jobs.store import Moved, Store
+from slotkeeper.registry.cache import CatalogCache
+from slotkeeper.registry.tenants import Tenant
+
+log = structlog.get_logger(__name__)
+
+DRAINING = "draining"
+"""Owner of the leases of slots that are withheld."""
+
+_TIMES_USUAL, _SHORTEST_USUAL_MS = 3, 10_000
+_Committing: TypeAlias = Callable[[Sequence[NewJob], int], Callable[[Sequence[Accepted]], object]]
+"""Called when jobs are about to be written; what it answers, when they are committed."""
+
+
+class Announcer(Protocol):
+    """How the outside is told.  Any of it may fail without harm: the record knows, and a sweep says it again."""
+
+    def offered(self, offer: Offer, new: Waiting | None) -> None:
+        """Wake a worker for an open offer; if it is lost, the offer expires and is made again.
+
+        `new`: the job, if it has come just now and so never ran; else what a worker is told of it must be looked up.
+        """
+
+    def ended(self, moved: Moved) -> None:
+        """A job has ended."""
+
+
+class Receipt(NamedTuple):
+    """Answer to a submit.  `waiting`: the job as the waiting room knows it; `notice`: what its client should know.
+
+    `position`: where it stands in the room; None: that was not asked, or the room has not answered.
+    """
+
+    accepted: Accepted
+    waiting: Waiting
+    notice: str | None = None
+    position: Position | None = None
+
+
+class ActiveRun(NamedTuple):
+    """A started job, and the lease under which it runs."""
+
+    run: Run
+    lease: Lease
+
+
+class Dispatcher:
+    """Brings the record, the waiting room and the leases together."""
+
+    def __init__(
+        self,
+        store: Store,
+        catalog: CatalogCache,
+        queues: Queues,
+        leases: Leases,
+        slots: Slots,
+        admission: Admission,
+        observer: Observer,
+        settings: RoutingSettings,
+        announcer: Announcer,
+        check_url: UrlCheck,
+    ) -> None:
+        self.store = store
+        self.catalog = catalog
+        self.queues = queues
+        self.leases = leases
+        self.slots = slots
+        self.admission = admission
+        self.observer = observer
+        self.settings = settings
+        self._announcer = announcer
+        self._check_url = check_url
+
+    # -- submit ----------------------------------------------------------------------------------------------
+
+    def submit(self, asked: Sequence[Submission], tenant: Tenant | None = None) -> list[Receipt]:
+        """Accept jobs, all or none.  Answers once they are committed; that Redis is away delays them, no more.
+
+        Raises InvalidJob (its fact `index` says which of them), UnknownModel, TooMany, IdempotencyConflict,
+        RecordUnavailable.
+        """
+        receipts = self._accept(asked, tenant, lambda *_: lambda _: crash_at("submit_committed"))
+        self.enqueue([receipt.waiting for receipt in receipts if receipt.accepted.comes_in], new=True)
+        return receipts
+
+    def submit_one(self, asked: Submission, tenant: Tenant | None = None) -> Receipt:
+        """The same of one job, whose receipt also says where it stands in the room.
+
+        Redis is asked when the job is committed, and works while the disk is waited for.
+        """
+        with closing(Entering(self.queues)) as entering:
+            (receipt,) = self._accept([asked], tenant, partial(self._entering, entering))
+            return receipt._replace(position=self._enter(entering)) if receipt.accepted.comes_in else receipt
+
+    def _accept(self, asked: Sequence[Submission], tenant: Tenant | None, committing: _Committing) -> list[Receipt]:
+        self.catalog.snapshot()  # With it the common time is heard.
+        now = now_ms()
+        new = []
+        for index, one in enumerate(asked):
+            with naming(index):
+                new.append(prepare(one, self.catalog.model(one.model), self._check_url, now))
+        notices = self._admit(new, tenant, now)
+        accepted = self.store.submit(new, now, committing(new, now))
+        return [self._receipt(*parts, now) for parts in zip(new, accepted, notices, strict=True)]
+
+    def _admit(self, new: Sequence[NewJob], tenant: Tenant | None, now_ms: int) -> list[str | None]:
+        """What the client of each job should know.  Raises as `submit`, unless all were accepted before."""
+        try:
+            self.admission.check(new, tenant, now_ms)
+        except (Conflict, InvalidJob, TooMany):
+            if not self.store.knows(new, now_ms):
+                raise
+            return [None] * len(new)
+        return [self._notice(job) for job in new]
+
+    def _notice(self, job: NewJob) -> str | None:
+        if is_matched(job, self.catalog):
+            return None
+        return f"At present {placement.unmatched(job.model, job.constraints)}; the job waits until one does."
+
+    def _receipt(self, job: NewJob, accepted: Accepted, notice: str | None, now_ms: int) -> Receipt:
+        known = self.store.get(accepted.id) if accepted.deduplicated else None
+        if known is not None:
+            return Receipt(accepted, known.waiting, notice)
+        return Receipt(accepted, _waiting(job, accepted, now_ms), notice)
+
+    def enqueue(self, waiting: Sequence[Waiting], *, new: bool = False) -> None:
+        """Put queued jobs into the room, and publish what that offers.  Failures are left to the reconciler.
+
+        `new`: they have come just now.
+        """
+        snapshot = self.catalog.snapshot()
+        by_fleet: dict[str, list[Waiting]] = defaultdict(list)
+        for job in waiting:
+            model = snapshot.models.get(job.model)
+            if model is not None and not self.queues.is_away(model.fleet):
+                by_fleet[model.fleet].append(job)
+        for fleet, jobs in by_fleet.items():
+            with self._at_room(fleet, len(jobs)):
+                offers = self.queues.enqueue(fleet, jobs)
+                crash_at("submit_enqueued")
+                self.publish(offers, jobs if new else ())
+                crash_at("offer_published")
+
+    def _entering(self, entering: Entering, new: Sequence[NewJob], now_ms: int) -> Callable[[Sequence[Accepted]], None]:
+        """Only who has passed the gates, which ask Redis too, takes a connection of its own."""
+        return partial(self._ask_in, entering.ready(), new[0], now_ms)
+
+    def _ask_in(self, entering: Entering, new: NewJob, now_ms: int, accepted: Sequence[Accepted]) -> None:
+        """Have one new job taken into the room, unless it, or its model, is not for that."""
+        crash_at("submit_committed")
+        job = _waiting(new, accepted[0], now_ms)
+        model = self.catalog.known().models.get(job.model)
+        if accepted[0].comes_in and model is not None:
+            entering.ask(model.fleet, job)
+
+    def _enter(self, entering: Entering) -> Position | None:
+        """Publish what was offered with the new job; where it stands, None: the room is away."""
+        if entering.asked is None:
+            return None
+        fleet, job = entering.asked
+        with self._at_room(fleet, 1):
+            offers, position = entering.answer()
+            crash_at("submit_enqueued")
+            self.publish(offers, [job])
+            crash_at("offer_published")
+            return position
+        return None
+
+    @contextmanager
+    def _at_room(self, fleet: str, jobs: int) -> Iterator[None]:
+        """If a fleet's room does not answer, jobs are left to the reconciler."""
+        try:
+            yield
+        except RedisError as error:
+            # A Redis that does not answer costs its time-out once, not at every submit.
+            self.queues.note_away(fleet, error)
+            log.warning("enqueue_postponed", fleet=fleet, jobs=jobs, error=str(error))
+
+    def publish(self, offers: Sequence[Offer], new: Sequence[Waiting] = ()) -> None:
+        """Wake workers for open offers.  `new`: jobs that have come just now, of which some may be offered."""
+        known = {job.id: job for job in new}
+        for offer in offers:
+            try:
+                self._announcer.offered(offer, known.get(offer.job_id))
+            except Exception as error:
+                log.warning("publish_failed", job_id=offer.job_id, error=str(error))
+
+    def announce_end(self, moved: Moved) -> None:
+        """Tell the outside that a job has ended, if it has."""
+        if moved.to not in FINAL:
+            return
+        try:
+            self._announcer.ended(moved)
+        except Exception as error:
+            log.warning("announcement_failed", job_id=moved.job.id, error=str(error))
+
+    def publish_others(self, offers: Sequence[Offer], claimant: str) -> Offer | None:
+        """The offer that `claimant` now owns; for the others workers are woken."""
+        mine = next((offer for offer in offers if claimant and offer.owner == claimant), None)
+        self.publish([offer for offer in offers if offer is not mine])
+        return mine
+
+    def longest_usual_ms(self, model: str) -> int:
+        """Return how long a run of the model may go on before it counts as over where nothing tells its end.
+
+        Three times what nearly all of its latest runs took, but no longer than the model's runs may take.
+        Raises RecordUnavailable.
+        """
+        known = self.catalog.snapshot().models.get(model)
+        most = self.settings.withhold_max_ms
+        if known is not None:
+            most = min(most, round(known.config.max_poll_time * 1000))
+        usual = run_times.longest_usual_ms(self.store.database, model)
+        return most if usual is None else min(most, max(_SHORTEST_USUAL_MS, _TIMES_USUAL * usual))
+
+    # -- cancel, revive --------------------------------------------------------------------------------------
+
+    def cancel(self, job_id: str) -> State:
+        """Cancel a job: at once while it waits, as soon as its server lets go while it runs.
+
+        Answers the state it is in now.  Raises JobNotFound, Conflict (it has ended).
+        """
+        now = now_ms()
+        canceling = acts.act("job.cancel", job_id=job_id, now_ms=now)
+        error = Error("canceled", "Canceled before it was started.")
+        withhold = Withholding("canceled", now + self.settings.withhold_max_ms)
+        moved = self.store.end_waiting(job_id, Why.CANCEL_REQUESTED, now, error, canceling.note, withhold)
+        if moved is not None:
+            crash_at("cancel_committed")
+            self.withdraw(moved.job)
+            self.announce_end(moved)
+            return moved.to
+        if self.store.request_cancel(job_id, now, canceling.note):
+            crash_at("cancel_requested")
+            job = self.store.get(job_id)
+            if job is not None:
+                self.withdraw(job.waiting)
+            return State.RUNNING
+        job = self.store.get(job_id)
+        if job is None:
+            raise JobNotFound(f"There is no job {job_id!r}.", job_id=job_id)
+        if job.state not in FINAL:  # It came back from its server between the two looks.
+            return self.cancel(job_id)
+        raise Conflict(f"Job {job_id!r} has ended already: it is {job.state}.", job_id=job_id, status=job.state)
+
+    def withdraw(self, job: Waiting) -> None:
+        """Take a job out of the room, or tell the worker that runs it."""
+        try:
+            fleet = self.catalog.model(job.model).fleet
+            if self.queues.withdraw(fleet, job) == "freed":
+                self.publish(self.queues.offer(fleet))
+            self.observer.withdrawn(fleet, job.model, [job.id])
+        except RedisError as error:
+            log.warning("withdraw_postponed", job_id=job.id, error=str(error))
+
+    def withdraw_all(self, jobs: Sequence[Waiting]) -> None:
+        """The same for many, with a few calls."""
+        by_model: dict[str, list[Waiting]] = defaultdict(list)
+        for job in jobs:
+            by_model[job.model].append(job)
+        for model, its in by_model.items():
+            try:
+                fleet = self.catalog.model(model).fleet
+                if "freed" in self.queues.withdraw_all(fleet, its):
+                    self.publish(self.queues.offer_all(fleet))
+                self.observer.withdrawn(fleet, model, [job.id for job in its])
+            except (RedisError, UnknownModel) as error:
+                log.warning("withdraw_postponed", model=model, jobs=len(its), error=str(error))
+
+    def revive(self, job_id: str) -> None:
+        """Queue a dead job again.  Raises JobNotFound, Conflict."""
+        now = now_ms()
+        waiting = self.store.revive(job_id, now, acts.act("job.retry", job_id=job_id, now_ms=now).note)
+        if waiting is None:
+            job = self.store.get(job_id)
+            if job is None:
+                raise JobNotFound(f"There is no job {job_id!r}.", job_id=job_id)
+            raise Conflict(f"Job {job_id!r} is {job.state}; only a dead job can be retried.", status=job.state)
+        self.enqueue([waiting])
+
+
+def _waiting(job: NewJob, accepted: Accepted, now_ms: int) -> Waiting:
+    return Waiting(job.id, accepted.seq, job.model, job.priority, job.tenant, now_ms, job.constraints)
+
+
+def active_run(dispatcher: Dispatcher, job: Job) -> ActiveRun | None:
+    """Return the run that `job` shows, as its worker knows it; None: the job does not run."""
+    if job.state is not State.RUNNING or not job.lease or not job.slot or not job.server:
+        return None
+    run = Run(
+        job=job.waiting,
+        payload=job.payload or "{}",
+        attempt=job.attempt,
+        failures=job.failures,
+        crashes=job.crashes,
+        deadline_ms=job.deadline_ms,
+        remote_id=job.remote_id,
+        sent_ms=None,
+        server=job.server,
+        slot=job.slot,
+        started_ms=job.started_ms or job.created_ms,
+        cancel_requested=job.cancel_requested_ms is not None,
+        envelope=job.envelope,
+        described_by=job.described_by,
+        sent_to=job.sent_to,
+        traceparent=job.traceparent,
+    )
+    return ActiveRun(run, Lease.of_tag(dispatcher.catalog.model(job.model).fleet, job.id, job.lease, job.slot))
+
+
+def draining_lease(fleet: str, job_id: str, attempt: int, slot: str) -> Lease:
+    """By which the slot of a run is withheld.  No job can have its name."""
+    return Lease(fleet, f"{job_id}~{attempt}", "withheld", DRAINING, slot)
+
+
+def new_owner(name: str) -> str:
+    """A worker process's name for its leases: unlike that of any process before it."""
+    return f"{name}/{secrets.token_hex(4)}"

@@ -1,0 +1,42 @@
+"""What came of one exchange with an inference server: a plain value.
+
+The server adapters produce it, routing.dispatch.decision says what it means for the job and its slot.
+"""
+
+from enum import Enum, StrEnum
+from typing import Any, NamedTuple
+
+
+class Kind(StrEnum):
+    """What an exchange can mean for a job."""
+
+    DONE = "done"  # the server has a result
+    PENDING = "pending"  # accepted, still running: poll, or wait for the push
+    FAILED = "failed"  # the request itself is wrong, or its result cannot be kept: final, no retry
+    RETRY = "retry"  # the server answered with an error or nonsense: costs one retry
+    BUSY = "busy"  # no free slot there: costs nothing
+    CANCELED = "canceled"  # the server gave the job up because it was told to
+    LOST = "lost"  # the server does not know the job (any more)
+    UNKNOWN = "unknown"  # sent, but no answer came: it may be running, the slot must be held
+    UNREACHABLE = "unreachable"  # certainly not sent: costs the job nothing, the server a cooldown
+
+
+class Outcome(NamedTuple):
+    """One exchange, judged.  Which fields are set depends on `kind`."""
+
+    kind: Kind
+    result: Any = None  # DONE: the JSON value the server gave
+    code: str = ""  # a stable word for programs, e.g. "server_error"
+    message: str = ""  # one sentence for people
+    remote_id: str | None = None  # PENDING: the server's own id of the job, if it gave one
+    retry_after_s: float | None = None  # BUSY, RETRY: the server's wish, in seconds
+    progress: Any = None  # PENDING: how far it is, as the server says it
+    lingers: bool = False  # CANCELED, FAILED, LOST, RETRY: it ends here, and its server may go on with it all the same
+
+
+class StopReason(Enum):
+    """Why a worker does not go on with a run that goes on."""
+
+    LOST = "lost"  # Another worker has this job now, or none: what this one did is dropped.
+    STOPPED = "stopped"  # This worker is going down; another can go on with the job.
+    UNSENT = "unsent"  # The lease was lost before the request was sent.

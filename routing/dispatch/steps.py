@@ -1,0 +1,292 @@
+"""The steps of a run that change the database and Redis: its claim, its start, its end, the release of its slot.
+
+Each is written once, for a worker's event loop and for a thread that waits (`Io`).  If Redis fails after the database
+was written, the database is right and routing.maintenance.reconcile brings Redis to it.
+"""
+
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
+
+import structlog
+from redis.exceptions import RedisError
+
+from routing.dispatch.decision import Decision
+from routing.dispatch.dispatcher import ActiveRun, Dispatcher, active_run, draining_lease
+from routing.queue.leases import Lease, Outcome
+from routing.queue.queues import Offer
+from slotkeeper.crash import crash_at
+from slotkeeper.db.db import Write
+from slotkeeper.errors import SlotkeeperError
+from slotkeeper.jobs import withheld
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.jobs.states import State
+from slotkeeper.jobs.store import Moved
+from slotkeeper.jobs.withheld import Withheld
+from slotkeeper.redis.scripts import Command
+
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+
+class Io(Protocol):
+    """How steps reach Redis and the database."""
+
+    def redis(self, command: Command[T]) -> Awaitable[T]:
+        """Run a script.  Raises redis errors."""
+
+    def commit(self, write: Write[T]) -> Awaitable[T]:
+        """Commit a write.  Raises RecordUnavailable, RecordUncertain."""
+
+    def run_in_thread(self, act: Callable[..., T], *args: Any) -> Awaitable[T]:
+        """Call what waits for others."""
+
+
+class BlockingIo:
+    """For a thread: whatever is asked for is done at once, and nothing suspends."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    async def redis(self, command: Command[T]) -> T:
+        return self._dispatcher.leases.scripts.run(command)
+
+    async def commit(self, write: Write[T]) -> T:
+        return self._dispatcher.store.database.do(write)
+
+    async def run_in_thread(self, act: Callable[..., T], *args: Any) -> T:
+        return act(*args)
+
+
+def wait(step: Coroutine[Any, Any, T]) -> T:
+    """Run a step whose Io is a BlockingIo, and return its result."""
+    try:
+        step.send(None)
+    except StopIteration as end:
+        return cast(T, end.value)
+    step.close()
+    raise RuntimeError("a step was suspended in a thread, where no event loop resumes it")
+
+
+Postponed = Callable[[Lease, bool, int], object]
+"""Called with a lease, `back` and `cooldown_ms` when Redis did not answer its release."""
+
+
+class Steps:
+    """The steps of runs, by one Io.
+
+    `claimant`, wherever it is named: the worker that takes the next job at once; "": all offers are published.
+    """
+
+    __slots__ = ("_dispatcher", "_io", "_postponed")
+
+    def __init__(self, dispatcher: Dispatcher, io: Io, postponed: Postponed | None = None) -> None:
+        self._dispatcher, self._io, self._postponed = dispatcher, io, postponed
+
+    # -- start -----------------------------------------------------------------------------------------------
+
+    async def claim(self, offer: Offer, owner: str) -> Offer | None:
+        """Make an open offer a lease of `owner`; None: it is gone, another's, or the owner's already."""
+        return await self._io.redis(self._dispatcher.leases.claim_command(offer, owner))
+
+    async def start(self, offer: Offer, lease: Lease, worker: str = "") -> ActiveRun | None:
+        """Store the start of the offered job; None: the job is gone.  `worker`: Celery's name of the worker.
+
+        Raises RecordUnavailable: it was not stored; RecordUncertain: ask `stored_start`.
+        """
+        dispatcher, catalog = self._dispatcher, self._dispatcher.catalog.known()
+        if not catalog.has(offer.server, offer.model):
+            catalog = await self._io.run_in_thread(dispatcher.catalog.refresh)
+        write = dispatcher.store.start_write(
+            offer.job_id,
+            offer.server,
+            offer.slot,
+            lease.tag,
+            now_ms(),
+            offer.number,
+            catalog.described_by(offer.server, offer.model),
+            worker,
+            catalog.endpoint(offer.server, offer.model),
+        )
+        run = await self._io.commit(write)
+        return None if run is None else self._started(ActiveRun(run, lease))
+
+    async def stored_start(self, lease: Lease) -> ActiveRun | None:
+        """Return the run that the database has under this lease; None: the job is gone.
+
+        Raises RecordUnavailable; SlotkeeperError: the start was not stored.
+        """
+        job = await self._io.run_in_thread(self._dispatcher.store.get, lease.job_id)
+        if job is not None and job.state is State.QUEUED:
+            raise SlotkeeperError("The start was not stored.")
+        active = None if job is None else active_run(self._dispatcher, job)
+        return self._started(active) if active is not None and active.lease.tag == lease.tag else None
+
+    def _started(self, active: ActiveRun) -> ActiveRun:
+        """Tell the observer of a first start."""
+        run = active.run
+        if run.attempt == 1:
+            self._dispatcher.observer.started(active.lease.fleet, run.job.model, run.job.id, run.started_ms)
+        return active
+
+    # -- end -------------------------------------------------------------------------------------------------
+
+    async def store(self, active: ActiveRun, decision: Decision) -> Moved | None:
+        """Store the end of a run; None: it was over before.  Raises RecordUnavailable: its lease is held on then."""
+        run = active.run
+        write = self._dispatcher.store.settle_write(
+            run.job.id,
+            run.attempt,
+            decision.why,
+            now_ms(),
+            result=decision.result,
+            error=decision.error,
+            due_ms=decision.due_ms,
+            withhold=decision.quarantine,
+        )
+        moved = await self._io.commit(write)
+        crash_at("settle_committed")
+        return moved
+
+    async def release(
+        self, active: ActiveRun, decision: Decision, to: State | None, claimant: str = ""
+    ) -> Offer | None:
+        """Release the slot of a run as decided, and return the offer that `claimant` now owns.
+
+        `to`: the state that the job has now; None: the run was over before, and the database knows why.
+        Raises RecordUnavailable, in that case alone.
+        """
+        run, lease = active.run, active.lease
+        if to is None:
+            if decision.quarantine is None and not decision.requeues:
+                await self.server_released(active)
+            return await self.leave(lease, run.job.id, run.attempt, claimant)
+        back = to is State.QUEUED
+        if back and decision.resumes:
+            crash_at("hand_back_committed")
+            await self.offer_again(lease, run.job.model)
+            return None
+        if decision.quarantine is not None:
+            return await self._quarantine(lease, run.attempt, decision.outcome, back=back, claimant=claimant)
+        cooldown_ms = decision.cooldown_ms
+        if decision.blames_server:
+            cooldown_ms = max(cooldown_ms, await self._cool_server_down(lease))
+        following = await self.free(
+            lease, back=back, cooldown_ms=cooldown_ms, claimant=claimant, outcome=decision.outcome
+        )
+        if back and decision.requeues:
+            await self._io.run_in_thread(self._dispatcher.enqueue, [run.job])
+        return following
+
+    def notify(self, moved: Moved | None) -> None:
+        """Tell those who wait for the job that it has ended, if it has."""
+        if moved is not None:
+            self._dispatcher.announce_end(moved)
+        crash_at("settle_announced")
+
+    async def server_released(self, active: ActiveRun) -> None:
+        """Free the quarantined slot of a run that was ended elsewhere: its server has released it after all.
+
+        Raises RecordUnavailable.
+        """
+        run, database = active.run, self._dispatcher.store.database
+        if await self._io.run_in_thread(withheld.forget, database, run.job.id, run.attempt):
+            await self.free(draining_lease(active.lease.fleet, run.job.id, run.attempt, run.slot), back=False)
+
+    # -- leases ----------------------------------------------------------------------------------------------
+
+    async def free(
+        self, lease: Lease, *, back: bool, cooldown_ms: int = 0, claimant: str = "", outcome: Outcome = ""
+    ) -> Offer | None:
+        """Free a slot, at once or after a cooldown, and return the offer that `claimant` now owns.
+
+        `back`: the job returns to its place in its lane.
+        """
+        command = partial(self._dispatcher.leases.release_command, lease, back=back, cooldown_ms=cooldown_ms)
+        try:
+            (released,) = await self._io.redis(command(claimant=claimant, outcome=outcome))
+        except RedisError as error:
+            log.warning("release_postponed", job_id=lease.job_id, error=str(error))
+            if self._postponed is not None:
+                self._postponed(lease, back, cooldown_ms)
+            return None
+        return self._dispatcher.publish_others(released.offers, claimant)
+
+    async def leave(self, lease: Lease, job_id: str, attempt: int, claimant: str = "") -> Offer | None:
+        """Give up the lease of a run that has ended elsewhere: its slot is free, unless it is quarantined.
+
+        Returns as `free`.  Raises RecordUnavailable.
+        """
+        row, state = await self._io.run_in_thread(self._recorded, job_id, attempt)
+        back = state is State.QUEUED
+        if row is not None and row.slot == lease.slot:
+            return await self._quarantine(lease, attempt, "", back=back, claimant=claimant)
+        return await self.free(lease, back=back, claimant=claimant)
+
+    async def leave_unstarted(self, lease: Lease, claimant: str = "") -> Offer | None:
+        """Give up the lease of a job that does not run, freeing its slot unless that is quarantined.
+
+        Returns as `free`.  Raises RecordUnavailable.
+        """
+        job = await self._io.run_in_thread(self._dispatcher.store.get, lease.job_id)
+        if job is None:
+            return await self.free(lease, back=False, claimant=claimant)
+        return await self.leave(lease, job.id, job.attempt, claimant)
+
+    async def offer_again(self, lease: Lease, model: str) -> None:
+        """Open a lease for the worker that resumes its job on the same slot."""
+        dispatcher = self._dispatcher
+        open_lease = partial(dispatcher.leases.seize, lease, "", dispatcher.settings.offer_ms, only_expired=False)
+        try:
+            opened = await self._io.run_in_thread(open_lease)
+        except RedisError as error:
+            log.warning("offer_postponed", job_id=lease.job_id, error=str(error))
+            return
+        if opened is not None:
+            offer = Offer(opened.fleet, opened.job_id, opened.name, opened.slot, opened.server, model, 0)
+            dispatcher.publish([offer])
+
+    def _recorded(self, job_id: str, attempt: int) -> tuple[Withheld | None, State | None]:
+        store = self._dispatcher.store
+        return withheld.of_run(store.database, job_id, attempt), store.state_of(job_id)
+
+    async def _quarantine(
+        self, lease: Lease, attempt: int, outcome: Outcome, *, back: bool, claimant: str
+    ) -> Offer | None:
+        """Let the slot drain.  Redis away: the lease expires, and the reaper finds in the database what to do."""
+        draining = draining_lease(lease.fleet, lease.job_id, attempt, lease.slot)
+        command = partial(self._dispatcher.leases.release_command, lease, back=back, draining=draining)
+        try:
+            (released,) = await self._io.redis(command(claimant=claimant, outcome=outcome))
+        except RedisError as error:
+            log.warning("quarantine_postponed", job_id=lease.job_id, error=str(error))
+            return None
+        crash_at("slot_withheld")
+        return self._dispatcher.publish_others(released.offers, claimant)
+
+    async def _cool_server_down(self, lease: Lease) -> int:
+        """Begin the cooldown of a server that could not be reached, and return how long it is, in ms."""
+        try:
+            cooldown = await self._io.redis(self._dispatcher.slots.cooling_down(lease.fleet, lease.server))
+        except RedisError as error:  # The slot itself is freed all the same, or remembered as one to be freed.
+            log.warning("cooldown_postponed", server=lease.server, error=str(error))
+            return 0
+        return cooldown.cooldown_ms
+
+
+def blocking(dispatcher: Dispatcher) -> Steps:
+    """Return the steps for a thread, to be run by `wait`."""
+    return Steps(dispatcher, BlockingIo(dispatcher))
+
+
+def settle(dispatcher: Dispatcher, active: ActiveRun, decision: Decision) -> Moved | None:
+    """End a run from a thread: store its end, release its slot, notify.  None: it was over before.
+
+    Raises RecordUnavailable.
+    """
+    steps = blocking(dispatcher)
+    moved = wait(steps.store(active, decision))
+    wait(steps.release(active, decision, None if moved is None else moved.to))
+    crash_at("settle_released")
+    steps.notify(moved)
+    return moved

@@ -1,0 +1,34 @@
+"""The registry and the rules, brought to the fleets' rooms; and what a room tells of the record it was filled from."""
+
+from collections.abc import Sequence
+
+import structlog
+
+from routing.dispatch.dispatcher import Dispatcher
+from routing.maintenance.each import alone
+from routing.queue.slots import Synced
+from slotkeeper.registry.catalog import Snapshot
+
+log = structlog.get_logger(__name__)
+
+
+def bring_all(dispatcher: Dispatcher, fleets: Sequence[str], catalog: Snapshot) -> None:
+    """Bring the catalog to these fleets' rooms, in few round trips.
+
+    One that has a newer version, or is not this record's, is left as it is; the next sweep fills it.  A room that has a
+    newer version than the record itself was filled before the record was put back to a backup.
+    """
+    for fleet, synced in dispatcher.slots.sync_all(fleets, catalog).items():
+        with alone("bring", fleet=fleet):
+            _heed(dispatcher, fleet, synced, catalog)
+
+
+def _heed(dispatcher: Dispatcher, fleet: str, found: Synced, catalog: Snapshot) -> None:
+    if found.answer == "foreign":
+        log.warning("room_of_another_record", fleet=fleet, record=catalog.record)
+        return
+    if found.answer == "synced":
+        return
+    version = dispatcher.catalog.version()
+    if version < found.newest and dispatcher.slots.close(fleet, found.newest):
+        log.warning("record_went_back", fleet=fleet, version=version, before=found.newest)

@@ -1,0 +1,300 @@
+"""Draining slots: a run has ended here, and its server has not let go of it.
+
+The slot is withheld: nothing else is started there until the server's own report no longer shows the run, or the
+longest time is over.  The record knows which they are (slotkeeper.jobs.withheld); in Redis each has a lease of its own, by a name
+that no job can have, whose owner says that it drains.  Maintenance looks after them, not a worker.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Protocol
+
+import structlog
+
+from routing.dispatch.decision import Decision
+from routing.dispatch.dispatcher import DRAINING, Dispatcher, active_run, draining_lease
+from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.steps import blocking, settle, wait
+from routing.maintenance import identity
+from routing.maintenance.each import alone
+from routing.maintenance.identity import LeaseView, ServerReport
+from routing.maintenance.seen import seen_by
+from routing.queue.config import RoutingSettings
+from routing.queue.leases import Lease, Restored
+from slotkeeper.crash import crash_at
+from slotkeeper.jobs import withheld
+from slotkeeper.jobs.record import PRIORITY_DEFAULT, Job, Run, Waiting, now_ms
+from slotkeeper.jobs.withheld import Withheld
+from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.values import Server
+
+log = structlog.get_logger(__name__)
+
+# How much longer than its longest time a run may go on before maintenance ends it in its worker's stead.
+_OVERLONG_MARGIN_MS = 30_000
+# A server that only counts may have ended another run, of which its worker does not know yet.
+_QUIET_MARGIN_MS = 2_000
+# How long a server's word that a run goes on counts.  It is asked every 2 s.
+_TOLD_WITHIN_MS = 30_000
+
+
+# -- keeping ---------------------------------------------------------------------------------------------------
+
+
+def keep(dispatcher: Dispatcher) -> int:
+    """Bring Redis to what the record says of slots that are withheld; answers how many it had wrong."""
+    leases = dispatcher.leases.all_of(dispatcher.catalog.snapshot().fleets())
+    read = withheld.read(dispatcher.store.database)
+    rows = _by_fleet(dispatcher, read)
+    _forget_gone(dispatcher, read)
+    for fleet, its in rows.items():
+        for row in [row for row in its if now_ms() >= row.until_ms]:
+            log.warning("slot_withheld_too_long", slot=row.slot, job_id=row.job_id)
+            release(dispatcher, fleet, row)
+            its.remove(row)
+    wrong = 0
+    for fleet, found in leases.items():
+        with alone("keep", fleet=fleet):
+            wrong += _keep(dispatcher, fleet, [lease for lease, _ in found], rows[fleet])
+    return wrong
+
+
+def _forget_gone(dispatcher: Dispatcher, rows: Sequence[Withheld]) -> None:
+    """Of servers that were removed under their runs: they are kept for their time, lest one is registered again."""
+    servers, database = dispatcher.catalog.snapshot().servers, dispatcher.store.database
+    for row in rows:
+        if row.server not in servers and now_ms() >= row.until_ms:
+            withheld.forget(database, row.job_id, row.attempt)
+
+
+def restore(dispatcher: Dispatcher, fleets: Collection[str]) -> int:
+    """Write the leases of these fleets' withheld slots again, after Redis was emptied; answers how many it had not."""
+    rows = _by_fleet(dispatcher, withheld.read(dispatcher.store.database))
+    return sum(_restore(dispatcher, fleet, row) for fleet in fleets for row in rows[fleet])
+
+
+def _keep(dispatcher: Dispatcher, fleet: str, leases: Sequence[Lease], rows: Sequence[Withheld]) -> int:
+    """The leases were read before the rows: a lease without its row has been given up."""
+    known = {draining_lease(fleet, row.job_id, row.attempt, row.slot) for row in rows}
+    given_up = [lease for lease in leases if lease.owner == DRAINING and lease not in known]
+    for lease in given_up:
+        wait(blocking(dispatcher).free(lease, back=False))
+    if kept := [lease for lease in leases if lease in known]:
+        dispatcher.leases.renew(fleet, DRAINING, kept)
+    # Its worker may still be telling the server, under the job's own lease.
+    there = {(lease.job_id.partition("~")[0], lease.slot) for lease in leases}
+    lost = [row for row in rows if (row.job_id, row.slot) not in there]
+    return len(given_up) + sum(_restore(dispatcher, fleet, row) for row in lost)
+
+
+def _restore(dispatcher: Dispatcher, fleet: str, row: Withheld) -> int:
+    lease = draining_lease(fleet, row.job_id, row.attempt, row.slot)
+    of = Waiting(lease.job_id, 0, row.model, PRIORITY_DEFAULT, row.tenant)
+    return dispatcher.leases.restore(fleet, [Restored(lease, of)])
+
+
+def _by_fleet(dispatcher: Dispatcher, rows: Sequence[Withheld]) -> defaultdict[str, list[Withheld]]:
+    servers = dispatcher.catalog.snapshot().servers
+    found = defaultdict[str, list[Withheld]](list)
+    for row in rows:
+        if row.server in servers:
+            found[servers[row.server].fleet].append(row)
+    return found
+
+
+# -- letting go ------------------------------------------------------------------------------------------------
+
+
+def servers(dispatcher: Dispatcher) -> set[str]:
+    """Servers that should be asked now, since they have not let go of something."""
+    return {row.server for row in withheld.read(dispatcher.store.database)}
+
+
+def by_server(dispatcher: Dispatcher) -> defaultdict[str, list[Withheld]]:
+    """All slots that are withheld, by server."""
+    found = defaultdict[str, list[Withheld]](list)
+    for row in withheld.read(dispatcher.store.database):
+        found[row.server].append(row)
+    return found
+
+
+def views(rows: Sequence[Withheld], report: ServerReport) -> list[LeaseView]:
+    """The runs as a server's report is compared with them."""
+    now = identity.asked_ms(report, now_ms())
+    return [
+        LeaseView(name_of(row), identity.names_of(row.job_id, row.attempt, row.remote_id), now - row.began_ms)
+        for row in rows
+    ]
+
+
+def name_of(row: Withheld) -> str:
+    return draining_lease("", row.job_id, row.attempt, row.slot).job_id
+
+
+def heed(
+    dispatcher: Dispatcher, server: Server, report: ServerReport, rows: Sequence[Withheld], jobs: Sequence[Job]
+) -> int:
+    """Let slots be used again whose runs the server's report does not show; answers how many."""
+    # Idle says no more than that a place is free: with several slots, runs may go on in the others.
+    said = replace(report, active_jobs=0) if report.is_idle and server.slots == 1 else report
+    gone = set(identity.compare(views(rows, said), said).stale)
+    ended_ms = _process_ended_ms(dispatcher, server.name, report)
+    freed, untold = 0, list[Withheld]()
+    for row in rows:
+        is_gone = name_of(row) in gone or (ended_ms is not None and row.began_ms < ended_ms)
+        if is_gone or _counted_out(dispatcher, report, row, jobs):
+            freed += release(dispatcher, server.fleet, row)
+        elif not report.tells_what_runs and not _is_told_to_run(dispatcher, row):
+            untold.append(row)
+    _shorten(dispatcher, untold)
+    return freed
+
+
+def _shorten(dispatcher: Dispatcher, rows: Sequence[Withheld]) -> None:
+    """Where nothing tells the end of a run, withhold its slot no longer than runs of its model usually take."""
+    longest = {model: dispatcher.longest_usual_ms(model) for model in {row.model for row in rows}}
+    for row in rows:
+        if row.since_ms + longest[row.model] < row.until_ms:
+            withheld.shorten(dispatcher.store.database, row, row.since_ms + longest[row.model])
+
+
+def note_running(dispatcher: Dispatcher, row: Withheld) -> None:
+    """Note that its server has told by the run's status that it goes on."""
+    seen_by(dispatcher).told_to_run[row.job_id, row.attempt] = now_ms()
+
+
+def _is_told_to_run(dispatcher: Dispatcher, row: Withheld) -> bool:
+    told_ms = seen_by(dispatcher).told_to_run.get((row.job_id, row.attempt))
+    return told_ms is not None and now_ms() - told_ms < _TOLD_WITHIN_MS
+
+
+def _process_ended_ms(dispatcher: Dispatcher, server: str, report: ServerReport) -> int | None:
+    """When (ms) the process that has ended was last seen at the server's address; None: none has ended.
+
+    Runs that began before have ended with it.  Later ones may be in the process that answers now.
+    """
+    now, seen = identity.asked_ms(report, now_ms()), seen_by(dispatcher).started
+    if report.refused:
+        return now
+    if report.started is None:
+        return None
+    known, last_ms, ended_ms = seen.get(server, (report.started, now, None))
+    if now < last_ms:  # This report came late: a newer one was read before.
+        return ended_ms
+    if known != report.started:
+        ended_ms = last_ms
+    seen[server] = report.started, now, ended_ms
+    return ended_ms
+
+
+def _counted_out(dispatcher: Dispatcher, report: ServerReport, row: Withheld, jobs: Sequence[Job]) -> bool:
+    """A server that only counts runs no more than we know of, for so long that nothing else explains it."""
+    if report.job_ids is not None or not report.tells_what_runs:
+        return False
+    now = now_ms()
+    old = [job for job in jobs if now - (job.started_ms or now) >= identity.YOUNG_MS]
+    if report.active_jobs is None or report.active_jobs > len(old):
+        if row.quiet_ms is not None:
+            withheld.note_quiet(dispatcher.store.database, row, None)
+        return False
+    if row.quiet_ms is None:
+        withheld.note_quiet(dispatcher.store.database, row, now)
+        return False
+    return now - row.quiet_ms >= _QUIET_MARGIN_MS + max(
+        (round(dispatcher.catalog.model(job.model).config.poll_interval * 1000) for job in jobs), default=0
+    )
+
+
+def release_run(dispatcher: Dispatcher, job_id: str, attempt: int) -> bool:
+    """Its server has told that it has done with a run whose slot is withheld.  False: none is."""
+    row = withheld.of_run(dispatcher.store.database, job_id, attempt)
+    server = None if row is None else dispatcher.catalog.snapshot().servers.get(row.server)
+    return row is not None and server is not None and release(dispatcher, server.fleet, row)
+
+
+def release_all(dispatcher: Dispatcher, server: Server, slot: str | None = None) -> int:
+    """An operator says that the server runs none of these; `slot`: one of them.  Returns how many were released."""
+    rows = by_server(dispatcher)[server.name]
+    return sum(release(dispatcher, server.fleet, row) for row in rows if slot is None or row.slot == slot)
+
+
+def release(dispatcher: Dispatcher, fleet: str, row: Withheld) -> bool:
+    """The slot may be used again.  False: somebody else has said so."""
+    if not withheld.forget(dispatcher.store.database, row.job_id, row.attempt):
+        return False
+    crash_at("withheld_forgotten")
+    seen_by(dispatcher).told_to_run.pop((row.job_id, row.attempt), None)
+    wait(blocking(dispatcher).free(draining_lease(fleet, row.job_id, row.attempt, row.slot), back=False))
+    log.info("slot_let_go", slot=row.slot, job_id=row.job_id, reason=row.reason, withheld_ms=now_ms() - row.since_ms)
+    return True
+
+
+def expire(dispatcher: Dispatcher, lease: Lease) -> bool:
+    """Nobody has kept the lease of a slot that drains.  False: the record withholds the slot still."""
+    job_id, _, attempt = lease.job_id.rpartition("~")
+    row = withheld.of_run(dispatcher.store.database, job_id, int(attempt))
+    if row is not None and now_ms() < row.until_ms:
+        dispatcher.leases.renew(lease.fleet, DRAINING, [lease])
+        return False
+    log.warning("slot_withheld_too_long", slot=lease.slot, job_id=job_id)
+    withheld.forget(dispatcher.store.database, job_id, int(attempt))
+    wait(blocking(dispatcher).free(lease, back=False))
+    return True
+
+
+# -- ends that no worker brings --------------------------------------------------------------------------------
+
+
+class DecideEnd(Protocol):
+    """Decides how a run ends, with the retry options of the task that carries runs out."""
+
+    def __call__(
+        self, run: Run, outcome: Outcome, config: ModelConfig, settings: RoutingSettings, /, *, canceling: bool
+    ) -> Decision: ...
+
+
+def end_overlong(dispatcher: Dispatcher, decide_end: DecideEnd) -> int:
+    """End runs that have long exceeded their longest time, though their workers do not; answers how many."""
+    return sum(_end_overlong(dispatcher, job, decide_end) for job in dispatcher.store.running())
+
+
+def _end_overlong(dispatcher: Dispatcher, job: Job, decide_end: DecideEnd) -> bool:
+    model = dispatcher.catalog.snapshot().models.get(job.model)
+    active = active_run(dispatcher, job)
+    if model is None or active is None:
+        return False
+    ends_ms = active.run.started_ms + round(model.config.max_poll_time * 1000) + _OVERLONG_MARGIN_MS
+    if now_ms() < ends_ms:
+        return False
+    message = "Exceeded max_poll_time, and its worker did not end it."
+    outcome = Outcome(Kind.RETRY, code="timed_out", message=message, lingers=True)
+    decision = decide_end(active.run, outcome, model.config, dispatcher.settings, canceling=active.run.cancel_requested)
+    return settle(dispatcher, active, decision) is not None
+
+
+def sentence(row: Withheld, *, named: bool = True) -> str:
+    """For people: why the slot is withheld, and what would end that.  `named`: they may know which job it is."""
+    whose = f"job {row.job_id!r}" if named else "another tenant's job"
+    how = _HOW.get(row.reason, "ended")
+    told = "tells by its status that it has ended, " if row.remote_id is not None else ""
+    return (
+        f"slot {row.slot} is withheld: {whose} {how} here at {_moment(row.since_ms)}, and its server may still run it; "
+        f"the slot is used again when the server answers the request, {told}no longer reports the run, or was "
+        f"restarted, and at {_moment(row.until_ms)} at the latest"
+    )
+
+
+def _moment(at_ms: int) -> str:
+    return f"{datetime.fromtimestamp(at_ms // 1000, UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+_HOW = {
+    "timed_out": "timed out",
+    "canceled": "was canceled",
+    "deadline_passed": "passed its deadline",
+    "server_lost": "was lost",
+    "connection_lost": "lost its connection",
+    "worker_lost": "lost its worker",
+}

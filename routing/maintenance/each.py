@@ -1,0 +1,25 @@
+"""One fleet's, or one job's, error is no other's."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import structlog
+from redis.exceptions import ConnectionError, TimeoutError
+
+from slotkeeper.errors import RecordUnavailable
+
+log = structlog.get_logger(__name__)
+
+# Redis or the database is away, for everybody.
+AWAY = (ConnectionError, TimeoutError, RecordUnavailable)
+
+
+@contextmanager
+def alone(act: str, **whose: str) -> Iterator[None]:
+    """Log what goes wrong inside and go on; but that Redis or the database is away is raised."""
+    try:
+        yield
+    except AWAY:
+        raise
+    except Exception as error:
+        log.error(f"{act}_failed", error=repr(error), **whose)

@@ -1,0 +1,142 @@
+"""The balance of all jobs (JOB-3): accepted = those that stand in each state + those removed."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    CompoundSelect,
+    Select,
+    Text,
+    cast,
+    delete,
+    func,
+    insert,
+    literal_column,
+    select,
+    text,
+    union_all,
+)
+
+from slotkeeper.db.db import Database, Transaction
+from slotkeeper.db.prepared import Prepared
+from slotkeeper.jobs import events
+from slotkeeper.jobs.models import QUEUED, accepted, counters, jobs
+from slotkeeper.jobs.states import State
+
+DIFFERENCE = "ledger_difference"
+"""Among what a check of invariants found: Ledger.difference at that time."""
+
+_PURGED, _DOUBLED, _FOUND = "purged.", "doubled", "found."
+_QUEUED_BY_MODEL = Prepared(select(jobs.c.model, func.count()).where(text(QUEUED)).group_by(jobs.c.model))
+_BY_STATE = select(jobs.c.state, func.count()).group_by(jobs.c.state)
+_BUT_COMPLETED = _BY_STATE.where(jobs.c.state.in_([state.value for state in State if state is not State.COMPLETED]))
+_COUNTED = select(counters.c.name, counters.c.value).where(
+    counters.c.name.like(f"{_PURGED}%") | (counters.c.name == _DOUBLED)
+)
+# What was accepted, by something else than the jobs that are there.  SQLite: how many numbers were given, one for each
+# accepted job and one for each doubled message; it takes a number back when its transaction is.  PostgreSQL does not,
+# so a trigger counts there.
+_ACCEPTED = {
+    "sqlite": select(literal_column("'given'", Text), literal_column("seq", BigInteger))
+    .select_from(text("sqlite_sequence"))
+    .where(text("name = 'jobs'")),
+    "postgresql": select(
+        literal_column("'accepted'", Text), cast(func.coalesce(func.sum(accepted.c.jobs), 0), BigInteger)
+    ),
+}
+_MOST_PARTS = 1000
+_PARTS = select(func.count()).select_from(accepted)
+# One statement: who reads sees the parts or their sum.  Of two at once the second does nothing, and waits for nobody.
+_FOLD = text(
+    "WITH parts AS (DELETE FROM accepted WHERE (SELECT pg_try_advisory_xact_lock(5571702)) RETURNING jobs) "
+    "INSERT INTO accepted (jobs) SELECT sum(jobs) FROM parts HAVING count(*) > 0"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """`accepted` is counted apart from the jobs that are there, so that one that vanishes is missed."""
+
+    accepted: int
+    by_state: dict[State, int]
+    purged: dict[State, int]
+
+    @property
+    def difference(self) -> int:
+        """Jobs that were accepted and are not accounted for; below 0: there are more than were accepted."""
+        return self.accepted - sum(self.by_state.values()) - sum(self.purged.values())
+
+    @property
+    def balanced(self) -> bool:
+        return self.difference == 0
+
+
+def read(database: Database) -> Ledger:
+    """The balance at one moment: one statement, so that no job is seen twice or missed on its way."""
+    return _read(database, _BY_STATE)
+
+
+def standing(database: Database) -> dict[State, int]:
+    """How many jobs stand in each state, at one moment.
+
+    The completed ones, which may be millions, are not counted: they are what is accepted and not accounted for
+    otherwise.  So it costs what there is of the others, and a job that vanishes is missed by `read` alone.
+    """
+    found = _read(database, _BUT_COMPLETED)
+    completed = found.accepted - sum(found.by_state.values()) - sum(found.purged.values())
+    return found.by_state | {State.COMPLETED: max(completed, 0)}
+
+
+def _read(database: Database, counts: Select[Any]) -> Ledger:
+    parts: CompoundSelect[Any] = union_all(counts, _COUNTED, _ACCEPTED[database.engine.dialect.name])
+    with database.read() as connection:
+        return _ledger(tuple(row) for row in connection.execute(parts))
+
+
+def fold(database: Database, most: int = _MOST_PARTS) -> None:
+    """Add up the parts of what was accepted, if there are more than `most`.  On SQLite there are none."""
+    with database.read() as connection:
+        parts = connection.execute(_PARTS).scalar_one()
+    if parts > most:
+        database.write(lambda tx: tx.connection.execute(_FOLD))
+
+
+def _ledger(rows: Iterable[tuple[str, int]]) -> Ledger:
+    found = dict(rows)
+    by_state = {state: found.get(state.value, 0) for state in State}
+    purged = {state: found.get(f"{_PURGED}{state.value}", 0) for state in State}
+    given = found.get("given", 0) - found.get(_DOUBLED, 0)
+    return Ledger(found.get("accepted", given), by_state, purged)
+
+
+def note_findings(database: Database, counts: Mapping[str, int], subjects: Mapping[str, str], now_ms: int) -> None:
+    """Store what the latest check of invariants found: its counts replace those before, and each subject gets an event.
+
+    `counts`: check -> how many.  `subjects`: job id, or the name of a fleet or the ledger -> check.
+    """
+
+    def unit(tx: Transaction) -> None:
+        tx.connection.execute(delete(counters).where(counters.c.name.like(f"{_FOUND}%")))
+        tx.connection.execute(
+            insert(counters), [{"name": f"{_FOUND}{check}", "value": count} for check, count in counts.items()]
+        )
+        for subject, check in subjects.items():
+            events.note(tx, subject, "invariant.broken", now_ms, {"check": check})
+
+    database.write(unit)
+
+
+def findings(database: Database) -> dict[str, int]:
+    """What the latest check of invariants found: check -> how many.  Empty before the first."""
+    found = select(counters.c.name, counters.c.value).where(counters.c.name.like(f"{_FOUND}%"))
+    with database.read() as connection:
+        return {row.name.removeprefix(_FOUND): row.value for row in connection.execute(found)}
+
+
+def queued_by_model(database: Database) -> Counter[str]:
+    """How many jobs of each model are queued.  Raises RecordUnavailable."""
+    with database.read() as connection:
+        return Counter(dict(_QUEUED_BY_MODEL.all(connection, {})))

@@ -1,0 +1,64 @@
+"""Whether maintenance goes on: each sweep leaves a mark in Redis, which fades; each task says when it last ended."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from slotkeeper.jobs.record import now_ms
+from slotkeeper.redis.scripts import Scripts
+
+FADES_S = 15
+_TOLD_EVERY_S = 1.0
+
+
+def leave(scripts: Scripts) -> None:
+    """Maintenance has swept just now.  Raises redis errors."""
+    scripts.redis.set(scripts.keys.pulse(), "", ex=FADES_S)
+
+
+def has_stopped(scripts: Scripts) -> bool:
+    """Nobody has swept for FADES_S.  Raises redis errors."""
+    return not scripts.redis.exists(scripts.keys.pulse())
+
+
+@dataclass(frozen=True, slots=True)
+class LastRun:
+    """When a task of maintenance last came to its end, ms since the epoch, and how long it took."""
+
+    ended_ms: int
+    took_s: float
+
+
+class LastRuns:
+    """Tells when the tasks of one process last ended: what ends within a second is told together."""
+
+    def __init__(self, scripts: Scripts, clock: Callable[[], float] = time.monotonic) -> None:
+        self._scripts, self._clock = scripts, clock
+        self._lock = threading.Lock()
+        self._untold: dict[Any, Any] = {}
+        self._told_at = float("-inf")
+
+    def note(self, task: str, took_s: float) -> None:
+        """A task has come to its end.  While Redis is away nobody is told."""
+        with self._lock:
+            self._untold[task] = f"{now_ms()} {took_s:.6f}"
+            if self._clock() < self._told_at + _TOLD_EVERY_S:
+                return
+            untold, self._untold = self._untold, {}
+            self._told_at = self._clock()
+        with suppress(RedisError):
+            self._scripts.redis.hset(self._scripts.keys.tasks(), mapping=untold)
+
+
+def last_runs(scripts: Scripts) -> dict[str, LastRun]:
+    """Task -> its last run that came to its end.  Raises redis errors."""
+    runs = {}
+    for name, told in scripts.hash(scripts.keys.tasks()).items():
+        ended_ms, took_s = told.split()
+        runs[name] = LastRun(int(ended_ms), float(took_s))
+    return runs

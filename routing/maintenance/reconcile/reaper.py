@@ -1,0 +1,267 @@
+"""Leases whose holder is gone, and runs that their server no longer knows."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+from redis.exceptions import RedisError
+
+from routing.dispatch.decision import Decision
+from routing.dispatch.dispatcher import DRAINING, Dispatcher, active_run
+from routing.dispatch.steps import blocking, wait
+from routing.dispatch.verdict import crashed
+from routing.maintenance import draining, rooms, runs
+from routing.maintenance.each import alone
+from routing.maintenance.rooms import Span
+from routing.maintenance.seen import seen_by
+from routing.queue.leases import Lease
+from routing.queue.queues import Offer
+from routing.queue.workers import Workers
+from slotkeeper.crash import crash_at
+from slotkeeper.jobs.record import Error, Job, Withholding, now_ms
+from slotkeeper.jobs.states import State, Why
+from slotkeeper.lifetimes import Lifetimes
+
+log = structlog.get_logger(__name__)
+
+_REAPER = "reaper"
+_AT_ONCE = 8
+OFTEN = 6
+"""How often a job's offers are met unstarted, each after `offer_ms` or a lease, until that is worth a word."""
+# The reaper looks twice a second; Redis, or beat, was away if it could not for so long.
+_NOT_LOOKED_S = 2.5
+# Redis' clock and ours go apart by more than this only if one of them was set.
+_CLOCK_SET_S = 0.5
+
+
+class Patience:
+    """Keeps the reaper from leases whose living holders could not renew them, as long as those need to do so now.
+
+    Redis was away if a look failed, or, as it is the broker too, if there was no look for a while.  And leases that
+    expired because Redis' clock was set forward get time to be renewed by the new one.
+    """
+
+    def __init__(self) -> None:
+        self._looked: float | None = None  # nobody has looked yet, and no time has gone by since
+        self._apart: tuple[float, float] | None = None  # bounds of what Redis' clock is ahead of our monotonic one
+        self._until: float | None = None
+
+    @property
+    def lasts(self) -> bool:
+        """Whether silence proves nothing at present."""
+        return self._until is not None
+
+    def has_ended(self, asked_s: float, now_s: float, redis_s: float, pause_s: float) -> bool:
+        """Whether leases that have expired may be taken.
+
+        Redis was asked for its time at `asked_s` and had answered `redis_s` by `now_s`; the others are monotonic.
+        `pause_s`: how long to wait after Redis was away.
+        """
+        away = self._looked is not None and now_s - self._looked > _NOT_LOOKED_S
+        self._looked = now_s
+        if self._clock_was_set(redis_s - now_s, redis_s - asked_s):
+            log.warning("redis_clock_was_set")
+            self._until = now_s + pause_s
+        elif self._until is None and away:
+            self._until = now_s + pause_s
+        if self._until is not None and now_s < self._until:
+            return False
+        self._until = None
+        return True
+
+    def _clock_was_set(self, least: float, most: float) -> bool:
+        before, self._apart = self._apart, (least, most)
+        return before is not None and (least > before[1] + _CLOCK_SET_S or most < before[0] - _CLOCK_SET_S)
+
+    def note_failure(self) -> None:
+        self._looked = float("-inf")
+
+
+def reap(dispatcher: Dispatcher, patience: Patience | None = None) -> int:
+    """Take back offers that nobody took up and leases that nobody renewed; answers how many.
+
+    What would last longer than it ever may, since Redis' clock was set back, is ended.  Raises redis errors.
+    """
+    fleets = dispatcher.catalog.snapshot().fleets()
+    asked_s = time.monotonic()
+    try:
+        spans = rooms.spans(dispatcher.leases.scripts, fleets)
+    except RedisError:
+        if patience is not None:
+            patience.note_failure()
+        raise
+    for fleet, span in spans.items():
+        if span.last_ms > span.now_ms + rooms.longest_ms(dispatcher.settings):
+            with alone("pull_back", fleet=fleet):
+                pulled = rooms.pull_back(dispatcher.leases.scripts, fleet, dispatcher.settings)
+                log.warning("pulled_back", fleet=fleet, how_many=pulled)
+    if patience is not None and not _has_patience_ended(dispatcher, patience, asked_s, spans):
+        return 0
+    return _reap_all(dispatcher, [fleet for fleet, span in spans.items() if span.has_expired])
+
+
+def _has_patience_ended(dispatcher: Dispatcher, patience: Patience, asked_s: float, spans: dict[str, Span]) -> bool:
+    redis_s = max((span.now_ms for span in spans.values()), default=0) / 1000
+    settings = dispatcher.settings
+    # A renewal that was sent just before Redis came back has its time-out first; the next one is heard.
+    pause_s = settings.redis_timeout_s + 2 * settings.renew_every_ms / 1000
+    return bool(spans) and patience.has_ended(asked_s, time.monotonic(), redis_s, pause_s)
+
+
+def _reap_all(dispatcher: Dispatcher, fleets: Sequence[str]) -> int:
+    expired: list[Lease] = []
+    for fleet in fleets:
+        with alone("reap", fleet=fleet):
+            expired += dispatcher.leases.expired(fleet)
+    expired.sort(key=lambda lease: lease.owner == "")  # Runs first: an offer only gets more time.
+
+    def reap_one(lease: Lease) -> bool:
+        return _reap_offer(dispatcher, lease) if lease.owner == "" else _reap_lease(dispatcher, lease)
+
+    return _reap_each(expired, reap_one)
+
+
+def _reap_each(leases: Sequence[Lease], reap_one: Callable[[Lease], bool]) -> int:
+    """Some at a time, so that they share commits: a worker that dies leaves as many leases as it had threads."""
+    if not leases:
+        return 0
+
+    def reap_alone(lease: Lease) -> bool:
+        with alone("reap", fleet=lease.fleet, job_id=lease.job_id):
+            return reap_one(lease)
+        return False
+
+    with ThreadPoolExecutor(_AT_ONCE, "reap") as threads:
+        return sum(threads.map(reap_alone, leases))
+
+
+def reap_killed(dispatcher: Dispatcher, workers: Workers, lifetimes: Lifetimes) -> int:
+    """Take back at once what workers hold whose processes are proved to have ended; answers how many leases.
+
+    Redis may have been away: this is no silence.  A room that is not open is left to its rebuild.  A worker is
+    forgotten by the look that finds nothing more of it anywhere: what it sent last may have come after the first.
+    """
+    killed = set(lifetimes.ended())
+    if not killed:
+        return 0
+    for owner in killed:
+        workers.leave(owner)
+    fleets = dispatcher.catalog.snapshot().fleets()
+    found = rooms.depths_of(dispatcher.leases.scripts, fleets)
+    running = runs.restore_of(dispatcher, killed)
+    held = dispatcher.leases.all_of([fleet for fleet, room in found.items() if room.open])
+    theirs = [lease for leases in held.values() for lease, _ in leases if lease.owner in killed]
+    if len(held) == len(fleets):
+        for owner in killed - running - {lease.owner for lease in theirs}:
+            lifetimes.forget(owner)
+    if theirs:
+        log.warning("workers_killed", workers=sorted({lease.owner for lease in theirs}), leases=len(theirs))
+    return _reap_each(theirs, lambda lease: _reap_lease(dispatcher, lease, killed=True))
+
+
+def _reap_offer(dispatcher: Dispatcher, lease: Lease) -> bool:
+    """An offer that nobody has taken up keeps its slot and its message: its job is not overtaken by later ones.
+
+    Workers look by themselves for those whose message is lost.
+    """
+    job = dispatcher.store.get(lease.job_id)
+    resumes = job is not None and job.server == lease.server
+    if job is not None and job.state is State.QUEUED:
+        kept = dispatcher.leases.keep(lease, resumes=resumes)
+        if kept == "kept":
+            _note_unstarted(dispatcher, lease, job)
+        if kept != "closed":
+            return False
+    _put_back(dispatcher, lease, job)
+    return True
+
+
+def _note_unstarted(dispatcher: Dispatcher, lease: Lease, job: Job) -> None:
+    """Wake workers once more where an offer is met again and again, if any has room for it; once only, so that
+    messages do not pile up at a broker that nobody reads."""
+    times = seen_by(dispatcher).note_unstarted(job.id, job.attempt)
+    if times == OFTEN and dispatcher.queues.room():
+        log.warning("offered_and_never_started", job_id=job.id, slot=lease.slot, times=times)
+        dispatcher.publish([Offer(lease.fleet, job.id, lease.name, lease.slot, lease.server, job.model, 0)])
+
+
+def _reap_lease(dispatcher: Dispatcher, lease: Lease, *, killed: bool = False) -> bool:
+    """Seize the lease first, so that its holder, should it wake, can neither renew nor free it.
+
+    `killed`: its holder is proved to have ended.
+    """
+    if lease.owner == DRAINING:
+        return draining.expire(dispatcher, lease)
+    mine = dispatcher.leases.seize(lease, _REAPER, dispatcher.settings.offer_ms, only_expired=not killed)
+    if mine is None:
+        return False
+    crash_at("reap_seized")
+    job = dispatcher.store.get(lease.job_id)
+    # The reaper's own lease expires only if a reaper died before it had written the end of the run.
+    if job is not None and job.state is State.RUNNING and (job.lease == lease.tag or lease.owner == _REAPER):
+        _end_lost_run(dispatcher, mine, job, "has died" if killed else "stopped renewing its lease")
+    else:  # Its holder died before the start or after the end was written.
+        if job is not None and job.state is State.QUEUED:
+            seen_by(dispatcher).note_unstarted(job.id, job.attempt)
+        _put_back(dispatcher, mine, job)
+    return True
+
+
+def _put_back(dispatcher: Dispatcher, lease: Lease, job: Job | None) -> None:
+    """A job that is not running: to its place, or on with the same slot where its server still has it."""
+    steps = blocking(dispatcher)
+    if job is None or job.state is not State.QUEUED:
+        wait(steps.leave_unstarted(lease))
+    elif job.server == lease.server:
+        wait(steps.offer_again(lease, job.model))
+    else:
+        wait(steps.free(lease, back=True))
+
+
+def _end_lost_run(dispatcher: Dispatcher, mine: Lease, job: Job, how: str) -> None:
+    """The worker died under the job, and its server may still run it: the job is resumed in the same slot.
+
+    Anywhere else it could run twice at once.  There another worker resumes the polling, or repeats the call: the server
+    joins it to the run, answers from memory, or says that it is busy, and then the job goes back.
+    """
+    decision = Decision(
+        crashed(job.crashes, dispatcher.catalog.model(job.model).config, Why.LEASE_EXPIRED),
+        error=Error("worker_lost", f"The worker that ran it on {job.slot} {how}."),
+        quarantine=Withholding("worker_lost", now_ms() + dispatcher.settings.withhold_max_ms, resumes=True),
+        resumes=True,
+    )
+    _end_seized(dispatcher, mine, job, decision, "reap_committed")
+
+
+def _end_seized(dispatcher: Dispatcher, mine: Lease, job: Job, decision: Decision, crash_point: str) -> bool:
+    """End the run whose lease was seized; False: another has ended it, perhaps while we waited for the database."""
+    active = active_run(dispatcher, job)
+    if active is None:
+        return False
+    active, steps = active._replace(lease=mine), blocking(dispatcher)
+    moved = wait(steps.store(active, decision))
+    crash_at(crash_point)
+    if moved is None:
+        _put_back(dispatcher, mine, dispatcher.store.get(job.id))
+        return False
+    wait(steps.release(active, decision, moved.to))
+    steps.notify(moved)
+    return True
+
+
+def free_stale_lease(dispatcher: Dispatcher, job: Job) -> bool:
+    """End a run that its server does not know any more; False: it has ended meanwhile."""
+    active = active_run(dispatcher, job)
+    if active is None:
+        return False
+    mine = dispatcher.leases.seize(active.lease, _REAPER, dispatcher.settings.offer_ms, only_expired=False)
+    if mine is None:
+        return False
+    crash_at("stale_seized")
+    decision = Decision(
+        crashed(job.crashes, dispatcher.catalog.model(job.model).config),
+        error=Error("server_lost", f"Server {job.server} does not know the job any more."),
+        resumes=True,  # The server may remember the result of a run that has ended.
+    )
+    return _end_seized(dispatcher, mine, job, decision, "stale_committed")

@@ -1,0 +1,117 @@
+"""Removals of models and servers: what the database began is ended, and Redis follows.
+
+Whatever was cut in between is ended by the next turn: each asks the record anew what is to be done, and a room follows
+the catalog by itself (lua/sync.lua).
+"""
+
+from collections.abc import Sequence
+
+import structlog
+from redis.exceptions import RedisError
+
+from routing.dispatch.decision import Decision
+from routing.dispatch.dispatcher import Dispatcher, active_run
+from routing.dispatch.steps import settle
+from routing.maintenance import rooms
+from routing.maintenance.each import alone
+from routing.maintenance.reconcile.room import refresh_fleet
+from slotkeeper.errors import RecordUnavailable
+from slotkeeper.jobs.names import Because
+from slotkeeper.jobs.record import Error, Job, Withholding, now_ms
+from slotkeeper.jobs.states import Why
+from slotkeeper.registry import removal
+from slotkeeper.registry.removal import Removal
+
+log = structlog.get_logger(__name__)
+
+
+def go_on(dispatcher: Dispatcher) -> list[Removal]:
+    """End the removals that nothing is in the way of any more; returns those."""
+    snapshot = dispatcher.catalog.refresh()
+    ended: list[Removal] = []
+    for name, closed in snapshot.closed.items():
+        if closed.because is Because.REMOVING:
+            with alone("remove_model", model=name):
+                if (it := removal.end_removal(dispatcher.store.database, name, now_ms())) is not None:
+                    follow_model(dispatcher, it)
+                    ended.append(it)
+    for server in snapshot.servers.values():
+        if server.leaving_ms is not None:
+            with alone("leave", server=server.name):
+                if (found := end_leaving(dispatcher, server.name, server.fleet)) is not None:
+                    ended.append(found)
+    end_lost(dispatcher)
+    return ended
+
+
+def follow_model(dispatcher: Dispatcher, it: Removal) -> None:
+    """Remove from Redis what concerns a model that was removed."""
+    try:
+        catalog = dispatcher.catalog.refresh()
+        dispatcher.observer.removed(it.fleet, it.name)
+        if it.fleet in catalog.fleets():
+            refresh_fleet(dispatcher, it.fleet)
+        else:
+            rooms.forget_gone(dispatcher.slots.scripts, catalog.fleets())
+    except RedisError as error:  # The sweep brings it, and forgets rooms that are gone.
+        log.warning("removal_postponed", model=it.name, error=str(error))
+    log.info("model_removed", model=it.name)
+
+
+def end_leaving(dispatcher: Dispatcher, server: str, fleet: str) -> Removal | None:
+    """Remove a server that is leaving, if none of its slots is held or offered; None: not yet."""
+    refresh_fleet(dispatcher, fleet)  # Before the look: from now on nothing is offered there.
+    leases = dispatcher.leases.all_of([fleet])
+    if fleet not in leases or any(it.server == server for it, _ in leases[fleet]):
+        return None
+    found = removal.end_leaving(dispatcher.store.database, server)
+    if found is None:
+        return None
+    follow_server(dispatcher, found)
+    return found
+
+
+def follow_server(dispatcher: Dispatcher, it: Removal) -> None:
+    """Remove from Redis what concerns a server that was removed."""
+    try:
+        refresh_fleet(dispatcher, it.fleet)
+        catalog = dispatcher.catalog.snapshot()
+        if it.fleet not in catalog.fleets():
+            rooms.forget_gone(dispatcher.slots.scripts, catalog.fleets())
+    except RedisError as error:
+        log.warning("removal_postponed", server=it.name, error=str(error))
+    log.info("server_removed", server=it.name)
+
+
+def end_lost(dispatcher: Dispatcher) -> int:
+    """Take runs of servers that were removed under them for lost: their jobs run again elsewhere.  Answers how many."""
+    servers = dispatcher.catalog.snapshot().servers
+    lost = [job for job in dispatcher.store.running() if job.server not in servers]
+    if not lost:
+        return 0
+    servers = dispatcher.catalog.refresh().servers  # One that was registered just now is none.
+    return sum(_end_lost(dispatcher, job) for job in lost if job.server not in servers)
+
+
+def _end_lost(dispatcher: Dispatcher, job: Job) -> bool:
+    with alone("end_lost", job_id=job.id):
+        active = active_run(dispatcher, job)
+        if active is None:
+            return False
+        decision = Decision(
+            Why.SERVER_UNREACHABLE,  # An operator has done that, so it costs the job nothing.
+            error=Error("server_removed", f"Server {job.server} was removed while it ran the job."),
+            quarantine=Withholding("server_lost", now_ms() + dispatcher.settings.withhold_max_ms),
+        )
+        return settle(dispatcher, active, decision) is not None
+    return False
+
+
+def end_runs_of(dispatcher: Dispatcher, job_ids: Sequence[str]) -> None:
+    """At once what maintenance does for runs of a server that was just removed.  If the record is away, it does it."""
+    if not job_ids:
+        return
+    try:
+        end_lost(dispatcher)
+    except (RecordUnavailable, RedisError) as error:
+        log.warning("lost_runs_postponed", jobs=len(job_ids), error=str(error))

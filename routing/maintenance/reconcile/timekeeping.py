@@ -1,0 +1,71 @@
+"""What time brings about: delayed jobs are due, deadlines pass, what ended long ago is removed."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from routing.dispatch.dispatcher import Dispatcher
+from routing.maintenance import ledger
+from routing.maintenance.each import alone
+from slotkeeper.crash import crash_at
+from slotkeeper.jobs.record import Withholding, now_ms
+from slotkeeper.jobs.store import Moved
+from slotkeeper.outbox import removal
+
+# Jobs that one transaction moves: whoever else writes waits for it, and a due job for a batch of deadlines.
+_CHUNK = 200
+
+
+def promote_due(dispatcher: Dispatcher, within_s: float = float("inf")) -> int:
+    """Queue the delayed jobs whose time has come; answers how many.  After `within_s` the rest is left to the next."""
+
+    def act(batch: Sequence[Any]) -> None:
+        crash_at("promote_committed")
+        dispatcher.enqueue(batch)
+
+    return _in_batches(lambda: dispatcher.store.promote_due(now_ms(), _CHUNK), act, within_s)
+
+
+def expire_overdue(dispatcher: Dispatcher, within_s: float = float("inf")) -> int:
+    """End the jobs whose deadline has passed, whatever they are doing; answers how many.
+
+    The deadlines stand in the record, so however long nobody looked, none is missed.  `within_s`: as above.
+    """
+
+    def act(ended: Sequence[Moved]) -> None:
+        crash_at("expire_committed")
+        dispatcher.withdraw_all([moved.job for moved in ended])  # or tells their workers, who free the slots
+        for moved in ended:
+            with alone("announce", job_id=moved.job.id):
+                dispatcher.announce_end(moved)
+
+    def take() -> list[Moved]:
+        now = now_ms()
+        withhold = Withholding("deadline_passed", now + dispatcher.settings.withhold_max_ms)
+        return dispatcher.store.expire_overdue(now, _CHUNK, withhold)
+
+    return _in_batches(take, act, within_s)
+
+
+def purge(dispatcher: Dispatcher, retention_s: int, within_s: float = float("inf")) -> int:
+    """Remove what ended longer ago than `retention_s`; answers how many jobs.  `within_s`: as above."""
+    dispatcher.store.forget_keys(now_ms())
+    ledger.fold(dispatcher.store.database)
+    until, removed = time.monotonic() + within_s, 0
+    while gone := removal.purge(dispatcher.store.database, now_ms() - retention_s * 1000, _CHUNK):
+        removed += gone
+        crash_at("purge_committed")
+        if time.monotonic() >= until:
+            break
+    return removed
+
+
+def _in_batches(take: Callable[[], Sequence[Any]], act: Callable[[Sequence[Any]], None], within_s: float) -> int:
+    """Take batch after batch and act on each, for a while; answers how many in all."""
+    until, done = time.monotonic() + within_s, 0
+    while batch := take():
+        act(batch)
+        done += len(batch)
+        if time.monotonic() >= until:
+            break
+    return done

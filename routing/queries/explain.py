@@ -1,0 +1,265 @@
+"""Why a job stands where it stands: in one sentence, and in structure.
+
+It looks at the record first, then at the room: the record says whether the job waits at all, the room for what.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from routing.admission import placement, questions
+from routing.admission.questions import Position, QueueStatus
+from routing.dispatch.dispatcher import Dispatcher
+from routing.maintenance import draining
+from routing.queries import servers
+from routing.queries.estimates import Estimates
+from routing.queries.interval import SOON, Estimate
+from routing.queries.overtaking import longest_overtaking_s
+from routing.queries.servers import ServerStatus
+from slotkeeper.jobs.record import Job
+from slotkeeper.jobs.states import State
+from slotkeeper.jobs.withheld import Withheld
+from slotkeeper.registry.catalog import Snapshot
+from slotkeeper.registry.values import STOPPED, Server
+
+# Of a server or model, by what opened its breaker.
+_FAILED = {
+    "failures": "failed run after run",
+    "rate": "failed most of its latest runs",
+    "probe": "failed the run that tried whether it works again",
+}
+# What passes by itself, so that a start can be foretold.
+_IN_LINE = {"turn", "slots_busy", "slot_withheld"}
+_MOVES = {"turn", "slots_busy"}  # while jobs run, the line moves
+
+
+@dataclass(frozen=True, slots=True)
+class Blocker:
+    """One thing that a job waits for.  `code` is stable; `until_ms`: when it may be over, ms since the epoch."""
+
+    code: str
+    sentence: str
+    subject: str | None = None
+    until_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """`sentence` sums `waits_for` up.  `ahead`: jobs of its model that come first; None: it does not wait in line.
+
+    `before`: those of its own tenant and priority that come just before it, at most five, the nearest last.
+    `servers`: each server of its model, and what keeps it from taking this job now ("": nothing does).
+    """
+
+    sentence: str
+    waits_for: tuple[Blocker, ...] = ()
+    ahead: int | None = None
+    before: Sequence[str] = ()
+    policy: str | None = None
+    longest_overtaking_s: float | None = None
+    servers: Mapping[str, str] = field(default_factory=dict)
+    estimate: Estimate | None = None
+
+
+def explain(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanation:
+    """Where the job stands and what it waits for.  Redis away: the record's part, which says so."""
+    if job.state is State.DELAYED:
+        return _delayed(job)
+    if job.state is not State.QUEUED:
+        return Explanation(_outside(job))
+    with suppress(RedisError):
+        return dispatcher.queues.while_here(lambda: _in_room(dispatcher, estimates, job))
+    return _waiting_for(Blocker("redis_away", "the waiting room cannot be reached; the job is safe in the record"))
+
+
+def _in_room(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanation:
+    """Of a queued job.  Raises redis errors."""
+    model = dispatcher.catalog.model(job.model)
+    facts = questions.status_now(dispatcher.queues, model.fleet, job.waiting)
+    if facts.place == "offered":
+        sentence = "It has a slot and is being started; if no worker takes it up, it comes back to its place."
+        return Explanation(sentence, estimate=SOON)
+    if facts.place != "waiting":
+        sentence = f"it is on its way into the waiting room of model {job.model!r}; the next sweep brings it in"
+        return _waiting_for(Blocker("not_in_room", sentence))
+    standings = servers.standings(dispatcher.slots, model.fleet)
+    catalog = dispatcher.catalog.snapshot()
+    withheld = draining.by_server(dispatcher)
+    hindrances = {
+        it.name: _hindrance(job, it, standings.get(it.name), len(withheld.get(it.name, ())))
+        for it in _servers(catalog, job)
+    }
+    found = [*_general(job, facts, catalog), *_placement(job, catalog, hindrances, standings, withheld, facts)]
+    if not found:
+        found = [_turn(facts)]
+    position = Position(facts.ahead, facts.run_ms or None)
+    codes = {it.code for it in found}
+    foretold = estimates.of(job.waiting, position) if codes <= _IN_LINE and codes & _MOVES else None
+    return Explanation(
+        _sum_up(found),
+        tuple(found),
+        facts.ahead,
+        facts.before,
+        model.config.policy,
+        longest_overtaking_s(job.priority, model.config),
+        hindrances,
+        foretold,
+    )
+
+
+def _waiting_for(*blockers: Blocker) -> Explanation:
+    return Explanation(_sum_up(blockers), blockers)
+
+
+def _delayed(job: Job) -> Explanation:
+    if job.failures:
+        said = f"{job.error_code}: {(job.error_message or '').rstrip('.')}"
+        failed = f"attempt {job.attempts} failed ({said}), and it comes back to its place for the next"
+        return _waiting_for(Blocker("retry", failed, until_ms=job.due_ms))
+    return _waiting_for(Blocker("not_before", "it was submitted for later", until_ms=job.due_ms))
+
+
+def _outside(job: Job) -> str:
+    """Of a job that waits for nothing."""
+    if job.state is State.RUNNING:
+        canceling = ", and it shall be canceled" if job.cancel_requested_ms is not None else ""
+        return f"It runs on {job.slot}, attempt {job.attempts}{canceling}."
+    return f"It has ended: {job.state}, because of {job.why}."
+
+
+def _servers(catalog: Snapshot, job: Job) -> list[Any]:
+    return [it for it in catalog.servers.values() if job.model in it.endpoints]
+
+
+def _general(job: Job, facts: QueueStatus, catalog: Snapshot) -> list[Blocker]:
+    """What holds up every job of its tenant or model."""
+    found = []
+    if facts.obstacle == "tenant_slots":
+        found.append(
+            Blocker("tenant_slots", f"its tenant holds {_count(facts.held, 'slot')} and may hold no more", job.tenant)
+        )
+    elif facts.obstacle:
+        found.append(
+            Blocker("tenant_paused", stopped("tenant", job.tenant, catalog.tenants.get(job.tenant)), job.tenant)
+        )
+    if facts.state in STOPPED:
+        found.append(Blocker("model_paused", stopped("model", job.model, catalog.models.get(job.model)), job.model))
+    if facts.breaker == "open":
+        found.append(breaker_open(job.model, facts.open_why, facts.open_until_ms))
+    elif facts.breaker == "probing":
+        found.append(Blocker("model_probing", f"one job is trying whether model {job.model!r} works again", job.model))
+    return found
+
+
+def breaker_open(name: str, why: str, until_ms: int) -> Blocker:
+    """That a model's breaker is open; `why`: what opened it."""
+    return Blocker("model_breaker_open", f"model {name!r} {failed(why)} and its breaker is open", name, until_ms)
+
+
+def failed(why: str) -> str:
+    """What opened a breaker, in words."""
+    return _FAILED.get(why, _FAILED["failures"])
+
+
+def stopped(kind: str, name: str, it: Any) -> str:
+    """That a server, model or tenant does not take part, as a sentence: how, by whom and why."""
+    if it is None:
+        return f"{kind} {name!r} is paused"
+    by = f" by {it.changed_by}" if it.changed_by else ""
+    because = f" ({it.reason})" if it.reason else ""
+    return f"{kind} {name!r} is {it.state}{by}{because}"
+
+
+def _hindrance(job: Job, server: Server, standing: ServerStatus | None, withheld: int) -> str:
+    """What keeps a server from taking this job now; "": nothing does."""
+    if unmet := placement.unmet(job.constraints, server, job.model):
+        return f"does not meet {', '.join(unmet)}"
+    if server.state != "online":
+        return stopped("server", server.name, server).split(" is ", 1)[1]
+    if standing is None:
+        return "not known to the waiting room yet"
+    return servers.hindrance(standing, withheld)
+
+
+def _placement(
+    job: Job,
+    catalog: Snapshot,
+    hindrances: Mapping[str, str],
+    standings: Mapping[str, ServerStatus],
+    withheld: Mapping[str, Sequence[Withheld]],
+    facts: QueueStatus,
+) -> list[Blocker]:
+    """What keeps all servers of its model from taking it; nothing, if one could."""
+    if not hindrances:
+        return [Blocker("no_server", f"no server serves model {job.model!r}; POST /admin/register adds one", job.model)]
+    if "" in hindrances.values():
+        return []
+    eligible = {name for name in hindrances if placement.meets(job.constraints, catalog.servers[name], job.model)}
+    if not eligible:
+        return [Blocker("constraints_unmet", placement.unmatched(job.model, job.constraints), job.model)]
+    others = [name for name in sorted(eligible) if hindrances[name] not in ("busy", "withheld")]
+    found = [of_server(name, hindrances[name], standings.get(name)) for name in others]
+    busy = [name for name in eligible if hindrances[name] == "busy"]
+    taken = sum(
+        servers.use_of(catalog.servers[name].state, standings[name], len(withheld.get(name, ()))).running
+        for name in busy
+    )
+    if taken:
+        found.insert(0, _busy(taken, facts.ahead))
+    return found + _withheld(job, sorted(eligible.difference(others)), withheld)
+
+
+def _busy(taken: int, ahead: int) -> Blocker:
+    slots = f"all {taken} slots that could run it are" if taken > 1 else "the slot that could run it is"
+    behind = f", and {_before(ahead)}" if ahead else ", and it is next"
+    return Blocker("slots_busy", f"{slots} taken{behind}")
+
+
+def _withheld(job: Job, servers: Iterable[str], slots: Mapping[str, Sequence[Withheld]]) -> list[Blocker]:
+    """Slots that no run of ours holds any more."""
+    return [
+        Blocker("slot_withheld", draining.sentence(row, named=row.tenant == job.tenant), row.slot)
+        for server in servers
+        for row in slots.get(server, ())
+    ]
+
+
+def of_server(name: str, hindrance: str, standing: ServerStatus | None) -> Blocker:
+    """What keeps a server from taking jobs; `hindrance` in the words of Explanation.servers."""
+    if hindrance == "breaker open" and standing is not None:
+        sentence = f"server {name!r} {failed(standing.open_why)} and its breaker is open"
+        return Blocker("server_breaker_open", sentence, name, standing.open_until_ms)
+    if hindrance == "away" and standing is not None:
+        since = f"server {name!r} could not be reached since {_moment(standing.away_since_ms)}"
+        sentence = f"{since}; its slots are in cooldown" if standing.cooldown_until_ms else since
+        return Blocker("server_away", sentence, name, standing.cooldown_until_ms or None)
+    if hindrance == "in cooldown" and standing is not None:
+        sentence = f"server {name!r} said that it was busy, so its slots are in cooldown"
+        return Blocker("server_cooling", sentence, name, standing.cooldown_until_ms)
+    return Blocker("server_unavailable", f"server {name!r} is {hindrance}", name)
+
+
+def _turn(facts: QueueStatus) -> Blocker:
+    return Blocker("turn", _before(facts.ahead) if facts.ahead else "it is next, and a slot is being given to it")
+
+
+def _before(ahead: int) -> str:
+    return f"{_count(ahead, 'job')} of its model {'come' if ahead > 1 else 'comes'} before it"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _sum_up(blockers: Sequence[Blocker]) -> str:
+    said = [it.sentence if it.until_ms is None else f"{it.sentence} until {_moment(it.until_ms)}" for it in blockers]
+    return f"It waits: {'; '.join(said)}."
+
+
+def _moment(at_ms: int) -> str:
+    """To the second, rounded up: by then it is over."""
+    return f"{datetime.fromtimestamp(-(-at_ms // 1000), UTC):%Y-%m-%dT%H:%M:%SZ}"

@@ -1,0 +1,46 @@
+"""What waits for a model at this moment, and what that means for a job that comes in now."""
+
+from dataclasses import dataclass
+
+from routing.admission import bounds, questions
+from routing.dispatch.dispatcher import Dispatcher
+from slotkeeper.jobs.record import PRIORITY_DEFAULT, Waiting
+from slotkeeper.registry.catalog import Model
+
+_NOBODY = ""  # a tenant and a job that there is not: what is asked for concerns the model alone
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`run_ms`: mean slot time of the model's latest runs; `work_ms`: how long its slots are busy with what waits.
+
+    None: not known.  `limit`: jobs that may wait, of each tenant under `fair`; None: any number.  `breaker`: closed,
+    open, half_open, probing; open until `open_until_ms`, ms since the epoch, 0: it is not open, and by `open_why`, as
+    for servers (routing/queries/servers.py: ServerStatus).
+    """
+
+    waiting: int
+    run_ms: int | None
+    work_ms: int | None
+    limit: int | None
+    breaker: str
+    open_until_ms: int
+    open_why: str
+
+
+def load_of(dispatcher: Dispatcher, model: Model) -> Load:
+    """In two calls to Redis, whatever waits.  Raises redis errors."""
+    queues = dispatcher.queues
+    (found,) = queues.ask([questions.backlog(queues, model.fleet, model.name, _NOBODY)])
+    facts = questions.status_now(queues, model.fleet, Waiting(_NOBODY, 0, model.name, PRIORITY_DEFAULT, _NOBODY))
+    slots = dispatcher.catalog.snapshot().slots_of(model.name)
+    known = found.run_ms is not None and slots > 0
+    return Load(
+        found.everyones,
+        found.run_ms,
+        round(found.everyones * found.run_ms / slots) if known and found.run_ms else None,
+        bounds.bound(model.config, slots),
+        facts.breaker,
+        facts.open_until_ms,
+        facts.open_why,
+    )

@@ -1,0 +1,89 @@
+"""Which processes of an installation live: each says so every few seconds, in Redis, and is forgotten when it does not.
+
+Nothing that is promised hangs on it; people, probes and figures read it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import orjson
+
+from slotkeeper.redis.scripts import Command, Scripts
+
+SAY_EVERY_S = 2.0
+KEPT_MS = 60_000
+"""For how long a process that says nothing more is still shown."""
+MOST = 1000
+SILENT_MS = 10_000
+"""Who has said nothing for so long is taken for dead."""
+
+
+class Said(NamedTuple):
+    """What one process said last, and how long ago."""
+
+    process: str
+    age_ms: int
+    facts: str
+
+
+class ProcessScripts(Protocol):
+    """Of the list of processes, which belongs to no fleet."""
+
+    def processes(self, key: str, *, process: str, facts: str, ttl_ms: int, most: int) -> Command[list[Said]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One that lives, or did so a minute ago.
+
+    `role`: web, worker, maintenance, webhooks, relay, beat.  `facts`: what else it says of itself: `pid`, `version`,
+    `since_ms`, `secret` (its fingerprint), and a worker `runs` and `capacity`, `takes`, `canary_ms` (how long the last
+    took) and `canary_age_ms`.
+    """
+
+    name: str
+    role: str
+    host: str
+    age_ms: int
+    facts: dict[str, Any]
+
+    @property
+    def lives(self) -> bool:
+        return self.age_ms < SILENT_MS
+
+    @property
+    def canary_age_ms(self) -> int | None:
+        """Since a canary last came through it; None: none has."""
+        age_ms = self.facts.get("canary_age_ms")
+        return None if age_ms is None else int(age_ms) + self.age_ms
+
+
+class Processes:
+    """Talks to the list of processes.  Redis errors pass through."""
+
+    def __init__(self, scripts: Scripts) -> None:
+        self._scripts = scripts
+        self._acts: ProcessScripts = scripts.bound(ProcessScripts)
+
+    def say(self, process: str, facts: dict[str, Any]) -> None:
+        """A process lives.  `facts`: its role, its host, and what else there is to say."""
+        self._ask(process, orjson.dumps(facts).decode())
+
+    def leave(self, process: str) -> None:
+        """A process ends, and is not to be missed."""
+        self._ask(process, "")
+
+    def all(self) -> list[Process]:
+        """By role, host and name."""
+        found = [_process(it) for it in self._ask("", "")]
+        return sorted(found, key=lambda it: (it.role, it.host, it.name))
+
+    def _ask(self, process: str, facts: str) -> list[Said]:
+        key = self._scripts.keys.processes()
+        acts = self._acts.processes(key, process=process, facts=facts, ttl_ms=KEPT_MS, most=MOST)
+        return self._scripts.run(acts)
+
+
+def _process(said: Said) -> Process:
+    facts = orjson.loads(said.facts)
+    return Process(said.process, facts.pop("role", ""), facts.pop("host", ""), said.age_ms, facts)

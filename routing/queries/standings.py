@@ -1,0 +1,52 @@
+"""How things stand in the record at this moment, in few numbers: what is owed, and what is withheld."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from sqlalchemy import bindparam, func, select
+
+from slotkeeper.db.db import Database
+from slotkeeper.jobs import withheld
+from slotkeeper.jobs.models import jobs, messages
+from slotkeeper.jobs.moves import compared
+from slotkeeper.jobs.states import State
+
+_OWED = select(func.count(), func.min(messages.c.next_ms)).where(messages.c.state == "pending")
+# Found among the running ones, of which there are no more than slots, and not among all that the model ever had.
+_RUNNING = select(func.count()).where(
+    jobs.c.state == State.RUNNING.value, compared(jobs.c.model) == bindparam("p_model")
+)
+_QUEUED = select(func.count()).where(jobs.c.state == State.QUEUED.value, jobs.c.model == bindparam("p_model"))
+
+
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """Messages of webhooks, and of jobs' `callback_url`.
+
+    `pending`: those that are neither delivered nor given up.  `late_ms`: since when the oldest try is due.
+    """
+
+    pending: int
+    late_ms: int
+
+
+def webhooks_owed(database: Database, now_ms: int) -> Owed:
+    """Raises RecordUnavailable."""
+    with database.read() as connection:
+        pending, next_ms = connection.execute(_OWED).one()
+    return Owed(pending, 0 if next_ms is None else max(now_ms - next_ms, 0))
+
+
+def withheld_slots(database: Database) -> Counter[tuple[str, str]]:
+    """(model, reason) -> how many slots are withheld.  Raises RecordUnavailable."""
+    return Counter((it.model, it.reason) for it in withheld.read(database))
+
+
+def work_of(database: Database, model: str, *, known: bool) -> tuple[int, int]:
+    """How many jobs of a model are queued, and how many run.  `known`: somebody else says how many are queued, so 0.
+
+    Raises RecordUnavailable.
+    """
+    with database.read() as connection:
+        queued = 0 if known else connection.execute(_QUEUED, {"p_model": model}).scalar() or 0
+        return queued, connection.execute(_RUNNING, {"p_model": model}).scalar() or 0

@@ -1,0 +1,19 @@
+"""How often a process that answers in milliseconds collects garbage."""
+
+import gc
+
+from slotkeeper.once import once
+
+_COLLECT_AFTER = 20_000  # new objects
+
+
+@once
+def collect_rarely() -> None:
+    """Exclude what has been imported from garbage collection, and collect the rest less often.
+
+    A collection stops all threads and visits every object that is not frozen.  Call once, when the imports are done:
+    what is garbage by then stays for ever.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER)

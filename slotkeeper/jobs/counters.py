@@ -1,0 +1,13 @@
+"""Counters of the record: what the ledger must not miss."""
+
+from sqlalchemy import insert, update
+
+from slotkeeper.db.db import Transaction
+from slotkeeper.jobs.models import counters
+
+
+def count(tx: Transaction, name: str, by: int = 1) -> None:
+    """Raise a counter of the record."""
+    raised = update(counters).where(counters.c.name == name).values(value=counters.c.value + by)
+    if tx.connection.execute(raised).rowcount == 0:
+        tx.connection.execute(insert(counters), {"name": name, "value": by})

@@ -1,0 +1,111 @@
+"""The tables of what is registered and configured.  Times in ms since the epoch, UTC; JSON is text."""
+
+from typing import Any
+
+from sqlalchemy import BigInteger, CheckConstraint, Column, Float, ForeignKey, Integer, Table, Text, text
+
+from slotkeeper.jobs.models import metadata, one_of
+from slotkeeper.registry.values import AdminState
+
+
+def _admin_state() -> tuple[Column[Any] | CheckConstraint, ...]:
+    """Columns of what can be paused: since when, by whom and why it stands as it does."""
+    return (
+        Column("state", Text, nullable=False, server_default=AdminState.ONLINE.value),
+        Column("reason", Text),
+        Column("changed_by", Text),
+        Column("changed_ms", BigInteger),
+        CheckConstraint(one_of("state", [s.value for s in AdminState]), name="state"),
+    )
+
+
+models = Table(
+    "models",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("fleet", Text, nullable=False),
+    Column("overrides", Text, nullable=False, server_default="{}"),
+    Column("created_ms", BigInteger, nullable=False),
+    *_admin_state(),
+)
+
+servers = Table(
+    "servers",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("fleet", Text, nullable=False),
+    Column("slots", Integer, nullable=False),
+    Column("created_ms", BigInteger, nullable=False),
+    Column("attributes", Text, nullable=False, server_default="{}"),  # JSON: text -> text or number
+    Column("weight", Float, nullable=False, server_default="1"),
+    *_admin_state(),
+    Column("leaving_ms", BigInteger),  # since when it takes no new runs, because it is being removed
+    Column("leaving_by", Text),
+    CheckConstraint("slots > 0", name="slots"),
+    CheckConstraint("weight > 0 AND weight <= 1000", name="weight"),
+)
+
+# What holds where a model's own configuration says nothing; see slotkeeper/registry/defaults.py.
+defaults = Table(
+    "defaults",
+    metadata,
+    Column("name", Text, primary_key=True),  # of a kind of models; empty: of the installation
+    Column("overrides", Text, nullable=False, server_default="{}"),
+    Column("changed_by", Text),
+    Column("changed_ms", BigInteger, nullable=False),
+)
+
+# Visits to the page that a log-out has ended; see slotkeeper/registry/visits.py.
+ended_visits = Table(
+    "ended_visits",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("until_ms", BigInteger, nullable=False),  # when it would have been over anyway
+)
+
+endpoints = Table(
+    "endpoints",
+    metadata,
+    Column("server", Text, ForeignKey("servers.name", ondelete="CASCADE"), primary_key=True),
+    Column("model", Text, ForeignKey("models.name"), primary_key=True),
+    Column("url", Text, nullable=False),
+    Column("overrides", Text, nullable=False, server_default="{}"),  # JSON: what differs there from the model's own
+)
+
+# How servers are spoken to; see slotkeeper/registry/descriptions.py.  A row never changes but in `idle_ms`.
+descriptions = Table(
+    "descriptions",
+    metadata,
+    Column("version", Text, primary_key=True),  # of the body
+    Column("body", Text, nullable=False),
+    Column("created_ms", BigInteger, nullable=False),
+    Column("idle_ms", BigInteger),  # since when nothing names it
+)
+
+# What descriptions name and nobody is shown; see slotkeeper/registry/secrets.py.
+secrets = Table(
+    "secrets",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("models", Text),  # JSON: those whose descriptions may name it; null: all
+    Column("sealed", Text, nullable=False),
+    Column("set_by", Text),
+    Column("set_ms", BigInteger, nullable=False),
+)
+
+tenants = Table(
+    "tenants",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("key_hash", Text, nullable=False, unique=True),
+    Column("admin", Integer, nullable=False, server_default="0"),
+    Column("rights", Text, nullable=False, server_default=text("''")),  # words with blanks between
+    Column("rate_per_s", Integer),
+    Column("burst", Integer),
+    Column("created_ms", BigInteger, nullable=False),
+    Column("former_hash", Text, index=True),  # of the key before the last rotation
+    Column("former_until_ms", BigInteger),  # until when that key is valid, too
+)
+
+# Tenants that do not stand online; one needs no key to be here.
+tenant_states = Table("tenant_states", metadata, Column("name", Text, primary_key=True), *_admin_state())

@@ -1,0 +1,49 @@
+"""A file with one JSON line per run, for whoever wants to check afterwards what ran when."""
+
+import time
+from pathlib import Path
+
+import orjson
+
+from slotkeeper.serve.engine import Ending, Run, State
+
+
+class Journal:
+    """Appends to `path`.  Several servers may share one file.
+
+    A line: `job_id` (the dispatcher's, or the server's own), `run_id`, `attempt` (or null), `slot`, `source`
+    (dispatcher | direct), `started_ns`, `ended_ns` (monotonic), `started_wall_ns`, `ended_wall_ns` (Unix),
+    `outcome` (completed | invalid | error | canceled).
+    """
+
+    def __init__(self, path: Path) -> None:
+        # Unbuffered and in append mode: a line is one write, whole even between processes, and there after a kill.
+        self._file = path.open("ab", buffering=0)
+
+    def note(self, run: Run, ending: Ending, started: tuple[int, int]) -> None:
+        self._file.write(
+            orjson.dumps(
+                {
+                    "job_id": run.job_id,
+                    "run_id": run.id,
+                    "attempt": run.attempt,
+                    "slot": run.slot,
+                    "source": "dispatcher" if run.dispatcher else "direct",
+                    "started_ns": started[0],
+                    "ended_ns": time.monotonic_ns(),
+                    "started_wall_ns": started[1],
+                    "ended_wall_ns": time.time_ns(),
+                    "outcome": outcome(ending),
+                },
+                option=orjson.OPT_APPEND_NEWLINE,
+            )
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def outcome(ending: Ending) -> str:
+    if ending.state is State.FAILED:
+        return "error" if ending.retryable else "invalid"
+    return str(ending.state)

@@ -1,0 +1,216 @@
+"""The whole server: put together, started, stopped."""
+
+import contextlib
+import os
+import re
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slotkeeper.serve import answers
+from slotkeeper.serve.door import Door
+from slotkeeper.serve.engine import Engine, Memory
+from slotkeeper.serve.guard import Guard
+from slotkeeper.serve.http_server import HttpServer
+from slotkeeper.serve.journal import Journal
+from slotkeeper.serve.model import Function, TargetError, adapt, load, streams, takes_context
+from slotkeeper.serve.push import Pusher
+from slotkeeper.serve.runner import Runner
+
+CANCEL_GRACE_S = 1.0  # after the grace, for runs that heed a cancel
+RESERVED = re.compile(r"/(health$|status(/|$)|cancel(/|$))")
+
+
+class ServeError(Exception):
+    """The server cannot be started; the text is one line that says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """How a function is served.  Raises ValueError for what cannot be."""
+
+    slots: int = 1
+    """Runs at the same time."""
+    asynchronous: bool = False
+    """Answer with an id to be polled, not with the result."""
+    host: str = "127.0.0.1"
+    port: int = 9001
+    """0: any free one; `ReferenceServer.url` tells which."""
+    endpoint: str = "/generate"
+    model: str | None = None
+    """Name shown in /health; None: the function's own."""
+    max_direct_queue: int = 10
+    """Direct calls that may wait in the direct queue."""
+    memory: Memory = field(default_factory=Memory)
+    """What is kept of runs that have ended."""
+    max_body_bytes: int = 16 << 20
+    allow_hosts: tuple[str, ...] = ()
+    """Further host names under which it may be called; see slotkeeper/serve/guard.py."""
+    push: bool = False
+    """Obey X-Callback-Url.  Whoever can call the server can then make it POST anywhere it can reach."""
+    journal: Path | None = None
+    """A file that gets one JSON line per run."""
+    grace_s: float = 10.0
+    """How long a stopping server waits for the runs under way."""
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise ValueError("slots must be at least 1")
+        if self.max_direct_queue < 0 or self.grace_s < 0:
+            raise ValueError("max_direct_queue and grace_s must not be negative")
+        if not 0 <= self.port <= 65535:
+            raise ValueError("port must be between 0 and 65535")
+        if not self.endpoint.startswith("/") or RESERVED.match(self.endpoint):
+            raise ValueError("endpoint must start with / and be none of /health, /status, /cancel")
+
+
+class ReferenceServer:
+    """A function behind the slot protocol, in this process.  Raises ServeError when the address cannot be had.
+
+    `with ReferenceServer(function, ServeConfig(port=0)) as server: requests.post(server.url + "/generate", json={})`
+    """
+
+    def __init__(self, function: Function, config: ServeConfig) -> None:
+        self.config = config
+        self.model_name = config.model or str(getattr(function, "__name__", type(function).__name__))
+        self.engine = Engine(config.slots, config.max_direct_queue, config.memory)
+        self._guard = Guard(config.host, config.allow_hosts)
+        self._http = self._listen()
+        self._journal = _open_journal(config.journal)
+        self._pusher = Pusher() if config.push else None
+        self._runner = Runner(self.engine, adapt(function), self._journal, self._pusher)
+        self._door = Door(
+            self.engine,
+            self._runner,
+            endpoint=config.endpoint,
+            asynchronous=config.asynchronous,
+            push=config.push,
+            cancelable=takes_context(function) or streams(function),
+            streams=streams(function),
+            model=self.model_name,
+        )
+
+    @property
+    def url(self) -> str:
+        """Without a slash at the end, and without the endpoint."""
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"http://{host}:{self._http.port}"
+
+    def start(self) -> None:
+        self._http.start()
+
+    def stop(self, grace_s: float | None = None) -> None:
+        """Start no more runs, wait for those under way, then cancel, then go."""
+        self.engine.close()
+        if not self._drained(self.config.grace_s if grace_s is None else grace_s):
+            self.engine.cancel_all()
+            self._drained(CANCEL_GRACE_S)
+        self._http.close()
+        self._runner.close()
+        if self._journal and self.engine.wait_idle(0):
+            self._journal.close()
+
+    def __enter__(self) -> "ReferenceServer":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _listen(self) -> HttpServer:
+        config = self.config
+        try:
+            return HttpServer(
+                config.host,
+                config.port,
+                lambda request: self._guard.refusal(request) or self._door.handle(request),
+                answers.refused,
+                config.max_body_bytes,
+            )
+        except OSError as error:
+            raise ServeError(
+                f"cannot listen on port {config.port} of {config.host}: {error.strerror or error}"
+            ) from error
+
+    def _drained(self, timeout_s: float) -> bool:
+        """Runs ended, answers sent, pushes delivered; False when that takes longer."""
+        deadline = time.monotonic() + timeout_s
+
+        def left() -> float:
+            return max(0.0, deadline - time.monotonic())
+
+        return (
+            self.engine.wait_idle(left())
+            and self._http.wait_answered(left())
+            and (self._pusher is None or self._pusher.wait(left()))
+        )
+
+
+def serve(target: str | Function, config: ServeConfig, say: Callable[[str], Any] = print) -> None:
+    """Serve until SIGTERM or SIGINT; a second signal ends the process at once.
+
+    `target` is a function or its name, `package.module:function`; `say` gets the one line that tells the address.
+    Raises ServeError when it cannot start.
+    """
+    try:
+        function = load(target) if isinstance(target, str) else target
+    except TargetError as error:
+        raise ServeError(str(error)) from error
+    server = ReferenceServer(function, config)
+    with _signals() as events:
+        server.start()
+        mode = "async" if config.asynchronous else "sync"
+        say(f"{server.model_name}: {config.slots} slots, {mode}, at {server.url}{config.endpoint}")
+        events.recv(1)
+        _stop_unless_signaled(server, events)
+
+
+def _stop_unless_signaled(server: ReferenceServer, events: socket.socket) -> None:
+    """Stop it in another thread, so that this one still hears a second signal."""
+    stopped, told = socket.socketpair()
+
+    def stop() -> None:
+        server.stop()
+        told.close()
+
+    threading.Thread(target=stop, name="stop", daemon=True).start()
+    with selectors.DefaultSelector() as ready, stopped:
+        ready.register(stopped, selectors.EVENT_READ)
+        ready.register(events, selectors.EVENT_READ)
+        if any(key.fileobj is events for key, _ in ready.select()):
+            os._exit(128 + events.recv(1)[0])
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """A socket that gets a byte, its number, for each SIGTERM and SIGINT.
+
+    The system may hand a signal to any thread, and a handler in Python would then run only when the main thread
+    happens to wake up; this byte is written at once, wherever the signal arrives.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ServeError("serve() handles signals and needs the main thread; use ReferenceServer elsewhere")
+    events, written = socket.socketpair()
+    written.setblocking(False)
+    with events, written:
+        before_fd = signal.set_wakeup_fd(written.fileno())
+        before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield events
+        finally:
+            signal.set_wakeup_fd(before_fd)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _open_journal(path: Path | None) -> Journal | None:
+    try:
+        return Journal(path) if path else None
+    except OSError as error:
+        raise ServeError(f"cannot write the journal {path}: {error.strerror}") from error

@@ -1,0 +1,143 @@
+"""Run the benchmarks: python -m tools.benchmarks [handoff] [throughput] [submit]."""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tests.support.stack import RefServer, Stack, eventually
+from tools.benchmarks.submits import measure_submits
+
+_FEED = """
+import sys
+from slotkeeper.jobs.record import now_ms
+from upkeep import reconcile
+from routing.admission.submission import Submission
+from tasks.wiring import catalog, dispatcher
+jobs, seconds, servers = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+catalog().configure("bench", {}, now_ms())
+for start in range(0, jobs, 500):
+    batch = [Submission("bench", {"seconds": seconds}) for _ in range(min(500, jobs - start))]
+    dispatcher().submit(batch)
+for server in servers:
+    name, url, slots = server.split(",")
+    catalog().register("bench", name, url, int(slots), now_ms())
+reconcile.refresh_fleet(dispatcher(), "bench")
+"""
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _journal(server: RefServer) -> list[dict[str, Any]]:
+    if not server.journal.exists():
+        return []
+    return [json.loads(line) for line in server.journal.read_text().splitlines()]
+
+
+def _run_ours(slots: int, seconds: float, jobs: int, threads: int) -> list[dict[str, Any]]:
+    """Let one worker empty a room of `jobs` jobs; answers the server's journal."""
+    with tempfile.TemporaryDirectory() as home, Stack(Path(home)) as stack:
+        server = stack.server("bench-server", slots)
+        stack.maintenance()
+        stack.beat()
+        stack.worker(threads=threads, level="warning")
+        eventually(lambda: _responds(stack), "the worker is ready")
+        stack.run([sys.executable, "-c", _FEED, str(jobs), str(seconds), f"bench-server,{server.endpoint},{slots}"])
+        eventually(lambda: len(_journal(server)) >= jobs, "all jobs have run", 300, 0.2)
+        return _journal(server)
+
+
+def _responds(stack: Stack) -> bool:
+    """Whether a worker has said hello to the broker: two of them, with the one for maintenance."""
+    assert stack.valkey is not None
+    with stack.valkey.client() as client:
+        return len(client.smembers("_kombu.binding.celery.pidbox")) >= 2
+
+
+def _run_bare(slots: int, seconds: float, jobs: int) -> float:
+    """Jobs per second of bare Celery with as many threads as slots, measured at the server."""
+    with tempfile.TemporaryDirectory() as home, Stack(Path(home)) as stack:
+        server = stack.server("bare-server", slots, "--max-direct-queue", "10")
+        assert stack.valkey is not None
+        stack.env["BENCH_BROKER"] = os.environ["BENCH_BROKER"] = stack.valkey.url
+        from tools.benchmarks.bare import app, call
+
+        app.conf.broker_url = stack.valkey.url
+        for _ in range(jobs):
+            call.delay(server.endpoint, {"seconds": seconds})
+        bare = Path(sys.executable).parent / "celery"
+        stack.start("bare", [str(bare), "-A", "tools.benchmarks.bare", "worker", "-c", str(slots), "-l", "warning"])
+        eventually(lambda: len(_journal(server)) >= jobs, "all calls have been made", 300, 0.2)
+        return _rate(_journal(server))
+
+
+def _rate(runs: list[dict[str, Any]]) -> float:
+    """Jobs per second between the first start and the last end, without the first and last tenth."""
+    ends = sorted(run["ended_ns"] for run in runs)
+    tenth = len(ends) // 10
+    return (len(ends) - 2 * tenth - 1) / ((ends[-tenth - 1] - ends[tenth]) / 1e9)
+
+
+def _gaps_ms(runs: list[dict[str, Any]]) -> list[float]:
+    """How long each slot stood idle between two runs, in ms."""
+    by_slot: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for run in sorted(runs, key=lambda run: run["started_ns"]):
+        by_slot[run["slot"]].append(run)
+    return [
+        (after["started_ns"] - before["ended_ns"]) / 1e6
+        for slot in by_slot.values()
+        for before, after in pairwise(slot)
+    ]
+
+
+def _use(runs: list[dict[str, Any]], slots: int, jobs: int) -> float:
+    """Share of the slots' time that was spent running, from the first start until the room was empty."""
+    runs = sorted(runs, key=lambda run: run["started_ns"])[: jobs - slots]
+    begin, end = runs[0]["started_ns"], runs[-1]["started_ns"]
+    busy = sum(min(run["ended_ns"], end) - run["started_ns"] for run in runs)
+    return busy / (slots * (end - begin))
+
+
+def handoff() -> None:
+    slots, seconds, jobs = 8, 0.1, 1000
+    runs = _run_ours(slots, seconds, jobs, 64)
+    gaps = sorted(_gaps_ms(runs))
+    _say(
+        f"handoff     {slots} slots x {seconds * 1000:.0f} ms, {jobs} jobs: slot use {_use(runs, slots, jobs):.1%}, "
+        f"gap p50 {statistics.median(gaps):.2f} ms, p99 {gaps[int(len(gaps) * 0.99)]:.1f} ms"
+    )
+
+
+def throughput() -> None:
+    slots, seconds, jobs = 32, 0.005, 5000
+    bare = _run_bare(slots, seconds, jobs)
+    ours = _rate(_run_ours(slots, seconds, jobs, 64))
+    _say(
+        f"throughput  {slots} slots x {seconds * 1000:.0f} ms, {jobs} jobs: {ours:.0f} jobs/s, "
+        f"bare Celery {bare:.0f} jobs/s, ratio {ours / bare:.2f}"
+    )
+
+
+def submit() -> None:
+    with tempfile.TemporaryDirectory() as home, Stack(Path(home)) as stack:
+        stack.web()
+        measured = measure_submits(stack.url, clients=16, seconds=8.0)
+        _say(f"submit      16 clients, one job a request: {measured:.0f} submits/s")
+
+
+_ALL = {"handoff": handoff, "throughput": throughput, "submit": submit}
+
+if __name__ == "__main__":
+    started = time.monotonic()
+    for name in sys.argv[1:] or _ALL:
+        _ALL[name]()
+    _say(f"measured in {time.monotonic() - started:.0f} s")

@@ -1,0 +1,86 @@
+"""What the record costs, in µs of CPU of this process: python -m tools.benchmarks.record [memory] [file] [postgresql] [JOBS].
+
+One thread, one job after the other: so nothing is shared by group commit.  PostgreSQL's own work is not in these
+figures; what one waits for it is in the last column.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from migrations import migrate
+from slotkeeper.db.db import Database
+from slotkeeper.jobs.record import NewJob, Run, new_job_id
+from slotkeeper.jobs.states import Why
+from slotkeeper.jobs.store import Store
+from tests.support.postgres import running_postgres
+from tests.support.starts import store_start
+
+_PAYLOAD = '{"prompt":"a sunset","seconds":0.1}'
+_ROUNDS = 5
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def _record(where: str) -> Iterator[Store]:
+    with ExitStack() as stack:
+        if where == "postgresql":
+            url = stack.enter_context(running_postgres()).create()
+        else:
+            folder = Path("/dev/shm") if where == "memory" else None
+            url = f"sqlite:///{stack.enter_context(tempfile.TemporaryDirectory(dir=folder))}/record.db"
+        migrate.upgrade(url)
+        database = Database(url)
+        stack.callback(database.close)
+        yield Store(database)
+
+
+def _measure(name: str, acts: Callable[[int], object], times: int) -> None:
+    """The best of some rounds: what the machine does besides makes it dearer, never cheaper."""
+    cpu, wall = [], []
+    for start in range(0, times * _ROUNDS, times):
+        began, began_wall = time.thread_time(), time.perf_counter()
+        for n in range(start, start + times):
+            acts(n)
+        cpu.append(time.thread_time() - began)
+        wall.append(time.perf_counter() - began_wall)
+    _say(f"  {name:28} {min(cpu) / times * 1e6:6.0f} µs of CPU {min(wall) / times * 1e6:6.0f} µs in all")
+
+
+def _play(where: str, times: int) -> None:
+    _say(where)
+    with _record(where) as store:
+        ids = [new_job_id() for _ in range(times * _ROUNDS)]
+        runs: list[Run] = []
+
+        def start(n: int) -> None:
+            run = store_start(store, ids[n], "gpu", "gpu-slot0", "lease owner", 2)
+            assert run is not None
+            runs.append(run)
+
+        def settle(n: int) -> None:
+            assert store.database.do(store.settle_write(ids[n], runs[n].attempt, Why.FINISHED, 3, result="{}"))
+
+        _measure("a transaction of nothing", lambda _: store.database.write(lambda tx: None), times)
+        _measure("submit", lambda n: store.submit([NewJob(ids[n], "bench", _PAYLOAD)], 1), times)
+        _measure("start", start, times)
+        _measure("settle", settle, times)
+        _measure("state of a job", lambda n: store.state_of(ids[n]), times)
+        _measure("a job, whole", lambda n: store.get(ids[n]), times)
+
+
+def main(words: list[str]) -> None:
+    times = int(next((word for word in words if word.isdigit()), "500"))
+    for where in [word for word in words if not word.isdigit()] or ["memory", "file", "postgresql"]:
+        _play(where, times)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
